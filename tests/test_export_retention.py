@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 import threading
 from dataclasses import replace
@@ -15,6 +16,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.faults.scenarios import quick_folder
+from tests.faults.shim import KillAt, count_operations, intercepted
+from tests.forked import fork
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
 from titan_ckpt.config import ResumeConfig
 from titan_ckpt.disk import posix
@@ -22,6 +26,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.exporting.checks import check_folders
 from titan_ckpt.formats.open import open_reader
+from titan_ckpt.formats.publish import record as export_records
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.tools.retention import prune
@@ -129,6 +134,50 @@ def test_an_export_whose_removal_failed_is_removed_by_the_next_one(
     assert names(tmp_path) == ["step-2", "step-3"]
 
 
+def test_two_exports_that_end_at_one_moment_both_expire_the_same_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one is first, and a program that evaluates the model removes its own file meanwhile."""
+    remove, mark = export_records.remove_export, export_records._mark
+
+    def remove_twice(run: Path, name: str) -> None:
+        for _ in range(2):
+            remove(run, name)
+
+    def mark_late(path: Path) -> str:
+        if path.name == "results.tmp":
+            path.unlink()
+        return mark(path)
+
+    monkeypatch.setattr(export_records, "remove_export", remove_twice)
+    monkeypatch.setattr(export_records, "_mark", mark_late)
+    export(tmp_path, 1)
+    (tmp_path / "exports" / "step-1" / "results.tmp").write_text("half")
+    export(tmp_path, 2, 3)
+    assert names(tmp_path) == ["step-3"]
+
+
+def test_a_kill_at_any_operation_of_an_export_leaves_none_that_never_expires() -> None:
+    """Also between its publication and what follows."""
+    with quick_folder() as run:
+        export(run, 1)
+        operations = count_operations(lambda: export(run, 2))
+    published = set()
+    for ordinal in [i for i, name in enumerate(operations) if name != "pwrite_all"]:
+        with quick_folder() as run:
+            export(run, 1)
+
+            def killed(run: Path = run, ordinal: int = ordinal) -> None:
+                with intercepted(KillAt(ordinal=ordinal, moment="after")):
+                    export(run, 2)
+
+            assert os.WIFSIGNALED(os.waitpid(fork(killed), 0)[1]), (ordinal, operations[ordinal])
+            published.add("step-2" in names(run))
+            export(run, 3)
+            assert names(run) == ["step-3"], (ordinal, operations[ordinal])
+    assert published == {False, True}
+
+
 def test_a_run_that_is_killed_before_its_first_save_makes_its_exports_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -181,8 +230,9 @@ def test_exports_of_a_branch_that_was_given_up_are_set_aside(
 ) -> None:
     """After resume.step, or a load of a step, the new branch's exports have its weights; the others keep their bytes.
 
-    Nothing is renamed before the first save or export, and a folder that is not as the run published it stays. A run
-    that only was interrupted replays its steps, so its exports stay. prune --set-aside deletes those set aside.
+    Nothing is renamed before the first save or export. An export that somebody has edited is renamed too, and no
+    command deletes it. A run that only was interrupted replays its steps, so its exports stay. prune --set-aside
+    deletes those set aside.
     """
     model = nn.Linear(2, 2, bias=False)
     save = SaveConfig(interval=5, async_mode=mode)  # type: ignore[arg-type]
@@ -205,7 +255,7 @@ def test_exports_of_a_branch_that_was_given_up_are_set_aside(
         if way == "the same process":
             first.load(5)
             before = names(tmp_path)
-            train(first, 6, 16, 100.0)
+            train(first, 6, 21, 100.0)
     if way == "killed before the first save":
         with manager(resume=ResumeConfig(step=5)) as second:
             second.load()
@@ -213,25 +263,46 @@ def test_exports_of_a_branch_that_was_given_up_are_set_aside(
         with manager(resume=ResumeConfig(step=5)) as second:
             second.load()
             before = names(tmp_path)
-            train(second, 6, 16, 100.0)
+            train(second, 6, 21, 100.0)
     assert before == ["step-10", "step-15", "step-20", "step-5"]
-    assert [exported(exports / f"step-{n}") for n in (5, 10, 15, 20)] == [5.0, 110.0, 115.0, 20.0]
+    assert [exported(exports / f"step-{n}") for n in (5, 10, 15, 20)] == [5.0, 110.0, 115.0, 120.0]
     aside = [name for name in names(tmp_path) if ".abandoned-" in name]
-    assert [name.partition(".")[0] for name in aside] == ["step-10", "step-15"]
-    assert [exported(exports / name) for name in aside] == [10.0, 15.0]
-    assert caplog.text.count("set aside as exports/step-") == 2
-    (tmp_path / "checkpoints/step-15/MANIFEST.json").unlink()
-    (tmp_path / "checkpoints/step-15").rename(tmp_path / "lost")
+    assert [name.partition(".")[0] for name in aside] == ["step-10", "step-15", "step-20"]
+    assert [exported(exports / name) for name in aside] == [10.0, 15.0, 20.0]
+    assert caplog.text.count("set aside as exports/step-") == 3
+    (tmp_path / "checkpoints/step-20/MANIFEST.json").unlink()
+    (tmp_path / "checkpoints/step-20").rename(tmp_path / "lost")
     with manager() as third:
-        assert third.load().step == 10
-        train(third, 11, 15, 100.0)
-    assert {*aside, "step-15"} <= {*names(tmp_path)} and len(names(tmp_path)) == 6
+        assert third.load().step == 15
+        train(third, 16, 20, 100.0)
+    assert {*aside, "step-20"} <= {*names(tmp_path)} and len(names(tmp_path)) == 7
     found = prune(tmp_path, None, set_aside=True, dry_run=True)
-    assert {*found.set_aside} >= {f"exports/{name}" for name in aside} and found.set_aside_bytes > 4000
+    assert {*found.set_aside} >= {f"exports/{name}" for name in aside[:2]} and found.set_aside_bytes > 4000
     (exports / aside[0] / "notes.md").write_text("good, too")
     found = prune(tmp_path, None, set_aside=True, dry_run=False)
-    assert names(tmp_path) == sorted([aside[0], "step-10", "step-15", "step-20", "step-5"])
-    assert "changed since: notes.md" in found.held[0]
+    assert names(tmp_path) == sorted([aside[0], aside[2], "step-10", "step-15", "step-20", "step-5"])
+    edited = [f"{exports / aside[i]}: changed since: notes.md" for i in (0, 2)]
+    assert sorted(why.partition(". Delete")[0] for why in found.held) == sorted(edited)
+
+
+def test_a_run_that_goes_back_refuses_what_it_would_take_for_its_own_export(tmp_path: Path) -> None:
+    """A copy without a record, and a link, are named before the first step, and stay as they are."""
+    config = CheckpointConfig(save=SaveConfig(interval=5), export=(ExportConfig("dcp", interval=5),))
+    exports = tmp_path / "exports"
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+        for step in range(1, 11):
+            manager.save(step)
+        manager.wait()
+        shutil.copytree(exports / "step-10", exports / "step-15")
+        (exports / "step-20").symlink_to(exports / "step-15")
+        with pytest.raises(ExportError, match=r"step-15 \(there is no record .*step-20 \(it is no folder of its own\)"):
+            manager.load(5)
+        assert names(tmp_path) == ["step-10", "step-15", "step-20", "step-5"]
+        for step in (15, 20):
+            (exports / f"step-{step}").rename(tmp_path / f"moved-{step}")
+        assert manager.load(5).step == 5
+        manager.save(10)
+    assert len(names(tmp_path)) == 3
 
 
 def test_a_run_that_went_back_exported_and_was_killed_goes_on_with_the_branch_of_its_export(tmp_path: Path) -> None:

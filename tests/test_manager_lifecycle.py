@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import gc
+import itertools
 import os
 import subprocess
 import sys
@@ -484,3 +485,22 @@ def test_memory_for_the_first_copy_is_made_ready_before_the_first_save(
             assert m.save(step) is (step % 2 == 0)
             assert len(made) == 1
     assert run_folder.steps() == [2, 4]
+
+
+def test_a_named_step_is_resumed_where_inodes_change_from_look_to_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a FUSE mount that draws new numbers for files that are not open."""
+    with manager(RunFolder(tmp_path)) as first:
+        for step in (1, 2):
+            first.save(step)
+    lstat, numbers = Path.lstat, itertools.count(1)
+
+    def drawn(path: Path) -> os.stat_result:
+        mode, _, *others = lstat(path)
+        return os.stat_result([mode, next(numbers), *others])
+
+    monkeypatch.setattr(Path, "lstat", drawn)
+    with manager(RunFolder(tmp_path)) as second:
+        assert second.load(1).step == 1
+        second.save(2)

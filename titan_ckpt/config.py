@@ -79,7 +79,8 @@ class SaveConfig(Checked):
     max_failures_in_row: PositiveInt = 3
     """With on_failure = "warn", one more failed save in a row ends the run."""
     timeout_seconds: PositiveSeconds = 1800.0
-    """A rank that has waited this long for its peers fails and names them."""
+    """A rank that has waited this long for its peers, or for a writer process that does nothing, fails and names
+    them."""
 
 
 @dataclass(frozen=True, slots=True)

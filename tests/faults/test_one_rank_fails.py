@@ -13,6 +13,7 @@ import torch
 from tests.faults.forked_ranks import outcome, run
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.dcp.writer import DcpExport
+from titan_ckpt.formats.native import writer
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.weights import digest
 from titan_ckpt.weights.identity import TrackedBase
@@ -46,7 +47,18 @@ def a_converters_keys(line: Coordinator, folder: Path) -> None:
     TrackedBase(model, line).take_as_it_is()
 
 
-@pytest.mark.parametrize("act", [digests, chunks_of_an_export, a_converters_keys], ids=lambda act: act.__name__)
+def the_plan_of_a_save(line: Coordinator, folder: Path) -> None:
+    """Lay out the file of each rank."""
+    module: Any = writer
+    real = module.lay_out
+    module.lay_out = lambda *given: of_rank_1(line, real(*given))
+    writer.WritePlan.of({"weight": torch.ones(4)}, line)
+
+
+ACTS = [digests, chunks_of_an_export, a_converters_keys, the_plan_of_a_save]
+
+
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
 def test_the_error_of_one_rank_is_that_of_all(tmp_path: Path, act: Callable[[Coordinator, Path], None]) -> None:
     """The other rank names it and its error, and has not waited for the timeout."""
     first, second = run(2, lambda line: outcome(lambda: act(line, tmp_path)))

@@ -12,13 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.faults.power import read_tree
 from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.writers import ManagerWriter
 from tests.forked import fork
+from titan_ckpt.disk import descriptors
 from titan_ckpt.disk.memory import SharedBuffer
+from titan_ckpt.errors import SaveError
+from titan_ckpt.formats.native.layout import lay_out
 from titan_ckpt.formats.native.writer_process import WriterProcess
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
 HOOK = Path(__file__).parent / "in_writer_process"
 KILLS = [{"kind": "KillAt", "ordinal": at, "moment": moment} for at in range(7) for moment in ("before", "after")]
@@ -78,6 +83,24 @@ def test_a_writer_process_that_outlives_its_trainer_commits_nothing(
         assert ManagerWriter("disabled").load(root) == (30, 3)
         ManagerWriter("disabled").run(root, [(40, 4)], lambda _: None)
         assert os.listdir(root / ".staging") == os.listdir(root / ".trash") == []
+
+
+def test_a_stopped_writer_process_holds_nobody_without_a_bound(tmp_path: Path) -> None:
+    """It is named and killed after the timeout, and at the end without one. One that is busy has all the time."""
+    shared = SharedBuffer.allocate(1 << 20)
+    layout = lay_out([("w", TensorInfo((1024,), torch.float32), Chunk.whole((1024,)))], 0, 1)
+    shared.buffer.view[4096 : 4096 + len(layout.template)] = layout.template
+    writer = WriterProcess(shared, timeout_seconds=2.0)
+    assert len(writer.write(tmp_path / "first", layout, 4096)) == 32, "its start takes longer than the timeout"
+    os.kill(pid := writer._process.pid, signal.SIGSTOP)
+    with pytest.raises(SaveError, match=f"second: the writer process {pid} has done nothing for 2 s and was killed"):
+        writer.write(tmp_path / "second", layout, 4096)
+    assert not writer.is_idle
+    writer.close()
+    writer = WriterProcess(shared)
+    os.kill(writer._process.pid, signal.SIGSTOP)
+    writer.close()
+    descriptors.close(shared.fd)
 
 
 def test_a_writer_process_ends_with_its_trainer_though_a_fork_holds_its_line() -> None:

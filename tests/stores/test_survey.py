@@ -7,6 +7,7 @@ import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
@@ -465,3 +466,25 @@ def test_no_run_takes_the_last_file_of_another_ones_export_for_its_own() -> None
     bucket.create = begin_then_create  # type: ignore[method-assign]
     with pytest.raises(ExportError, match="another run exports to this name"):
         first.publish("step-1", attempt, "config.json", b"{}")
+
+
+def test_an_export_whose_run_is_killed_right_after_its_last_file_is_the_runs_own() -> None:
+    """It expires, it is set aside, and a changed file makes it the user's, as of any other."""
+    bucket, config = Memory(), ExportConfig("dcp", interval=1, keep=1, folder="s3://box/e")
+    exports = BucketExports(BucketPath(bucket, "e"))  # type: ignore[arg-type]
+
+    def killed(step: int, last: tuple[str, bytes] | None) -> None:
+        if last is None:
+            raise KeyboardInterrupt
+        exports.record(config, step, "s3://box/steps", last)
+
+    for step in (1, 2, 3, 4):
+        attempt = exports.begin(f"step-{step}")
+        bucket.create(f"e/step-{step}/__0_0.distcp", b"weights")
+        with pytest.raises(KeyboardInterrupt):
+            exports.publish(f"step-{step}", attempt, ".metadata", b"names", partial(killed, step))
+    bucket.put("e/step-2/.metadata", b"other names")
+    assert exports.foreign_after(config, 1) == [(2, "changed since: .metadata")]
+    exports.set_aside(config, 3, "s3://box/steps")
+    exports.expire(config, 3)
+    assert [exports.is_there(f"step-{step}") for step in (1, 2, 3, 4)] == [False, True, True, False]

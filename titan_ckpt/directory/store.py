@@ -20,6 +20,8 @@ import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
+import xxhash
+
 from titan_ckpt.directory import trash
 from titan_ckpt.directory.lease import LEASE_NAME, Lease, holder_of, refuse_living
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
@@ -114,11 +116,9 @@ class StepStore(Steps):
             refuse_living(self.root, self.root / LEASE_NAME, holder)
 
     def present(self) -> list[tuple[int, str]]:
-        found: list[tuple[int, str]] = []
-        for step in listed_steps(self.root) if self.root.is_dir() else []:
-            with contextlib.suppress(FileNotFoundError):  # its writer has just removed it
-                found.append((step, str(self.step_path(step).lstat().st_ino)))
-        return found
+        steps = listed_steps(self.root) if self.root.is_dir() else []
+        found = [(step, _digest_of_manifest(self.step_path(step))) for step in steps]
+        return [(step, digest) for step, digest in found if digest or self.has(step)]  # its writer may just remove one
 
     def open(self) -> Lease:
         """Take the lease and clear away what interrupted processes left; a second call only returns the lease.
@@ -350,6 +350,13 @@ class StepStore(Steps):
             logger.warning("%s", left)
             return left
         return ""
+
+
+def _digest_of_manifest(folder: Path) -> str:
+    """Return what tells two saves of a step apart, "" without one; inodes change at any time on some FUSE mounts."""
+    with contextlib.suppress(OSError):
+        return xxhash.xxh3_128_hexdigest(posix.read_whole(folder / MANIFEST_NAME, MAX_BYTES))
+    return ""
 
 
 def _require_exactly(path: Path, manifest: Manifest) -> None:

@@ -40,10 +40,11 @@ class Holder:
         return same_machine and self.started != "" and _started(self.pid) == self.started
 
     def may_live_elsewhere(self) -> bool:
-        """Return whether this process may be alive where this machine cannot see it: in another container or host."""
-        if self.host != socket.gethostname():
-            return True
-        return self.boot == boot_id() and self.pid_namespace != _pid_namespace()
+        """Return whether this process may be alive where this machine cannot see it: in another container or host.
+
+        Its host's name says nothing, because machines may share one.
+        """
+        return self.boot == "" or (self.boot, self.pid_namespace) != (boot_id(), _pid_namespace())
 
     def write(self, fd: int) -> None:
         """Make this the whole and durable content of a file. Raises: OSError."""

@@ -80,7 +80,13 @@ class StagedFolder:
         """Rename the folder durably to its target. Raises: FileExistsError if the target exists by now; OSError."""
         for folder, _, _ in os.walk(self.path, topdown=False):
             posix.fsync_folder(folder)
-        posix.rename_noreplace(self.path, self.target)
+        try:
+            posix.rename_noreplace(self.path, self.target)
+        except FileExistsError:
+            raise FileExistsError(
+                f"{self.target} has come to be there meanwhile, so another process exports to the same name: stop it, "
+                "or choose another folder"
+            ) from None
         try:
             posix.fsync_folder(self.target.parent)
         except OSError:

@@ -85,6 +85,8 @@ def check_folders(exporter: Exporter, configs: Sequence[ExportConfig], *, fresh:
                 "folder",
                 listed(there, ", ", " "),
             )
+    if exporter.went_back_to is not None:
+        exporter.coordinator.on_rank_0("export-branch", partial(exporter.refuse_foreign_branch, configs))
     for config in configs:
         if config.format == "hf":
             exporter.coordinator.together("export-folder", partial(_export_of_base, exporter, config)).check(

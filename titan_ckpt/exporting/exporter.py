@@ -9,6 +9,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.distributed.peer_groups import Ranks
-from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ExportError
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ExportError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import Base, HuggingFaceFormat
 from titan_ckpt.formats.huggingface.peft import PeftFormat
@@ -57,20 +58,17 @@ class ExportJob:
     """The place of the steps of a run that has committed none yet; None for other runs."""
 
     def run(self, coordinator: Coordinator) -> None:
-        """Publish the folder, record it, and remove exports that have expired. Collective. Raises: ExportError."""
+        """Record and publish the folder, and remove exports that have expired. Collective. Raises: ExportError."""
         became = "failed"
         try:
-            self.writer.write(self.folder, coordinator)
+            record = partial(self.made.record, self.config, self.step, self.unsaved_in)
+            self.writer.write(self.folder, coordinator, record)
             became = "is published, and what follows it failed"
-            coordinator.on_rank_0("export-expire", self._record_and_expire)
+            coordinator.on_rank_0("export-expire", lambda: self.made.expire(self.config, self.step))
         except ExportError:
             raise
         except Exception as error:
             raise ExportError(f"export of step {self.step} to {self.folder} {became}: {error}") from error
-
-    def _record_and_expire(self) -> None:
-        self.made.record(self.config, self.step, self.unsaved_in)
-        self.made.expire(self.config, self.step)
 
 
 class Exporter:
@@ -107,14 +105,35 @@ class Exporter:
         """The place of this run's steps while none is committed, so that a restart would begin at step 0 again."""
 
     def leave_abandoned_branch(self, configs: Sequence[ExportConfig]) -> None:
-        """Set aside the exports of the branch that this run went back from. Collective. Raises: OSError; PeerError.
+        """Set aside the exports of the branch that this run went back from. Collective.
 
         A run that was interrupted replays its steps with identical weights, so its exports stay.
+        Raises: as `refuse_foreign_branch`; PeerError.
         """
         above = self.went_back_to
         if above is not None:
-            self.coordinator.on_rank_0("export-leave", lambda: [self.made(c).set_aside(c, above) for c in configs])
+
+            def leave() -> None:
+                self.refuse_foreign_branch(configs)
+                for config in configs:
+                    self.made(config).set_aside(config, above)
+
+            self.coordinator.on_rank_0("export-leave", leave)
         self.went_back_to = None  # only now: if a rename failed, the next save or export tries it again
+
+    def refuse_foreign_branch(self, configs: Sequence[ExportConfig]) -> None:
+        """Refuse what is not set aside and would be taken for an export of the branch that this run goes on with.
+
+        Rank 0 alone calls this. Raises: ExportError naming all of it; OSError.
+        """
+        if (above := self.went_back_to) is None:
+            return
+        left = [(self.folder(c, step), why) for c in configs for step, why in self.made(c).foreign_after(c, above)]
+        if left:
+            raise ExportError(
+                f"{listed([f'{folder} ({why})' for folder, why in left], ', ', ' ')}: this run goes back to step "
+                f"{above}, and would take it for its own export of a later step: move it away, or choose another folder"
+            )
 
     def start_over(self, configs: Sequence[ExportConfig]) -> None:
         """Set aside the exports that this run made before it was ended without a committed step.

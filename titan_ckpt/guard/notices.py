@@ -1,6 +1,7 @@
 """Notices: all ranks act on an event that one rank notices, at the same point of their loops.
 
-Owns the agreement and the thread that listens for it. Knows no checkpoint and no step, and decides nothing.
+Owns the agreement and the threads that listen for it and for signals. Knows no checkpoint and no step, and decides
+nothing.
 
 Every rank calls `tick` at the same points of its loop: after a step, after a micro-batch, after a batch of an
 evaluation. A tick exchanges nothing. A rank that notices an event posts it to the job's store. The watcher thread of
@@ -35,6 +36,32 @@ logger = logging.getLogger(__name__)
 
 Kind = Literal["stop", "save", "roll call"]
 
+_LISTEN_SECONDS = 0.25
+
+
+class _Pipe:
+    """Wakes a thread; no lock, which an interrupt might leave locked."""
+
+    def __init__(self) -> None:
+        self._read_fd, self.write_fd = map(descriptors.keep_from_children, os.pipe())
+        os.set_blocking(self.write_fd, False)
+        self._poll = select.poll()  # select() knows no descriptor above 1023
+        self._poll.register(self._read_fd, select.POLLIN)
+
+    def wake(self) -> None:
+        """Write a byte, unless the pipe is full or closed."""
+        with contextlib.suppress(OSError):
+            os.write(self.write_fd, b"\0")
+
+    def read(self, seconds: float) -> bytes:
+        """Return what has been written; b"" if nothing is within this time."""
+        return os.read(self._read_fd, 512) if self._poll.poll(1000 * seconds) else b""
+
+    def close(self) -> None:
+        fds, self.write_fd = (self._read_fd, self.write_fd), -1
+        for fd in fds:
+            descriptors.close(fd)
+
 
 @dataclass(frozen=True, slots=True)
 class Notice:
@@ -56,18 +83,17 @@ class NoticeBoard:
         *,
         answer_seconds: Callable[[Kind], float],
         hang_seconds: float | None,
-        on_signal: Callable[[int], None],
+        on_signal: Callable[[int, float], None],
         on_idle: Callable[[], None],
     ) -> None:
         """Take an exclusive line to the other ranks.
 
         `answer_seconds`: how long to wait for all watchers to answer a notice of a kind. `hang_seconds`: after this
-        time without a tick, a rank starts a roll call. `on_signal` gets the number of every signal, and `on_idle` is
-        called repeatedly; both run in the watcher's thread.
+        time without a tick, a rank starts a roll call. `on_idle` is called repeatedly in the watcher's thread.
+        `on_signal` gets the number of every signal in a thread of its own, because the watcher waits for other ranks,
+        and a time since which the signal has come for certain.
         """
-        self.wake, self._write = map(descriptors.keep_from_children, os.pipe())
-        os.set_blocking(self.wake, False)
-        os.set_blocking(self._write, False)
+        self._wake, self._signals = _Pipe(), _Pipe()
         self._line = line
         self._answer_seconds = answer_seconds
         self._hang_seconds = hang_seconds
@@ -83,22 +109,25 @@ class NoticeBoard:
         self._held = False
         self._due: deque[tuple[int, Notice]] = deque()
         self._error: PeerError | None = None
-        self._thread = threading.Thread(target=self._watch, name="titan_ckpt notices", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._watch, name="titan_ckpt notices", daemon=True),
+            threading.Thread(target=self._listen, name="titan_ckpt signals", daemon=True),
+        ]
 
     @property
     def signal_fd(self) -> int:
         """File descriptor for `signal.set_wakeup_fd`: a signal is noticed even while the main thread is in C++."""
-        return self._write
+        return self._signals.write_fd
 
     def start(self) -> None:
         self._last_tick = time.monotonic()
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def post(self, kind: Kind, reason: str) -> None:
         """Post a notice to all ranks. The first notice of a kind counts, until it has taken effect."""
         self._posts.append(Notice(kind, reason, self._line.rank))
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write, b"\0")
+        self._wake.wake()
 
     def tick(self) -> Notice | None:
         """Return the notice that takes effect at this tick, the same on all ranks; usually None.
@@ -121,21 +150,28 @@ class NoticeBoard:
         with self._changed:
             self._closing = True
             self._changed.notify_all()
-        with contextlib.suppress(BlockingIOError):
-            os.write(self._write, b"\0")
-        if self._thread.ident is not None:
-            self._thread.join(2.0)
-        if not self._thread.is_alive():  # otherwise it waits for dead ranks, and ends with this process
-            descriptors.close(self.wake)
-            descriptors.close(self._write)
+        for pipe, thread in zip((self._wake, self._signals), self._threads, strict=True):
+            pipe.wake()
+            if thread.ident is not None:
+                thread.join(2.0)
+            if not thread.is_alive():  # otherwise it waits for dead ranks, and ends with this process
+                pipe.close()
+
+    def _listen(self) -> None:
+        empty = time.monotonic()
+        while not self._closing:
+            looked = time.monotonic()
+            numbers = self._signals.read(_LISTEN_SECONDS)
+            if not numbers:
+                empty = looked
+            for number in numbers.replace(b"\0", b""):
+                self._on_signal(number, empty)
 
     def _watch(self) -> None:
         number = 0
         try:
             while not self._closing:
-                select.select([self.wake], [], [], self._interval)
-                for signal_number in self._signals():
-                    self._on_signal(signal_number)
+                self._wake.read(self._interval)
                 self._on_idle()
                 self._ask_if_hung()
                 if (notice := self._next(number)) is not None:
@@ -146,12 +182,6 @@ class NoticeBoard:
         except Exception as error:
             self._fail(PeerError(f"the watcher of this rank failed: {type(error).__name__}: {error}"))
             logger.exception("the watcher for signals, time limits and requests has failed")
-
-    def _signals(self) -> bytes:
-        try:
-            return os.read(self.wake, 512).replace(b"\0", b"")
-        except BlockingIOError:
-            return b""
 
     def _next(self, number: int) -> Notice | None:
         """Post this rank's first notice, and return the notice of this number if any rank has posted one."""

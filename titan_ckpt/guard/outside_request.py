@@ -9,6 +9,7 @@ answer.
 from __future__ import annotations
 
 import json
+import os
 import time
 import uuid
 from contextlib import suppress
@@ -54,14 +55,16 @@ def ask(run: Path, *, pin: bool = False) -> str:
     name = uuid.uuid4().hex
     draft = run / f".{REQUEST}-{name}"
     name += PIN if pin else ""
-    posix.write_file(draft, name.encode())
     try:
+        posix.write_file(draft, name.encode())
         posix.rename_noreplace(draft, run / REQUEST)
     except FileExistsError:
-        posix.unlink(draft)
         raise CheckpointError(
             f"{run / REQUEST}: another request is waiting to be taken. If nothing runs there, remove it"
         ) from None
+    finally:
+        with suppress(FileNotFoundError):
+            posix.unlink(draft)
     return name
 
 
@@ -71,9 +74,11 @@ def announce(run: Path) -> None:
 
 
 def retire(run: Path) -> None:
-    """Say that no process takes requests any more."""
+    """Say that this process takes no requests any more; its successor may have announced itself already."""
     with suppress(OSError):
-        posix.unlink(run / TAKER)
+        taker = _taker(run)
+        if taker is not None and taker.pid == os.getpid() and taker.lives_here():
+            posix.unlink(run / TAKER)
 
 
 def _taker(run: Path) -> Holder | None:
@@ -88,18 +93,18 @@ def take(run: Path) -> str | None:
 
     Raises: OSError for a folder, a link or a pipe of that name, which stays, and for a request that cannot be removed.
     """
-    try:
-        name = posix.read_whole(run / REQUEST, _MAX_BYTES).decode(errors="replace").strip()
-    except FileNotFoundError:
+    if (name := _waiting(run)) is None:
         return None
-    withdraw(run)
+    with suppress(FileNotFoundError):
+        posix.unlink(run / REQUEST)
     return name
 
 
-def withdraw(run: Path) -> None:
-    """Remove the request."""
-    with suppress(FileNotFoundError):
-        posix.unlink(run / REQUEST)
+def _waiting(run: Path) -> str | None:
+    try:
+        return posix.read_whole(run / REQUEST, _MAX_BYTES).decode(errors="replace").strip()
+    except FileNotFoundError:
+        return None
 
 
 def answer(run: Path, value: Answer) -> None:
@@ -116,7 +121,8 @@ def await_answer(run: Path, name: str, timeout_seconds: float) -> Answer:
             if latest.request == name:
                 return latest
         time.sleep(0.2)
-    withdraw(run)
+    if _waiting(run) == name:  # else the run has it, and what waits is another process's
+        take(run)
     raise SaveError(
         f"{run}: no answer for {timeout_seconds:g} s. Is a run writing there, in a loop with a RunGuard, and are its "
         "steps shorter than that? --timeout-seconds waits longer"

@@ -200,20 +200,22 @@ class RunGuard:
 
     # signals, time limits and requests
 
-    def _signalled(self, number: int) -> None:
-        """Act on a signal, in the watcher's thread, so that it works while the main thread waits in a collective."""
+    def _signalled(self, number: int, since: float) -> None:
+        """Act on a signal, in the listener's thread, so that it works while the main thread waits in a collective."""
         if number in self._handlers:  # others have Python handlers, too, and need not have a name
-            self.stop_if_second(number)
+            self.stop_if_second(number, since)
             if not self._posted:
                 self._posted = True
                 self._board.post("stop", f"{signal.Signals(number).name} to rank {self._line.rank}")
 
-    def stop_if_second(self, number: int) -> None:
-        """End the process at a second signal. Both threads call it, because each may be waiting for other ranks."""
-        now = time.monotonic()
+    def stop_if_second(self, number: int, since: float) -> None:
+        """End the process at a second signal. `since`: the earliest time at which it may have come.
+
+        A thread meets a signal late if another one is in C and keeps the interpreter.
+        """
         if self._first_signal is None:
-            self._first_signal = now
-        elif now - self._first_signal >= SAME_SIGNAL_SECONDS:
+            self._first_signal = time.monotonic()
+        elif since - self._first_signal >= SAME_SIGNAL_SECONDS:
             os.write(2, f"titan_ckpt: second signal ({signal.Signals(number).name}): stopping at once\n".encode())
             os._exit(128 + number)
 
@@ -359,7 +361,7 @@ class RunGuard:
         self._look_for_requests()
 
     def _install(self) -> None:
-        """Install signal handlers. C writes signals to the watcher's pipe; handlers only look for a second signal."""
+        """Install signal handlers. C writes signals to the listener's pipe; the handlers themselves do nothing."""
         if threading.current_thread() is not threading.main_thread():
             logger.warning("signals are not noticed: a RunGuard was entered outside the main thread")
             return
@@ -369,8 +371,9 @@ class RunGuard:
         self._wakeup_fd = signal.set_wakeup_fd(self._board.signal_fd, warn_on_full_buffer=False)
         for name in self._config.signals:
             number = signal.Signals[name]
-            if signal.getsignal(number) is not None:  # None: C code handles it, such as faulthandler
-                self._handlers[number] = signal.signal(number, _noticed_elsewhere)
+            if (before := signal.getsignal(number)) is not None:  # None: C code handles it, such as faulthandler
+                self._handlers[number] = before  # first: the listener passes over signals that are not there
+                signal.signal(number, _noticed_elsewhere)
 
     def _restore(self) -> None:
         """Restore earlier handlers, unless a signal has ended the run: a late second one must not kill the process.
@@ -395,9 +398,10 @@ _guards: list[RunGuard] = []
 
 
 def _noticed_elsewhere(number: int, frame: FrameType | None) -> None:
-    """Handle a signal in the main thread; without a handler it would end the process."""
+    """Handle a signal in the main thread, where it may come late; without a handler it would end the process."""
     for guard in _guards:
-        guard.stop_if_second(number)
+        if guard._has_ended:  # noqa: SLF001  # nobody else listens
+            guard.stop_if_second(number, time.monotonic())
 
 
 def _forget_in_child() -> None:

@@ -180,7 +180,10 @@ class Saver:
         if self._file is None or (self._file.plan is not plan and not self._file.refit(plan)):
             self._release()  # the old memory comes back before the new is taken
             pinned = any(tensor.device.type == "cuda" for tensor in tensors.values())
-            self._file = StagedFile(plan, pinned=pinned, in_process=self._config.async_mode == "process", room=room)
+            in_process, timeout_seconds = self._config.async_mode == "process", self._config.timeout_seconds
+            self._file = StagedFile(
+                plan, pinned=pinned, in_process=in_process, timeout_seconds=timeout_seconds, room=room
+            )
             self._file.prepare()
         return self._file
 

@@ -81,7 +81,7 @@ class Telemetry:
         self._world_size = world_size
         self._sinks: list[Sink] = []
         self._failed: set[str] = set()
-        self._waiting: deque[Mapping[str, Any]] = deque()
+        self._waiting: deque[str] = deque()
         self._in_sink = threading.local()
 
     def add_sink(self, sink: Sink) -> None:
@@ -99,7 +99,7 @@ class Telemetry:
     def start(self) -> None:
         """Write what this process was started with: versions, command line, git revision and settings."""
         if self._rank == 0:
-            self._emit(describe_start(self._world_size, self.settings))
+            self._try("the event of the start", lambda: self._emit(describe_start(self._world_size, self.settings)))
 
     def finish(self) -> None:
         """Write that this process ended the run's saves in order; a killed one leaves no such line."""
@@ -135,11 +135,12 @@ class Telemetry:
 
     def _emit(self, values: Mapping[str, Any]) -> None:
         if self._path is not None:
-            self._try("telemetry", partial(self._write, self._path, values))
+            self._try("the file", partial(self._write, self._path, values))
         outer, self._in_sink.event = getattr(self._in_sink, "event", None), values["event"]
         try:
-            for sink in self._sinks:
-                self._try(f"the sink {sink!r}", partial(sink, values))
+            for number, sink in enumerate(self._sinks):  # the repr of a model's method is as long as the model's
+                name = getattr(sink, "__qualname__", type(sink).__qualname__)
+                self._try(f"sink {number} ({name})", partial(sink, values))
         finally:
             self._in_sink.event = outer
 
@@ -147,9 +148,9 @@ class Telemetry:
         """Append an event to the file. A start that comes to nothing makes no folder: its lines wait for the next.
 
         Threads write beside each other without a lock, which an interrupt might leave locked. One line is written at a
-        time: a disk that is full for a while gets no line twice.
+        time: a disk that is full for a while gets no line twice. Lines that wait are text, which can be written.
         """
-        self._waiting.append(values)
+        self._waiting.append(json.dumps(values, default=str, skipkeys=True))
         if path.parent.is_dir() or (values["event"] not in ("start", "end") and not values["error"]):
             with contextlib.suppress(IndexError):  # all lines are taken
                 while line := self._waiting.popleft():
@@ -164,7 +165,12 @@ class Telemetry:
             act()
         except Exception as error:
             if what not in self._failed:
-                logger.warning("%s: %s takes no event; the run goes on: %s", self._path or TELEMETRY, what, error)
+                logger.warning(
+                    "%s: %s has failed, and an event is missing; the run goes on: %s",
+                    self._path or TELEMETRY,
+                    what,
+                    error,
+                )
             self._failed.add(what)
 
 
@@ -178,8 +184,8 @@ def folder_bytes(folder: Path) -> int:
     return total
 
 
-def append_line(path: Path, values: Mapping[str, Any]) -> None:
-    """Append one JSON object in a line, in one write; a line that a kill has cut stays alone.
+def append_line(path: Path, text: str) -> None:
+    """Append a line, in one write; a line that a kill or a full disk has cut stays alone.
 
     Raises: OSError, also for a pipe of that name, for whose reader nothing waits.
     """
@@ -192,7 +198,9 @@ def append_line(path: Path, values: Mapping[str, Any]) -> None:
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         is_cut = status.st_size > 0 and os.pread(fd, 1, status.st_size - 1) != b"\n"
         before = "\n" if is_cut else ""
-        os.write(fd, f"{before}{json.dumps(values, default=str)}\n".encode())
+        line = f"{before}{text}\n".encode()
+        if os.write(fd, line) < len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
     finally:
         os.close(fd)
 

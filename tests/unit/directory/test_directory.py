@@ -730,6 +730,23 @@ def test_a_file_in_place_of_the_folder_is_no_checkpoint(tmp_path: Path) -> None:
         open_directory(tmp_path / "file").steps()
 
 
+def test_of_two_restarts_the_one_that_lost_the_lease_deletes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was about to clear away what a dead run had left, and found the other's save under way."""
+    slow, quick = step_store.StepStore(tmp_path), step_store.StepStore(tmp_path)
+    with monkeypatch.context() as elsewhere:
+        elsewhere.setattr(posix, "lock", lambda fd: None)
+        lost = slow.open()
+        lease.held.clear()
+        attempt = quick.begin(1, 10)
+    records = write_files(attempt, 0)
+    with pytest.raises(CommitConflictError, match="taken over"):
+        slow._recover(lost)
+    quick.commit(attempt, manifest_of(attempt, records))
+    quick.close()
+
+
 def test_a_torn_lease_file_is_no_obstacle(tmp_path: Path) -> None:
     """A lease cut by a power failure, or scribbled over, names nobody."""
     for data in (b"", b"{", b"[]", b'{"id": 1}', b"\xff" * 10_000):

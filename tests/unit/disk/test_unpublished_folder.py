@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from dataclasses import asdict
 from pathlib import Path
 
@@ -98,12 +99,26 @@ def test_two_that_remove_the_same_rest_are_both_made(tmp_path: Path, monkeypatch
     assert sorted(os.listdir(tmp_path)) == ["mine", "other"]
 
 
+def test_two_processes_that_publish_one_folder_are_told(tmp_path: Path) -> None:
+    """The second one names the target and the next step, and leaves nothing of its own."""
+    first, second = StagedFolder.begin(tmp_path / "step-1"), StagedFolder.begin(tmp_path / "step-1")
+    first.publish()
+    with pytest.raises(FileExistsError, match="step-1 has come to be there meanwhile, so another process exports"):
+        second.publish()
+    second.abandon()
+    assert os.listdir(tmp_path) == ["step-1"]
+
+
+@pytest.mark.parametrize("host", ["elsewhere", socket.gethostname()])
 def test_a_folder_of_another_host_stays_for_days_where_locks_do_not_reach(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, host: str
 ) -> None:
-    """NFS with nolock gives each host its own locks: another host's live export is left, and a long dead one goes."""
+    """NFS with nolock gives each host its own locks: another host's live export is left, and a long dead one goes.
+
+    Two machines may have one name, as "localhost" or that of a pod.
+    """
     with monkeypatch.context() as elsewhere:
-        holder = Holder("1" * 32, "elsewhere", "other-boot", "", os.getpid(), "1")
+        holder = Holder("1" * 32, host, "other-boot", "", os.getpid(), "1")
         elsewhere.setattr(Holder, "current", staticmethod(lambda: holder))
         staged = StagedFolder.begin(tmp_path / "theirs")
     unnamed = tmp_path / DEAD

@@ -16,7 +16,7 @@ def test_ranks_that_are_apart_act_at_the_same_tick() -> None:
     def body(line: Coordinator) -> Any:
         own = line.background()
         board = NoticeBoard(
-            own, answer_seconds=lambda _: 200.0, hang_seconds=None, on_signal=lambda _: None, on_idle=lambda: None
+            own, answer_seconds=lambda _: 200.0, hang_seconds=None, on_signal=lambda *_: None, on_idle=lambda: None
         )
         ticks = 0
         for _ in range(5 if line.rank == 0 else 1):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
+import resource
 import signal
 import threading
 import time
@@ -19,6 +21,7 @@ from tests.forked import answer
 from titan_ckpt import CheckpointManager, RunGuard
 from titan_ckpt.config import CheckpointConfig, SaveConfig, StopConfig
 from titan_ckpt.formats.native.writer import StagedFile
+from titan_ckpt.guard import outside_request, run_guard
 
 
 @contextmanager
@@ -122,4 +125,78 @@ def test_a_save_that_takes_longer_than_the_grace_is_made_before_the_time_is_up(t
     with guarded(tmp_path, at_unix_seconds=time.time() + 1000.0, grace_seconds=1.0) as take:
         take.manager.last_step.saver.seconds.append(665.0)  # type: ignore[attr-defined]
         last = until_stopped(take)
+    assert steps_in(tmp_path) == [last]
+
+
+def test_a_process_with_thousands_of_open_files_is_guarded(tmp_path: Path) -> None:
+    """The watcher's pipe has a number above those that select() knows."""
+
+    def run() -> list[int]:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (2048, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+        with guarded(tmp_path) as take:
+            os.kill(os.getpid(), signal.SIGTERM)
+            last = until_stopped(take)
+        return [last, len(files)]
+
+    (last, _), status = answer(run)
+    assert status == 0
+    assert steps_in(tmp_path) == [last]
+
+
+def test_a_signal_that_comes_while_the_handlers_are_installed_stops_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes between the installation of its handler and the next line."""
+    install = signal.signal
+
+    def install_and_receive(number: int, handler: Any) -> Any:
+        before = install(number, handler)
+        if number == signal.SIGTERM and not received:
+            received.append(number)
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)  # the watcher has met it
+        return before
+
+    received: list[int] = []
+
+    def run() -> int:
+        monkeypatch.setattr(signal, "signal", install_and_receive)
+        with guarded(tmp_path) as take:
+            for step in range(1, 100):
+                if take(step):
+                    return step
+                time.sleep(0.01)
+        return 0
+
+    last, status = answer(run)
+    assert status == 0
+    assert steps_in(tmp_path) == [last]
+
+
+@pytest.mark.parametrize("busy", ["main thread", "watcher"])
+def test_a_signal_that_a_busy_thread_meets_late_counts_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, busy: str
+) -> None:
+    """The main thread is in C for longer than signals count as one, or the watcher waits when one is passed on."""
+    monkeypatch.setattr(run_guard, "SAME_SIGNAL_SECONDS", 0.5)
+    if busy == "watcher":
+        monkeypatch.setattr(outside_request, "take", lambda run: time.sleep(1.5))
+
+    def signalled() -> None:
+        for _ in range(2):
+            time.sleep(0.1)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def run() -> int:
+        with guarded(tmp_path) as take:
+            take(1)
+            threading.Thread(target=signalled).start()
+            began = time.monotonic()
+            while busy == "main thread" and time.monotonic() < began + 1.5:
+                hashlib.pbkdf2_hmac("sha256", b"a", b"b", 5_000_000)
+            return until_stopped(lambda step: take(step + 1)) + 1
+
+    last, status = answer(run)
+    assert status == 0
     assert steps_in(tmp_path) == [last]

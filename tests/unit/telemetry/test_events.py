@@ -6,11 +6,13 @@ import itertools
 import json
 import logging
 import os
+import resource
 import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.forked import answer
 from tests.hunt.slow import Slow, interrupted
 from tests.run_folder import RunFolder
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, KeepConfig, SaveConfig
@@ -199,10 +202,10 @@ def test_lines_that_wait_for_a_disk_are_written_once(tmp_path: Path, monkeypatch
     """A disk that refuses the second of two lines has the first one already."""
     path, refused = tmp_path / "run" / TELEMETRY, [False, True]
 
-    def append(path: Path, values: Mapping[str, Any]) -> None:
+    def append(path: Path, text: str) -> None:
         if refused and refused.pop(0):
             raise OSError(28, "full")
-        append_line(path, values)
+        append_line(path, text)
 
     monkeypatch.setattr("titan_ckpt.telemetry.events.append_line", append)
     telemetry = Telemetry(tmp_path / "run", 0, 1, None)
@@ -215,10 +218,10 @@ def test_lines_that_wait_for_a_disk_are_written_once(tmp_path: Path, monkeypatch
 def test_a_line_that_a_kill_has_cut_costs_no_other(tmp_path: Path) -> None:
     """The next event begins a line of its own; the half one is passed over."""
     path = tmp_path / TELEMETRY
-    append_line(path, {"event": "save", "step": 1})
+    append_line(path, '{"event": "save", "step": 1}')
     with path.open("ab") as file:
         file.write(b'{"event": "save", "st')
-    append_line(path, {"event": "save", "step": 3})
+    append_line(path, '{"event": "save", "step": 3}')
     assert [event["step"] for event in read_events(path)] == [1, 3]
     assert json.loads(path.read_text().splitlines()[0])["step"] == 1
 
@@ -238,3 +241,49 @@ def test_an_interrupt_at_any_opcode_of_an_event_leaves_nothing_that_the_next_one
     assert at > 100
     events = [event["event"] for event in read_events(tmp_path / TELEMETRY)]
     assert events.count("end") == at
+
+
+def test_an_event_that_cannot_be_written_costs_no_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Settings and values of a user's own that are no JSON, or cannot be copied, and a sink that cannot be shown."""
+
+    @dataclass
+    class Settings:
+        lock: Any
+
+    class Unshown:
+        def __call__(self, values: Mapping[str, Any]) -> None: ...
+
+        def __repr__(self) -> str:
+            raise RuntimeError("not built yet")
+
+        __str__ = __repr__
+
+    telemetry = Telemetry(tmp_path, 0, 1, Settings(threading.Lock()))
+    telemetry.add_sink(Unshown())
+    telemetry.start()
+    telemetry.settings = {("a", 1): 2, "value": 3}
+    telemetry.start()
+    for step, value in enumerate((Unshown(), 1)):
+        with telemetry.event("save", step=step, value=value):
+            pass
+    events = [*read_events(tmp_path / TELEMETRY)]
+    assert [(event["event"], event.get("step")) for event in events] == [("start", None), ("save", 1)]
+    assert events[0]["config"] == {"value": 3}
+    assert "cannot pickle" in caplog.text and "not built yet" in caplog.text
+
+
+def test_a_line_of_which_a_full_disk_takes_a_part_is_written_when_there_is_room(tmp_path: Path) -> None:
+    """write(2) says how much it has taken, and fails only if that is nothing."""
+
+    def run() -> list[int]:
+        telemetry = Telemetry(tmp_path, 0, 1, None)
+        telemetry._emit({"event": "save", "step": 1, "error": None})
+        most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        size = (tmp_path / TELEMETRY).stat().st_size
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size + 20, most[1]))
+        telemetry._emit({"event": "save", "step": 2, "error": None})
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+        telemetry._emit({"event": "save", "step": 3, "error": None})
+        return [event["step"] for event in read_events(tmp_path / TELEMETRY)]
+
+    assert answer(run) == ([1, 2, 3], 0)

@@ -7,10 +7,14 @@ Source: pickletools; torch/distributed/checkpoint/metadata.py and filesystem.py.
 
 from __future__ import annotations
 
+import pickle
 import pickletools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
+from itertools import islice, takewhile
+from operator import methodcaller
 from pathlib import PurePosixPath
 from pickle import UnpicklingError
 from typing import Any
@@ -58,42 +62,66 @@ class _Name:
     text: str
 
 
-class _Mark:
-    """The place on the stack where the items of a tuple, list or dict begin."""
-
-
 def unpickle(data: bytes) -> Any:
     """Return the object that a pickle of DCP's metadata describes.
 
     Raises: UnpicklingError naming the opcode, class or value that no such pickle has; ValueError for damaged bytes.
     """
+    try:
+        return _run(iter(data), {})
+    except IndexError:
+        raise UnpicklingError("it takes a value that it has not made") from None
+    except KeyError as error:
+        raise UnpicklingError(f"it asks for number {error}, which it has not stored") from None
+
+
+def _run(rest: Iterator[int], memo: dict[int, Any]) -> Any:
+    """Make what the opcodes say, a large folder's millions: the most frequent ones come first."""
     stack: list[Any] = []
-    memo: dict[int, Any] = {}
-    argument: Any
-    for opcode, argument, _ in pickletools.genops(data):
-        name = opcode.name
-        if name in _STORES:  # the most frequent opcodes come first: a large folder has millions
-            memo[len(memo) if argument is None else argument] = _top(stack)
-        elif name in _FETCHES:
-            if argument not in memo:
-                raise UnpicklingError(f"it asks for number {argument}, which it has not stored")
-            stack.append(memo[argument])
-        elif name in _VALUES:
-            make = _VALUES[name]
-            stack.append(argument if make is None else make())
-        elif name in _ON_STACK:
-            _ON_STACK[name](stack)
-        elif name == "GLOBAL":
-            stack.append(_named(*argument.split(" ", 1)))
-        elif name == "STOP":
-            return _pop(stack)
-        elif name not in ("PROTO", "FRAME"):
-            raise UnpicklingError(f"it uses {name}, which no DCP metadata needs")
+    outer: list[list[Any]] = []
+    """The stacks below each mark; `stack` has what came after the last one."""
+    for code in rest:
+        if code == _MEMOIZE:
+            memo[len(memo)] = stack[-1]
+        elif code in _ON_STACK:
+            _ON_STACK[code](stack)
+        elif code == _MARK:
+            outer.append(stack)
+            stack = []
+        elif code in _WITH_ITEMS:
+            if not outer:
+                raise UnpicklingError("it ends a list that it has not begun")
+            items, stack = stack, outer.pop()
+            _WITH_ITEMS[code](stack, items)
+        elif code in _SIZES:
+            size = _SIZES[code]
+            number = next(rest, 0) if size == 1 else int.from_bytes(islice(rest, size), "little")
+            if code in _FETCHES:
+                stack.append(memo[number])
+            elif code in _NUMBERS:
+                stack.append(number - (number >> 31 << 32))  # signed, in four bytes
+            elif code in _STORES:
+                memo[number] = stack[-1]
+            elif code in _SIZED:
+                found = bytes(islice(rest, number))
+                if len(found) < number:
+                    raise UnpicklingError(f"expected {number} bytes, found {len(found)}")
+                stack.append(_SIZED[code](found))
+        elif code == _GLOBAL:
+            module, name = (bytes(takewhile(lambda byte: byte != 10, rest)).decode() for _ in range(2))
+            stack.append(_named(module, name))
+        elif code == _STOP:
+            return stack.pop()
+        else:
+            names = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+            raise UnpicklingError(f"it uses {names.get(code, code)}, which no DCP metadata needs")
     raise UnpicklingError("it ends without STOP")
 
 
-def _named(module: str, name: str) -> Any:
+def _named(module: Any, name: Any) -> Any:
     """Return a dtype or layout of torch, or the name of something that `_call` or `_new` makes."""
+    if type(name) is not str or type(module) is not str:
+        raise UnpicklingError("it names something by other than text")
     text = f"{module}.{name}"
     if module == "torch" and isinstance(value := vars(torch).get(name), (torch.dtype, torch.layout)):
         return value
@@ -102,74 +130,44 @@ def _named(module: str, name: str) -> Any:
     return _Name(text)
 
 
-def _top(stack: list[Any]) -> Any:
-    if not stack:
-        raise UnpicklingError("it takes a value that it has not made")
-    return stack[-1]
-
-
-def _pop(stack: list[Any]) -> Any:
-    value = _top(stack)
-    del stack[-1]
-    if isinstance(value, _Mark):
-        raise UnpicklingError("it takes a mark for a value")
-    return value
-
-
-def _since_mark(stack: list[Any]) -> list[Any]:
-    for i in range(len(stack) - 1, -1, -1):
-        if isinstance(stack[i], _Mark):
-            items = stack[i + 1 :]
-            del stack[i:]
-            return items
-    raise UnpicklingError("it ends a list that it has not begun")
-
-
-def _tuple(count: int) -> Callable[[list[Any]], None]:
-    def make(stack: list[Any]) -> None:
-        items = [_pop(stack) for _ in range(count)]
-        stack.append(tuple(reversed(items)))
-
-    return make
-
-
 def _append(stack: list[Any], items: list[Any]) -> None:
-    into = _top(stack)
+    into = stack[-1]
     if type(into) is not list:
         raise UnpicklingError(f"it appends to a {_kind(into)}")
     into += items
 
 
 def _set_items(stack: list[Any], items: list[Any]) -> None:
-    into = _top(stack)
+    into = stack[-1]
     if type(into) not in (dict, OrderedDict) or len(items) % 2:
         raise UnpicklingError(f"it sets items of a {_kind(into)}")
-    for key, value in zip(items[::2], items[1::2], strict=True):
-        if not _is_key(key):
+    values = iter(items)
+    for key in values:
+        if type(key) is not str and not _is_key(key):
             raise UnpicklingError(f"it has a {_kind(key)} as the key of a dict")
         if key in into:
             raise UnpicklingError(f"it has a key twice: {key!r:.200}")
-        into[key] = value
+        into[key] = next(values)
 
 
 def _is_key(key: Any) -> bool:
-    """Return whether this can be hashed and shown at once: a tuple of tuples of tuples may take for ever."""
+    """Return whether this, which is no text, can be hashed and shown at once: tuples of tuples may take for ever."""
     if type(key) is MetadataIndex:
         types = [type(vars(key).get(name)) for name in ("fqn", "offset", "index")]
         known = all(kind in allowed for kind, allowed in zip(types, _OF_INDEX, strict=True))
         return known and abs(vars(key).get("index") or 0) <= MAX_SIZE
-    return type(key) is str or (type(key) is int and abs(key) <= MAX_SIZE)
+    return type(key) is int and abs(key) <= MAX_SIZE
 
 
 def _new(stack: list[Any]) -> None:
-    arguments, name = _pop(stack), _pop(stack)
+    arguments, name = stack.pop(), stack.pop()
     if not isinstance(name, _Name) or name.text not in _RECORDS or type(arguments) is not tuple or arguments:
         raise UnpicklingError(f"it makes a {_kind(name)} in a way that no DCP metadata does")
     stack.append(object.__new__(_RECORDS[name.text]))
 
 
 def _build(stack: list[Any]) -> None:
-    state, made = _pop(stack), _top(stack)
+    state, made = stack.pop(), stack[-1]
     known = _FIELDS.get(type(made))
     if known is None:
         raise UnpicklingError(f"it sets attributes of a {_kind(made)}")
@@ -187,7 +185,7 @@ def _build(stack: list[Any]) -> None:
 
 
 def _call(stack: list[Any]) -> None:
-    arguments, name = _pop(stack), _pop(stack)
+    arguments, name = stack.pop(), stack.pop()
     make = _CALLS.get(name.text) if isinstance(name, _Name) else None
     value = make(*arguments) if make is not None and type(arguments) is tuple else None
     if value is None:
@@ -199,7 +197,10 @@ def _size(*arguments: Any) -> torch.Size | None:
     numbers = arguments[0] if len(arguments) == 1 else None
     if type(numbers) is not tuple or len(numbers) > _MAX_DIMS:
         return None
-    return torch.Size(numbers) if all(type(n) is int and abs(n) <= MAX_SIZE for n in numbers) else None
+    for number in numbers:
+        if type(number) is not int or abs(number) > MAX_SIZE:
+            return None
+    return torch.Size(numbers)
 
 
 def _layout(*arguments: Any) -> torch.layout | None:
@@ -235,37 +236,45 @@ _CALLS: dict[str, Callable[..., Any]] = {
 }
 """Functions and classes that a file calls. None of them is called here: each has a maker, which checks the arguments
 and returns None for wrong ones."""
-_STORES = frozenset({"MEMOIZE", "BINPUT", "LONG_BINPUT"})
-_FETCHES = frozenset({"BINGET", "LONG_BINGET"})
-_VALUES: dict[str, Callable[[], Any] | None] = {
-    **dict.fromkeys(("BININT", "BININT1", "BININT2", "LONG1", "SHORT_BINUNICODE", "BINUNICODE")),
-    "NONE": lambda: None,
-    "NEWTRUE": lambda: True,
-    "NEWFALSE": lambda: False,
-    "EMPTY_TUPLE": tuple,
-    "EMPTY_LIST": list,
-    "EMPTY_DICT": dict,
-    "MARK": _Mark,
-}
-"""Opcodes that push a value: their argument (None), or a new one."""
-_ON_STACK: dict[str, Callable[[list[Any]], None]] = {
-    "TUPLE1": _tuple(1),
-    "TUPLE2": _tuple(2),
-    "TUPLE3": _tuple(3),
-    "TUPLE": lambda stack: stack.append(tuple(_since_mark(stack))),
-    "APPEND": lambda stack: _append(stack, [_pop(stack)]),
-    "APPENDS": lambda stack: _append(stack, _since_mark(stack)),
-    "SETITEM": lambda stack: _set_items(stack, [_pop(stack), _pop(stack)][::-1]),
-    "SETITEMS": lambda stack: _set_items(stack, _since_mark(stack)),
-    "STACK_GLOBAL": lambda stack: stack.append(_named_of(_pop(stack), _pop(stack))),
-    "NEWOBJ": _new,
-    "REDUCE": _call,
-    "BUILD": _build,
-}
-"""Opcodes that take values from the stack and leave one."""
 
 
-def _named_of(name: Any, module: Any) -> Any:
-    if type(name) is not str or type(module) is not str:
-        raise UnpicklingError("it names something by other than text")
-    return _named(module, name)
+_text = methodcaller("decode", "utf-8", "surrogatepass")
+_MEMOIZE, _MARK, _STOP, _GLOBAL = pickle.MEMOIZE[0], pickle.MARK[0], pickle.STOP[0], pickle.GLOBAL[0]
+_STORES = frozenset(pickle.BINPUT + pickle.LONG_BINPUT)
+_FETCHES = frozenset(pickle.BINGET + pickle.LONG_BINGET)
+_NUMBERS = frozenset(pickle.BININT + pickle.BININT1 + pickle.BININT2)
+_SIZES = {
+    **dict.fromkeys(pickle.BINPUT + pickle.BINGET + pickle.BININT1 + pickle.SHORT_BINUNICODE + pickle.LONG1, 1),
+    **dict.fromkeys(pickle.LONG_BINPUT + pickle.LONG_BINGET + pickle.BININT + pickle.BINUNICODE, 4),
+    **dict(zip(pickle.PROTO + pickle.BININT2 + pickle.FRAME, (1, 2, 8), strict=True)),
+}
+"""Opcodes that a number of so many bytes follows."""
+_SIZED: dict[int, Callable[[bytes], Any]] = {
+    **dict.fromkeys(pickle.SHORT_BINUNICODE + pickle.BINUNICODE, _text),
+    pickle.LONG1[0]: partial(int.from_bytes, byteorder="little", signed=True),
+}
+"""Opcodes with an argument whose number of bytes comes before it."""
+_ON_STACK: dict[int, Callable[[list[Any]], None]] = {
+    pickle.EMPTY_TUPLE[0]: lambda stack: stack.append(()),
+    pickle.NEWOBJ[0]: _new,
+    pickle.BUILD[0]: _build,
+    pickle.EMPTY_DICT[0]: lambda stack: stack.append({}),
+    pickle.TUPLE1[0]: lambda stack: stack.append((stack.pop(),)),
+    pickle.TUPLE2[0]: lambda stack: stack.append((stack.pop(), stack.pop())[::-1]),
+    pickle.TUPLE3[0]: lambda stack: stack.append((stack.pop(), stack.pop(), stack.pop())[::-1]),
+    pickle.REDUCE[0]: _call,
+    pickle.EMPTY_LIST[0]: lambda stack: stack.append([]),
+    pickle.NONE[0]: lambda stack: stack.append(None),
+    pickle.NEWTRUE[0]: lambda stack: stack.append(True),
+    pickle.NEWFALSE[0]: lambda stack: stack.append(False),
+    pickle.APPEND[0]: lambda stack: _append(stack, [stack.pop()]),
+    pickle.SETITEM[0]: lambda stack: _set_items(stack, [stack.pop(), stack.pop()][::-1]),
+    pickle.STACK_GLOBAL[0]: lambda stack: stack.append(_named(name=stack.pop(), module=stack.pop())),
+}
+"""Opcodes that change the stack alone."""
+_WITH_ITEMS: dict[int, Callable[[list[Any], list[Any]], None]] = {
+    pickle.TUPLE[0]: lambda stack, items: stack.append(tuple(items)),
+    pickle.APPENDS[0]: _append,
+    pickle.SETITEMS[0]: _set_items,
+}
+"""Opcodes that take everything since the last mark, too."""

@@ -36,7 +36,7 @@ from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.metadata import METADATA
 from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.publish.plan import coverage_faults
-from titan_ckpt.formats.publish.publication import Unpublished, published
+from titan_ckpt.formats.publish.publication import Record, Unpublished, published
 from titan_ckpt.formats.publish.run import compare_infos, refuse_changed
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue
@@ -59,15 +59,17 @@ class DcpExport:
     changed: Callable[[], list[str]] = list
     """As of FolderExport."""
 
-    def write(self, folder: Location, coordinator: Coordinator) -> None:
-        """Write and prove the folder, and publish it atomically. Lazy tensors are resolved one at a time. Collective.
+    def write(self, folder: Location, coordinator: Coordinator, record: Record = lambda _: None) -> None:
+        """Write, prove and record the folder, and publish it atomically. Collective.
+
+        Lazy tensors are resolved one at a time.
 
         Raises: ExportError for values that differ between ranks, for tensors that are not whole, and for bytes that
         differ from what was written; OSError; PeerError; FileExistsError. Nothing has the folder's name then.
         """
         total = 2 * sum(info_of(value).nbytes for value in self.tensors.values())  # written, and read back
         with (
-            published(folder, coordinator, "dcp-", lambda: None) as unpublished,
+            published(folder, coordinator, "dcp-", lambda: None, record) as unpublished,
             progress.shown(f"exporting {folder.name}", total // coordinator.world_size) as count,
         ):
             try:

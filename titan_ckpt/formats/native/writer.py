@@ -132,12 +132,21 @@ class WritePlan:
 class StagedFile:
     """Memory for a copy of the planned tensors, from which the file is written. One save uses it at a time."""
 
-    def __init__(self, plan: WritePlan, *, pinned: bool = False, in_process: bool = False, room: int = 0) -> None:
+    def __init__(
+        self,
+        plan: WritePlan,
+        *,
+        pinned: bool = False,
+        in_process: bool = False,
+        timeout_seconds: float = 1800.0,
+        room: int = 0,
+    ) -> None:
         """Map the memory. `pinned`: tensors are on a device. `in_process`: another process writes.
 
-        `room`: bytes by which the file of another plan may be larger.
+        `timeout_seconds`: as of WriterProcess. `room`: bytes by which the file of another plan may be larger.
         """
         self.plan = plan
+        self._timeout_seconds = timeout_seconds
         beside = plan.layout.template if in_process else b""
         self._arena = Arena(plan.layout.data_bytes, pinned=pinned, beside=beside, shared=in_process, room=room)
         self._process: WriterProcess | None = None
@@ -163,7 +172,7 @@ class StagedFile:
             self._process.close()
             self._process = None
         if self._arena.shared is not None and self._process is None:
-            self._process = WriterProcess(self._arena.shared)
+            self._process = WriterProcess(self._arena.shared, self._timeout_seconds)
         return self._arena.stage(self.plan.places, self.plan.bind(tensors), changed)
 
     def tensors(self, live: Mapping[str, torch.Tensor]) -> dict[str, LazyTensor]:

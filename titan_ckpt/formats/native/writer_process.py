@@ -2,8 +2,9 @@
 
 Owns both ends of the pipes to the process. The arena is shared memory, so no tensor is sent: a request names a file and
 the layout of its bytes, the answer is the file's digest or the error. The process commits nothing, the trainer does: if
-the process is killed or outlives its trainer, it leaves an attempt that nobody commits. It ends when it is told to, or
-when its trainer has ended: a process that the trainer forked may live on and hold the pipe open.
+the process is killed or outlives its trainer, it leaves an attempt that nobody commits. So the trainer kills it when it
+is not needed, also one that is stopped. It ends itself when its trainer has ended: a process that the trainer forked
+may live on and hold the pipe open.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
+from pathlib import Path
 
 from titan_ckpt.disk.kernel import map_memory
 from titan_ckpt.disk.memory import Buffer, SharedBuffer, round_up
@@ -36,9 +38,6 @@ _MAIN = f"from {__name__} import main; main()"
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
 """The process sees no device, so that nothing it imports can take memory of one."""
 
-_END = "\n"
-"""The line that ends the process, where a request would be."""
-
 _LOOK_SECONDS = 1.0
 """Longest time that a writer outlives its trainer if its input stays open."""
 
@@ -46,8 +45,9 @@ _LOOK_SECONDS = 1.0
 class WriterProcess:
     """The trainer's end. Creating it starts the process, which may take seconds; only a write waits for it."""
 
-    def __init__(self, shared: SharedBuffer) -> None:
-        """Start a process that maps `shared`."""
+    def __init__(self, shared: SharedBuffer, timeout_seconds: float = 1800.0) -> None:
+        """Start a process that maps `shared`. `timeout_seconds`: how long it may do nothing during a write."""
+        self._timeout_seconds = timeout_seconds
         self._is_answering = False
         before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
         try:  # the call that blocks them may raise: it lets a signal that came before it be handled
@@ -78,7 +78,7 @@ class WriterProcess:
         """Let the process write a file and return its digest. The file is durable then.
 
         The shared memory holds the data at its start and the unsealed header at `header_at`.
-        Raises: OSError as the process met it; SaveError if the process died.
+        Raises: OSError as the process met it; SaveError if the process died or does not answer in time.
         """
         requests, answers = self._pipes
         request = {
@@ -91,6 +91,7 @@ class WriterProcess:
         self._is_answering = True
         try:
             requests.write(json.dumps(request).encode() + b"\n")
+            self._await_answer(path)
             answer = answers.readline()
         except BrokenPipeError:
             answer = b""
@@ -105,16 +106,27 @@ class WriterProcess:
             raise SaveError(f"{path}: the writer process failed: {result['message']}")
         return str(result["digest"])
 
+    def _await_answer(self, path: Location) -> None:
+        """Wait for the begin of an answer. The time in which this process itself was stopped does not count."""
+        answers = select.poll()
+        answers.register(self._pipes[1], select.POLLIN)
+        idle, before = 0.0, ""
+        while not answers.poll(1000 * _LOOK_SECONDS):
+            now = _processor_time(self._process.pid)
+            idle, before = (idle + _LOOK_SECONDS if now == before else 0.0), now
+            if idle >= self._timeout_seconds:
+                self._process.kill()
+                raise SaveError(
+                    f"{path}: the writer process {self._process.pid} has done nothing for {idle:g} s and was killed: "
+                    "was it stopped, or does its disk hang? The next save starts another"
+                )
+
     def close(self) -> None:
-        """End the process after its current write. An interrupt may leave it, and it is called again then."""
-        requests, answers = self._pipes
-        if not requests.closed:
-            with suppress(BrokenPipeError):
-                requests.write(_END.encode())
-            requests.close()
+        """End the process. An interrupt may leave it, and it is called again then."""
+        self._process.kill()
         self._process.wait()
-        if not answers.closed:
-            answers.close()
+        for pipe in self._pipes:
+            pipe.close()
 
     def disown(self) -> None:
         """Let the copy of this object in a forked process, whose child the process is not, have nothing to do."""
@@ -132,6 +144,13 @@ def _disown_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_disown_in_child)
+
+
+def _processor_time(pid: int) -> str:
+    """Return fields 14 and 15 of /proc/<pid>/stat, by which a process that does anything is known."""
+    with suppress(OSError):
+        return " ".join(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[11:13])
+    return ""
 
 
 def _cause(code: int) -> str:
@@ -168,8 +187,7 @@ def _requests(trainer: int) -> Iterator[str]:
     """Yield lines of standard input. They come one at a time: the next one is sent after the answer."""
     while os.getppid() == trainer:
         if select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]:
-            line = sys.stdin.readline()
-            if line in ("", _END):
+            if not (line := sys.stdin.readline()):
                 return
             yield line
 

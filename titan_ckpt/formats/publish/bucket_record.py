@@ -12,8 +12,9 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from titan_ckpt import policy
 from titan_ckpt.config import ExportConfig
@@ -27,6 +28,8 @@ LOADABLE = ("config.json", "adapter_config.json", ".metadata")
 _MAX_BYTES = 1 << 24
 _CUT_SHORT_SECONDS = 86400.0
 """An export that has written nothing for so long, and is not published, is not under way any more."""
+_TO_BE = "content_to_be"
+"""Key of a record: the content of an export whose last file is about to be written, of which it has the size."""
 _PROBE = re.compile(r"probe-[0-9a-f]{32}")
 logger = logging.getLogger(__name__)
 
@@ -81,12 +84,15 @@ class BucketExports:
             raise FileExistsError(f"{self.root / name} is there already; remove it or choose another folder")
         return there
 
-    def publish(self, name: str, attempt: str, last: str, content: bytes) -> None:
-        """Write the last file, if the place is this attempt's before and after that.
+    def publish(
+        self, name: str, attempt: str, last: str, content: bytes, record: Callable[[Any], None] = lambda _: None
+    ) -> None:
+        """Write the last file, if the place is this attempt's before and after that. `record`: as the method.
 
         Raises: ExportError; FileExistsError; StoreError.
         """
         self._require_own(name, attempt)
+        record((last, content))
         place = self.root / name / last
         # `create` would take the same bytes for its own, and the other run, which is told, deletes them
         if place.bucket.content(place.key) is not None:
@@ -99,6 +105,7 @@ class BucketExports:
         except ExportError:
             place.bucket.delete([place.key])
             raise
+        record(None)
 
     def _require_own(self, name: str, attempt: str) -> None:
         record = self._record(name)
@@ -116,17 +123,22 @@ class BucketExports:
         if record is not None and record.get("attempt") == attempt and record.get("content") is None:
             self._delete(self._objects(name))
 
-    def record(self, config: ExportConfig, step: int, unsaved_in: str | None = None) -> None:
-        """Record a published export. A failure is logged: the export is whole, and it never expires.
+    def record(
+        self, config: ExportConfig, step: int, unsaved_in: str | None = None, last: tuple[str, bytes] | None = None
+    ) -> None:
+        """Record an export: right before its `last` file is written, and without one when it is published.
 
+        So after a kill no record is missing. A failure is logged: the export is whole, and it never expires.
         `unsaved_in`: where the run saves, if it has committed no step yet.
         """
         name = _name(config, step)
         try:
-            record = self._record(name) or {"folder": name}
+            record = {**(self._record(name) or {"folder": name}), UNSAVED_IN: unsaved_in, _TO_BE: None}
             content: dict[str, Json] = {path: _mark(facts) for path, facts in self._objects(name).items()}
-            made: dict[str, Json] = {"published_unix_seconds": time.time(), "content": content, UNSAVED_IN: unsaved_in}
-            self._write(name, {**record, **made})
+            if last is not None:
+                content[last[0]] = _size(len(last[1]))  # its version is not known yet
+            key = "content" if last is None else _TO_BE
+            self._write(name, {**record, "published_unix_seconds": time.time(), key: content})
         except OSError as error:
             logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)
 
@@ -162,9 +174,8 @@ class BucketExports:
             name = _name(config, step)
             if unsaved_in is not None and (self._record(name) or {}).get(UNSAVED_IN) != unsaved_in:
                 continue
-            is_begun = (self._record(name) or {}).get("abandoned") is True  # by a call whose request failed
             loadable = {path: facts for path, facts in self._objects(name).items() if path in LOADABLE}
-            if step > above and loadable and (is_begun or self.why_foreign(name) is None):
+            if step > above and loadable and (self._is_abandoned(name) or self.why_foreign(name) is None):
                 # the record goes first: without it nobody could export to this name again
                 self._write(name, {"folder": name, "content": None, "abandoned": True})
                 for path, facts in loadable.items():
@@ -190,6 +201,17 @@ class BucketExports:
             gone += [f"{_name(config, step)}.json" for step in steps if step not in there]
         self.root.bucket.delete([(self.root / RECORDS / name).key for name in gone])
 
+    def foreign_after(self, config: ExportConfig, above: int) -> list[tuple[int, str]]:
+        """Return (step, why) of each that `set_aside` would leave loadable. Raises: StoreError."""
+        there = [(step, _name(config, step)) for step in self.steps_there(config) if step > above]
+        loadable = [(step, name) for step, name in there if self.is_there(name)]
+        found = [(step, self.why_foreign(name)) for step, name in loadable if not self._is_abandoned(name)]
+        return [(step, why) for step, why in found if why is not None]
+
+    def _is_abandoned(self, name: str) -> bool:
+        """Return whether a call of `set_aside` has come so far that it may be made again."""
+        return (self._record(name) or {}).get("abandoned") is True
+
     def steps_there(self, config: ExportConfig) -> list[int]:
         """Return the steps whose exports have objects, whoever made them. Raises: StoreError."""
         return steps_among(self.root.bucket.list_names(self.root.key), config)
@@ -201,11 +223,13 @@ class BucketExports:
 
     def why_foreign(self, name: str) -> str | None:
         """Return why a folder is not an export as a run published it; None if it is. Raises: StoreError."""
-        record = self._record(name)
-        written = None if record is None else record.get("content")
+        record = self._record(name) or {}
+        written = record.get("content") or record.get(_TO_BE)
         if not isinstance(written, dict):
             return "there is no record that a run has finished it"
-        return why_changed(written, {path: _mark(facts) for path, facts in self._objects(name).items()})
+        found = {path: _mark(facts) for path, facts in self._objects(name).items()}
+        # of the last file the size alone may have been recorded
+        return why_changed(written, {path: mark[: len(str(written.get(path, mark)))] for path, mark in found.items()})
 
     def _own_steps(self, config: ExportConfig) -> tuple[list[int], list[int]]:
         """Return the steps whose exports are as a run published them, and those of which only a part is left."""
@@ -262,4 +286,8 @@ def _newest(objects: Iterable[ObjectFacts]) -> float:
 
 
 def _mark(facts: ObjectFacts) -> str:
-    return f"{facts.num_bytes} bytes, {' '.join(facts.version.values())}"
+    return f"{_size(facts.num_bytes)}{' '.join(facts.version.values())}"
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes} bytes, "

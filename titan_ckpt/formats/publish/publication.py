@@ -19,6 +19,9 @@ from titan_ckpt.stores.bucket import BucketPath, Location
 from titan_ckpt.stores.source import ListedPath, Source, listed
 
 _Prepared = TypeVar("_Prepared")
+Record = Callable[[Any], None]
+"""Records an export: right before it is published, with its folder on a disk, or with its last file in a bucket; there
+once more after that, with None."""
 
 
 @dataclass(slots=True)
@@ -50,12 +53,17 @@ class Unpublished(Generic[_Prepared]):
 
 @contextlib.contextmanager
 def published(
-    folder: Location, coordinator: Coordinator, tag: str, prepare: Callable[[], _Prepared]
+    folder: Location,
+    coordinator: Coordinator,
+    tag: str,
+    prepare: Callable[[], _Prepared],
+    record: Record = lambda _: None,
 ) -> Iterator[Unpublished[_Prepared]]:
     """Give all ranks an empty folder to fill, and publish it as `folder` after the block, if all succeed. Collective.
 
-    `prepare` is called on rank 0 first. In a bucket the block sets `last` on rank 0. After an error nothing has the
-    folder's name, or in a bucket no loadable folder has, unless another rank fell silent after the publication.
+    `prepare` is called on rank 0 first, and `record` (see Record) there too. In a bucket the block sets `last` on rank
+    0. After an error nothing has the folder's name, or in a bucket no loadable folder has, unless another rank fell
+    silent after the publication.
     Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
     """
     unpublished: Unpublished[_Prepared] = Unpublished(folder, None)
@@ -66,13 +74,15 @@ def published(
         unpublished.prepared = prepare()
         if isinstance(folder, BucketPath):
             exports = BucketExports(folder.parent)
-            attempt = _InBucket(unpublished, exports, folder.name, exports.begin(folder.name))
+            attempt = _InBucket(unpublished, exports, folder.name, exports.begin(folder.name), record)
             return ""
         attempt = StagedFolder.begin(folder)
         return str(attempt.path)
 
     def publish() -> None:
         nonlocal attempt
+        if isinstance(attempt, StagedFolder):
+            record(attempt.path)
         if attempt is not None:
             attempt.publish()
             attempt = None
@@ -98,10 +108,11 @@ class _InBucket:
     exports: BucketExports
     name: str
     attempt: str
+    record: Record
 
     def publish(self) -> None:
         assert self.unpublished.last is not None
-        self.exports.publish(self.name, self.attempt, *self.unpublished.last)
+        self.exports.publish(self.name, self.attempt, *self.unpublished.last, self.record)
 
     def abandon(self) -> None:
         self.exports.abandon(self.name, self.attempt)

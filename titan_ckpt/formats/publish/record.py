@@ -50,14 +50,15 @@ class MadeExports:
         """Return whether an export's folder is there, whoever made it."""
         return (self.run / name).is_dir()
 
-    def record(self, config: ExportConfig, step: int, unsaved_in: str | None = None) -> None:
-        """Record an export. A failure is logged: the export is whole, and it never expires.
+    def record(self, config: ExportConfig, step: int, unsaved_in: str | None, folder: Path) -> None:
+        """Record an export that is about to be published, and still in `folder`: after a kill no record is missing.
 
-        `unsaved_in`: where the run saves, if it has committed no step yet.
+        A failure is logged: the export is whole, and it never expires. `unsaved_in`: where the run saves, if it has
+        committed no step yet.
         """
         name = config.lands_in(step)
         try:
-            write_record(self.run, name, self.run / name, unsaved_in)
+            _write(self.run, {"folder": name, "content": _content(folder), UNSAVED_IN: unsaved_in})
         except OSError as error:
             logger.warning("%s is not recorded, so it never expires: %s", self.run / name, error)
 
@@ -66,22 +67,24 @@ class MadeExports:
         if config.keep is None:
             return
         for expired in policy.expired_exports(self._own_steps(config), step, config):
-            remove_export(self.run, config.lands_in(expired))
+            with contextlib.suppress(FileNotFoundError):  # another export that has just ended has removed it
+                remove_export(self.run, config.lands_in(expired))
             logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
 
     def set_aside(self, config: ExportConfig, above: int, unsaved_in: str | None = None) -> None:
         """Rename the exports after step `above`, newest first, to `step-N.abandoned-<id>`. Raises: OSError.
 
-        Only folders that are as this run published them are renamed. Their records keep up with their names.
+        Only exports that this run has made are renamed, edited or not. Their records keep up with their names.
         `unsaved_in`: take only exports that were recorded with it.
         """
         for step in sorted(self.steps_there(config), reverse=True):
             name = config.lands_in(step)
-            if unsaved_in is not None and _read_record(self.run, name).get(UNSAVED_IN) != unsaved_in:
+            record = _read_record(self.run, name)
+            if unsaved_in is not None and record.get(UNSAVED_IN) != unsaved_in:
                 continue
-            if step > above and why_foreign(self.run, name) is None:
+            if step > above and _why_unknown(self.run, name) is None:
                 aside = f"{name}.abandoned-{uuid.uuid4().hex[:8]}"
-                write_record(self.run, aside, self.run / name)
+                _write(self.run, {**record, "folder": aside})
                 posix.rename_noreplace(self.run / name, self.run / aside)
                 posix.fsync_folder((self.run / name).parent)
                 remove_record(self.run, name)
@@ -89,6 +92,11 @@ class MadeExports:
                     "%s: set aside as %s, because this run went back to step %d. Retention does not delete it; "
                     "`titan-ckpt prune RUN --set-aside` does", self.run / name, aside, above
                 )  # fmt: skip
+
+    def foreign_after(self, config: ExportConfig, above: int) -> list[tuple[int, str]]:
+        """Return (step, why) of each that `set_aside` would leave in place. Raises: OSError."""
+        found = [(step, _why_unknown(self.run, config.lands_in(step))) for step in self.steps_there(config)]
+        return [(step, why) for step, why in found if step > above and why is not None]
 
     def steps_there(self, config: ExportConfig) -> list[int]:
         """Return the steps whose exports have a folder, whoever made it. Raises: OSError."""
@@ -117,11 +125,11 @@ def why_changed(written: Mapping[str, Json], content: Mapping[str, Json]) -> str
     return f"changed since: {listed(changed, ', ', most=3)}" if changed else None
 
 
-def write_record(run: Path, name: str, folder: Path, unsaved_in: str | None = None) -> None:
-    """Record that `folder` is the run's export `name`, which is relative to the run's folder. Raises: OSError."""
+def _write(run: Path, record: Mapping[str, Json]) -> None:
+    """Write the record of the export "folder", which is relative to the run's folder. Raises: OSError."""
+    name = str(record["folder"])
     remove_record(run, name)
     posix.make_folders(run / RECORDS)
-    record = {"folder": name, "content": _content(folder), UNSAVED_IN: unsaved_in}
     posix.write_file(_path_of(run, name), json.dumps(record, indent=1).encode())
 
 
@@ -167,12 +175,17 @@ def remove_set_aside_export(run: Path, name: str, *, dry_run: bool) -> None:
 
 def why_foreign(run: Path, name: str) -> str | None:
     """Return why a folder is not an export as this run published it; None if it is."""
+    written = _read_record(run, name).get("content")
+    return _why_unknown(run, name) or why_changed(written if isinstance(written, dict) else {}, _content(run / name))
+
+
+def _why_unknown(run: Path, name: str) -> str | None:
+    """Return why a folder is not one that this run has published, whatever has become of it; None if it is."""
     if not posix.is_real_folder(run / name):
         return "it is no folder of its own"
-    written = _read_record(run, name).get("content")
-    if not isinstance(written, dict):
+    if not isinstance(_read_record(run, name).get("content"), dict):
         return "there is no record that this run made it"
-    return why_changed(written, _content(run / name))
+    return None
 
 
 def _read_record(run: Path, name: str) -> dict[str, Json]:
@@ -197,7 +210,8 @@ def _content(folder: Path) -> dict[str, Json]:
     for parent, folders, files in os.walk(folder):
         for name in (*folders, *files):
             path = Path(parent, name)
-            content[str(path.relative_to(folder))] = _mark(path)
+            with contextlib.suppress(FileNotFoundError):  # it was removed meanwhile
+                content[str(path.relative_to(folder))] = _mark(path)
     return content
 
 

@@ -12,6 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -24,7 +25,7 @@ from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError, PeerError, counted, listed
 from titan_ckpt.formats.publish.columns import ColumnExchange, Lost, agree, row_peers
 from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, coverage_faults, plan_export
-from titan_ckpt.formats.publish.publication import Unpublished, published
+from titan_ckpt.formats.publish.publication import Record, Unpublished, published
 from titan_ckpt.formats.publish.upload import Uploads
 from titan_ckpt.formats.publish.write import ExportWriter, Place, create_file
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -78,8 +79,8 @@ class FolderExport:
     buffers: Collection[str] = ()
     """Names of tensors whose replicas may differ: those of a module are written by one rank."""
 
-    def write(self, folder: Location, coordinator: Coordinator) -> None:
-        """Write, prove and publish a folder. Collective: ranks without tensors take part too.
+    def write(self, folder: Location, coordinator: Coordinator, record: Record = lambda _: None) -> None:
+        """Write, prove, record and publish a folder. Collective: ranks without tensors take part too.
 
         1. All ranks plan. 2. Rank 0 makes the companions and the staging folder. 3. The ranks create the files at their
         final size, each rank some of them. 4. Every rank writes its slices; rank 0 also writes the companions. 5. Every
@@ -88,7 +89,7 @@ class FolderExport:
         Raises: ExportError on every rank, with nothing under the folder's name.
         """
         started = time.perf_counter()
-        work = _Export(folder, self.groups, self.format, coordinator, self.changed, self.buffers)
+        work = _Export(folder, self.groups, self.format, coordinator, self.changed, self.buffers, record)
         try:
             files = work.run()
         except BaseException as error:
@@ -119,13 +120,15 @@ class _Export:
     coordinator: Coordinator
     changed: Callable[[], list[str]]
     buffers: Collection[str]
+    record: Record
     is_proved: bool = False
 
     def run(self) -> ExportFiles:
         """Take all steps. If it raises, it leaves no staging folder behind."""
         plan = plan_export(self.groups, self.format.pack, self.format.header, self.coordinator, self.buffers)
         files = plan.files
-        with published(self.folder, self.coordinator, "export/", lambda: self.format.companions(files)) as unpublished:
+        companions = partial(self.format.companions, files)
+        with published(self.folder, self.coordinator, "export/", companions, self.record) as unpublished:
             self._fill(unpublished, plan, dict(unpublished.prepared or {}))
             self.is_proved = True
         return files

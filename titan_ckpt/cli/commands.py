@@ -42,6 +42,7 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.stores.bucket import Location, open_location
 from titan_ckpt.stores.settings import StoreConfig, require_places
+from titan_ckpt.training.launch.terminal import hide_foreign
 
 if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Options
@@ -60,6 +61,7 @@ SAME, DIFFERENT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
+    hide_foreign()
     is_shown = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Output(markup=True, emoji=False, width=None if is_shown else _PIPED_COLUMNS)
     try:

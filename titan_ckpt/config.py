@@ -121,7 +121,8 @@ class InitialLoadConfig(Checked):
     """A source of weights for a run that has no checkpoint of its own yet."""
 
     path: FolderOrBucket
-    """Path or bucket's URL of a checkpoint step, a Hugging Face folder, a PEFT adapter, or a DCP folder."""
+    """Path or bucket's URL of a checkpoint step, a Hugging Face folder, a PEFT adapter, or a DCP folder; or the id of a
+    model in the local Hugging Face cache, of its `revision`."""
     format: Format | None = None
     """Required format; absent: detected from the content."""
     cast: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -121,7 +122,7 @@ def test_f4_merge_equals_pefts_merge_within_one_rounding(root: Path, tmp_path: P
 
 @pytest.mark.parametrize(("name", "module"), [("hf", "q_proj"), ("llama3", "wq")])
 def test_merge_writes_what_the_run_exports(
-    name: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    name: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """Also over a folder of transformers 4; the run's config.json has nothing that save_pretrained would not write."""
     base = write_model(tmp_path / "base")
@@ -142,8 +143,10 @@ def test_merge_writes_what_the_run_exports(
             },
         },
     )
+    caplog.set_level(logging.INFO)
     assert call("train", run) == 0
     exports = tmp_path / "run/exports"
+    assert all(f"bytes, to {exports / place} in " in caplog.text for place in ("step-2", "step-2-peft", "dcp/step-2"))
     assert call("merge", base, exports / "step-2-peft", tmp_path / "merged") == 0
     assert call("diff", tmp_path / "merged", exports / "step-2") == 0, capsys.readouterr().out
     assert call("diff", exports / "step-2", exports / "dcp/step-2") == 0, "both exports of the last step are there"

@@ -60,7 +60,7 @@ def _filled(template: str, values: Mapping[str, object]) -> str:
     """Return the template with other values for some of its keys; one that it lacks follows the corpus."""
     text = template
     for key, value in values.items():
-        line = f"{key} = {json.dumps(value)}"
+        line = f"{key} = {json.dumps(value, ensure_ascii=False)}"
         text, found = re.subn(_LINE.format(key=key), lambda _, line=line: line, text, count=1, flags=re.MULTILINE)
         if not found:
             text = re.sub(r"^(corpus = .*\n)", lambda match, line=line: f"{match[1]}{line}\n", text, flags=re.MULTILINE)

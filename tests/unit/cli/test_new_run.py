@@ -35,10 +35,10 @@ def test_the_answers_are_filled_in(
 ) -> None:
     """Data is quoted as TOML; the next command is named, and a missing answer. tests/tools has those with a model."""
     monkeypatch.chdir(tmp_path)
-    Path('my "text".txt').write_text("text")
-    assert main(["init", "lora", "--data", 'my "text".txt', "--file", "lora.toml"]) == 0
+    Path('my "text" 😀.txt').write_text("text")
+    assert main(["init", "lora", "--data", 'my "text" 😀.txt', "--file", "lora.toml"]) == 0
     config, converters = read_run("lora.toml")
-    assert config.data.corpus == 'my "text".txt'
+    assert config.data.corpus == 'my "text" 😀.txt'
     assert [converter.kind for converter in converters] == ["lora"]
     assert main(["init", "pretrain"]) == 0
     assert capsys.readouterr().out.splitlines() == [

@@ -273,7 +273,7 @@ class CheckpointConfig(Checked):
     absent: a run that holds one that is not known to resume exactly is refused before it starts. Steps record them."""
 
     def __post_init__(self) -> None:
-        if all(isinstance(export, ExportConfig) for export in self.export):
+        if isinstance(self.export, tuple | list) and all(isinstance(export, ExportConfig) for export in self.export):
             object.__setattr__(self, "export", _apart(self.export))
         validate(self)
 

@@ -69,7 +69,7 @@ def another_base(
 ) -> BaseMismatchError:
     """Return the error that an adapter records another base than the one found; a merge may be all the difference."""
     where = expected.get("path") or "a base initialised by its own run"
-    after = f", after {listed(merged, ', ')} was merged into it" if merged else ""
+    after = f", after the merge of {listed(merged, ', ')}" if merged else ""
     merges = (
         f"without {listed(merged, ', ')}, unless its run had merged the same (merge)"
         if merged

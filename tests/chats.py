@@ -71,7 +71,7 @@ def write_model(folder: Path, template: str | None = MARKED, kind: str = "llama"
         "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
     }  # fmt: skip
     torch.manual_seed(0)
-    config: Any = AutoConfig.for_model(kind, **{**sizes, **changes})
-    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    make: Any = AutoModelForCausalLM.from_config
+    make(AutoConfig.for_model(kind, **{**sizes, **changes})).save_pretrained(folder)
     chat_tokenizer(folder, template)
     return folder

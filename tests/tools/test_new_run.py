@@ -108,7 +108,7 @@ def _lines(path: Path, *rows: object) -> Path:
 
 
 def _columns(path: Path, **columns: Any) -> Path:
-    parquet.write_table(pyarrow.table(columns), path)  # type: ignore[no-untyped-call]
+    parquet.write_table(pyarrow.table(columns), path)
     return path
 
 

@@ -61,9 +61,13 @@ def _filled(template: str, values: Mapping[str, object]) -> str:
     text = template
     for key, value in values.items():
         line = f"{key} = {json.dumps(value, ensure_ascii=False)}"
-        text, found = re.subn(_LINE.format(key=key), lambda _, line=line: line, text, count=1, flags=re.MULTILINE)
-        if not found:
-            text = re.sub(r"^(corpus = .*\n)", lambda match, line=line: f"{match[1]}{line}\n", text, flags=re.MULTILINE)
+        place = re.search(_LINE.format(key=key), text, re.MULTILINE)
+        if place is not None:
+            text = text[: place.start()] + line + text[place.end() :]
+        else:
+            corpus = re.search(r"^corpus = .*\n", text, re.MULTILINE)
+            assert corpus is not None, "every template has one"
+            text = f"{text[: corpus.end()]}{line}\n{text[corpus.end() :]}"
     return text
 
 

@@ -119,9 +119,10 @@ def _described(
     """Compare the settings of two checkpoints of one format, or what those of two adapters do to their tensors."""
     if a.format == b.format:
         differing = _settings(settings(a), settings(b))
-        if differing and a.format == "hf" and (read := (settings_as_read(a), settings_as_read(b))) and all(read):
-            return _settings(*read)
-        return differing
+        if not differing or a.format != "hf":
+            return differing
+        as_read = settings_as_read(a), settings_as_read(b)
+        return _settings(*as_read) if all(as_read) else differing
     if aligned.adapters is None:
         return ()
     both = [effects(adapter, reader.path) for adapter, reader in zip(aligned.adapters, (a, b), strict=True)]

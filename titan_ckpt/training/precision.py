@@ -16,6 +16,7 @@ import torch
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import open_steps
+from titan_ckpt.directory.names import CommittedStep
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.requests import TensorReader
@@ -98,7 +99,8 @@ def keep_stored_dtypes(model: LanguageModel, config: CheckpointConfig, base_fold
 def _sources(config: CheckpointConfig, base_folder: Path, stack: ExitStack) -> Iterator[TensorReader]:
     """Yield the run's newest step, then the initial sources; for each weight the first source that has it counts."""
     steps = open_steps(open_location(config.folder, base_folder, config.store)).survey().steps[-1:]
-    for source in [*steps, *config.initial_load]:
+    sources: list[CommittedStep | InitialLoadConfig] = [*steps, *config.initial_load]
+    for source in sources:
         try:
             if isinstance(source, InitialLoadConfig):
                 path = open_source(source.path, config.store, source.revision)

@@ -42,7 +42,6 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.stores.bucket import Location, open_location
 from titan_ckpt.stores.settings import StoreConfig, require_places
-from titan_ckpt.training.launch.terminal import hide_foreign
 
 if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Options
@@ -61,7 +60,6 @@ SAME, DIFFERENT, WRONG_USE, INTERRUPTED = 0, 1, 2, 130
 
 def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
-    hide_foreign()
     is_shown = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Output(markup=True, emoji=False, width=None if is_shown else _PIPED_COLUMNS)
     try:
@@ -182,10 +180,12 @@ def _verify(command: Verify, console: Console) -> int:
 
 def _diff(command: Diff, console: Console) -> int:
     from titan_ckpt.tools.difference import compare
+    from titan_ckpt.training.launch.terminal import hide_foreign
 
     if command.top < 1:
         raise ConfigError([f"--top: expected a positive integer, found {command.top}"])
 
+    hide_foreign()
     found = compare(command.left, command.right, config=command.config, weights_only=command.weights)
     _json(found, same=found.same) if command.json else tables.difference(found, console, command.top)
     return SAME if found.same else DIFFERENT
@@ -195,7 +195,9 @@ def _options(command: Convert | Merge) -> Options:
     import torch
 
     from titan_ckpt.tools.conversion import Options
+    from titan_ckpt.training.launch.terminal import hide_foreign
 
+    hide_foreign()
     dtype = None if command.dtype is None else getattr(torch, command.dtype)
     settings = command.settings if isinstance(command, Convert) else None
     return Options(command.config, command.model, dtype, command.max_shard_bytes, settings)

@@ -77,7 +77,9 @@ def _fitted(template: str, known: Mapping[str, object], *, has_model: bool) -> s
     Raises: CheckpointError of the first one if there is none.
     """
     from titan_ckpt.tools.rehearsal import fit, rehearse  # not before the arguments are known to be good
+    from titan_ckpt.training.launch.terminal import hide_foreign
 
+    hide_foreign()
     refusals: list[CheckpointError] = []
     with TemporaryDirectory() as folder:
         draft = Path(folder, "run.toml")

@@ -273,8 +273,9 @@ class CheckpointConfig(Checked):
     absent: a run that holds one that is not known to resume exactly is refused before it starts. Steps record them."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.export, tuple | list) and all(isinstance(export, ExportConfig) for export in self.export):
-            object.__setattr__(self, "export", _apart(self.export))
+        exports: object = self.export  # validate says what is no export
+        if isinstance(exports, tuple | list) and all(isinstance(export, ExportConfig) for export in exports):
+            object.__setattr__(self, "export", _apart(exports))
         validate(self)
 
     @property

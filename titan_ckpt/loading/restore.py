@@ -344,7 +344,21 @@ class Restorer:
                 logger.warning("%s", line)
 
     def _resolve(self, step: ResumeStep | None) -> LoadPlan:
-        made = self._coordinator.together("load-sources", lambda: plan.resolve(self._config, step, self._describe))
+        plans: list[LoadPlan] = []
+
+        def decide() -> list[list[str]]:
+            plans.append(made := plan.resolve(self._config, step, self._describe))
+            return [[*(snapshot_of(str(source.path)) or ())] for source in made.sources]
+
+        of_ranks = self._coordinator.gather_results("load-sources", decide)
+        (made,) = plans
+        for source, commits in zip(made.sources, zip(*of_ranks, strict=True), strict=True):
+            if len(different := {" at ".join(commit) or "no snapshot" for commit in commits}) > 1:
+                found = ", ".join(sorted(different))
+                raise LoadMismatchError(
+                    f"{source.path}: the Hugging Face caches of the ranks' hosts differ: {found}. Download the same on "
+                    "each, or name one by its revision"
+                )
         logger.info("%s", made)
         return made
 

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM
 
 from tests.chats import write_chats, write_model
+from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.cli.main import main
 from titan_ckpt.encoding.hub import hub_folder, snapshot_of
-from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError
+from titan_ckpt.models import hf
+from titan_ckpt.testing import distributed
 
 OLD, NEW = "0" * 40, "1" * 40
 ID = "acme/tiny-0.1B"
@@ -94,6 +99,26 @@ def test_a_source_is_of_the_revision_that_it_names(cache: Path, capsys: pytest.C
     Path("run.toml").write_text(text.format(ID) + 'revision = "v2"\n')
     assert main(["plan", "run.toml"]) == 1
     assert "hf download acme/tiny-0.1B --revision v2" in " ".join(capsys.readouterr().out.split())
+
+
+@distributed(nproc=2)
+def load_from_caches_that_differ(folder: Path) -> None:
+    os.chdir(folder)
+    os.environ["HF_HUB_CACHE"] = str(folder / f"hub-{dist.get_rank()}")
+    model = hf.build(hub_folder(ID))
+    config = CheckpointConfig(initial_load=(InitialLoadConfig(ID),))
+    transforms = StateDictTransforms(model.key_map(), model.hf_config())
+    manager = CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder="run")
+    found = rf"hosts differ: {ID} at {OLD}, {ID} at {NEW}\. Download the same"
+    with manager, pytest.raises(LoadMismatchError, match=found):
+        manager.load()
+
+
+def test_ranks_whose_caches_differ_load_no_mixture(tmp_path: Path) -> None:
+    """As of two hosts that downloaded a model on different days."""
+    for rank, commit in enumerate((OLD, NEW)):
+        download(tmp_path / f"hub-{rank}", commit, "main")
+    load_from_caches_that_differ(tmp_path)
 
 
 def test_an_id_without_a_download_is_told_with_the_command(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """`titan-ckpt init KIND`: write a commented run file to start from.
 
 Owns the kinds and what is filled in; the texts are in templates/. With a model or data of the user's, the file is
-written only after a rehearsal (tools/rehearsal.py), because `train` must not refuse it.
+written only after a rehearsal (rehearsal.py), because `train` must not refuse it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _fitted(template: str, known: Mapping[str, object], *, has_model: bool) -> s
 
     Raises: CheckpointError of the first one if there is none.
     """
-    from titan_ckpt.tools.rehearsal import fit, rehearse  # not before the arguments are known to be good
+    from titan_ckpt.cli.rehearsal import fit, rehearse  # not before the arguments are known to be good
     from titan_ckpt.training.launch.terminal import hide_foreign
 
     hide_foreign()

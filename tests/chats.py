@@ -68,7 +68,8 @@ def write_model(folder: Path, template: str | None = MARKED, kind: str = "llama"
 
     sizes = {
         "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": 256, "pad_token_id": 0,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1,
+        "pad_token_id": 1,
     }  # fmt: skip
     torch.manual_seed(0)
     make: Any = AutoModelForCausalLM.from_config

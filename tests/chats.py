@@ -8,6 +8,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from titan_ckpt.training.data.corpus import open_corpus
 from titan_ckpt.training.data.tokenizer import TextTokenizer, read_tokenizer, train_tokenizer
 
@@ -47,7 +49,7 @@ def write_chats(path: Path, number: int) -> Path:
 def chat_tokenizer(folder: Path, template: str | None = MARKED, vocab_size: int = 300) -> TextTokenizer:
     """Return a tokenizer of the built-in corpus with this template, in `folder`."""
     trained = train_tokenizer(open_corpus("builtin"), vocab_size, Path(os.environ["TITAN_CKPT_TESTS_CACHE"]))
-    shutil.copytree(trained.folder, folder)
+    shutil.copytree(trained.folder, folder, dirs_exist_ok=True)
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
     return read_tokenizer(folder)
@@ -58,3 +60,19 @@ def learned(template: Any, messages: list[dict[str, str]], tokenizer: TextTokeni
     ids, mask = template(messages)
     text: str = tokenizer.backend.decode([i for i, m in zip(ids, mask, strict=True) if m], skip_special_tokens=False)
     return text
+
+
+def write_model(folder: Path, template: str | None = MARKED, kind: str = "llama", **changes: Any) -> Path:
+    """Write a tiny model with transformers, and a tokenizer with this template beside it."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    sizes = {
+        "vocab_size": 320, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "bos_token_id": 0, "eos_token_id": 1,
+        "pad_token_id": 1,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    make: Any = AutoModelForCausalLM.from_config
+    make(AutoConfig.for_model(kind, **{**sizes, **changes})).save_pretrained(folder)
+    chat_tokenizer(folder, template)
+    return folder

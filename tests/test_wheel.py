@@ -117,6 +117,25 @@ def test_no_code_of_a_project_runs_that_its_run_file_does_not_name(installed: Pa
     assert re.search(r"^ *1 .*lora", done.stdout, flags=re.MULTILINE), done.stdout
 
 
+@pytest.mark.timeout(900)  # every page's blocks, one after another
+def test_the_pages_blocks_run_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+    """The tests that run them in the checkout run them in a copy of it that lacks the package: the wheel answers."""
+    for name in ("tests", "docs", "configs", "benchmarks"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml", "train.py"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "tests" / "test_where.py").write_text(
+        f"import titan_ckpt\ndef test_it_is_the_wheel(): assert titan_ckpt.__file__.startswith({str(installed)!r})\n"
+    )
+    files = ["tests/test_where.py", "tests/test_docs_commands.py", "tests/test_docs.py"]
+    chosen = [*files, "-k", "wheel or runs or listings or understood"]
+    command = [str(installed / "bin" / "python"), "-m", "pytest", "-q", "-x", *chosen]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=840, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.timeout(900)  # a dozen processes, each of which imports torch, beside other tests
 def test_the_tutorial_leads_from_an_empty_folder_to_an_answer(installed: Path, tmp_path: Path) -> None:
     """All commands and programs of docs/tutorial.md run in order; the page's listings show what `ls` prints."""

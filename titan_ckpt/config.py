@@ -6,12 +6,12 @@ Owns the settings and the rules between them; encoding/toml.py turns TOML into d
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, get_args
 
 from titan_ckpt.encoding.local_path import LocalPath
-from titan_ckpt.encoding.toml import Check, Checked, foreign
+from titan_ckpt.encoding.toml import Check, Checked, foreign, validate
 from titan_ckpt.encoding.toml import from_dict as from_dict
 from titan_ckpt.stores.settings import FolderOrBucket, split_url
 from titan_ckpt.stores.settings import StoreConfig as StoreConfig
@@ -122,7 +122,8 @@ class InitialLoadConfig(Checked):
     """A source of weights for a run that has no checkpoint of its own yet."""
 
     path: FolderOrBucket
-    """Path or bucket's URL of a checkpoint step, a Hugging Face folder, a PEFT adapter, or a DCP folder."""
+    """Path or bucket's URL of a checkpoint step, a Hugging Face folder, a PEFT adapter, or a DCP folder; or the id of a
+    model in the local Hugging Face cache, of its `revision`."""
     format: Format | None = None
     """Required format; absent: detected from the content."""
     cast: bool = False
@@ -179,7 +180,7 @@ class ExportConfig(Checked):
     """size: files of at most max_shard_bytes; base: each tensor in the file that has it in the base's folder."""
     folder: FolderOrBucket = "exports"
     """Path relative to the run's base folder, or a place in a bucket; outside the checkpoint folder, so that a resume
-    never looks into it."""
+    never looks into it. A dcp export beside an hf export of the same folder is written to its subfolder dcp."""
     assets: LocalPath | None = None
     """Hugging Face folder whose tokenizer, generation config and similar files are copied beside the weights; absent:
     the model's own, or the folder of initial_load."""
@@ -212,6 +213,17 @@ class ExportConfig(Checked):
         if place := split_url(self.folder):
             return "/".join([f"{place[0]}://{place[1]}", *filter(None, [place[2]]), name])
         return os.path.join(os.path.normpath(self.folder), name)
+
+
+def _apart(exports: Sequence[ExportConfig]) -> tuple[ExportConfig, ...]:
+    """Return the exports; one of format dcp that would land where one of format hf does has a folder of its own."""
+    taken = {export.lands_in() for export in exports if export.format == "hf"}
+    return tuple(
+        replace(export, folder=f"{export.folder.rstrip('/')}/dcp")
+        if export.format == "dcp" and export.lands_in() in taken
+        else export
+        for export in exports
+    )
 
 
 _TORCHTITAN_KEYS = {
@@ -260,6 +272,12 @@ class CheckpointConfig(Checked):
     allow: tuple[NonEmpty, ...] = ()
     """Classes, such as "lightning.pytorch.callbacks.timer.Timer", whose objects may lose their state at a resume;
     absent: a run that holds one that is not known to resume exactly is refused before it starts. Steps record them."""
+
+    def __post_init__(self) -> None:
+        exports: object = self.export  # validate says what is no export
+        if isinstance(exports, tuple | list) and all(isinstance(export, ExportConfig) for export in exports):
+            object.__setattr__(self, "export", _apart(exports))
+        validate(self)
 
     @property
     def external(self) -> bool:

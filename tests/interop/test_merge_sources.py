@@ -145,7 +145,12 @@ def test_a4_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
         assert manager.load().step == 1
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
     _, manager = run([base])
-    with manager, pytest.raises(BaseMismatchError, match="step 1 was trained on another base"):
+    hint = r"step 1 was trained on another base[^$]*with what its run had merged into it \(merge\)"
+    with manager, pytest.raises(BaseMismatchError, match=hint):
+        manager.load()
+    another = write_adapter(base, tmp_path / "another", 3)
+    _, manager = run([base, another])
+    with manager, pytest.raises(BaseMismatchError, match=rf"found    {base} .*, after the merge of {another}\n"):
         manager.load()
     # the exported adapter stands on the merged base, so it merges into that, and into nothing else
     exported = tmp_path / "run/exports/step-1-peft"

@@ -15,7 +15,9 @@ import torch
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import CREDENTIALS, Answer, Fault, Proxy, Server, refusal
 from tests.stores.test_manager_in_bucket import keys, save
+from tests.test_bad_input import write_config
 from titan_ckpt import CheckpointManager
+from titan_ckpt.cli.main import main
 from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
@@ -63,6 +65,18 @@ NO_STORE = Answer("404 Not Found", "<html><h1>404 Not Found</h1></html>", ("Cont
 PAGE = Answer("403 Forbidden", "<!DOCTYPE html><html><h1>Blocked</h1></html>", ("Content-Type: text/html",))
 PROXYS = Answer("407 Proxy Authentication Required", "")
 FULL = refusal("403 Forbidden", "QuotaExceeded", "Bucket quota exceeded")
+
+
+@pytest.mark.parametrize("where", ["folder", "export", "initial_load"])
+def test_a_run_whose_bucket_is_not_there_ends_with_2(s3: Server, where: str, tmp_path: Path) -> None:
+    """So that what starts it again after an error does not do so for ever."""
+    none = f"{s3.url}-none/run"
+    tables = {
+        "folder": none, "export": {"format": "dcp", "folder": none}, "initial_load": [{"path": f"{none}/step-1"}],
+    }  # fmt: skip
+    store = {"endpoint": s3.endpoint, "retry_seconds": 3.0}
+    run = write_config(tmp_path, {"checkpoint": {where: tables[where], "store": store}})
+    assert main(["train", str(run)]) == 2
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,13 +16,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from rich.console import Console
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from tests.chats import write_model
 from tests.faults.shim import Counter, KillAt, intercepted
 from tests.forked import answer, fork
+from tests.test_bad_input import write_config
 from tests.tools.steps import LORA, TOKENS, save_step
 from titan_ckpt.cli import tables
 from titan_ckpt.cli.main import main
@@ -31,6 +35,7 @@ from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.tools.difference import compare
 from titan_ckpt.tools.retention import Pruned
 
+ROOT = Path(__file__).parents[2]
 SOURCES = {
     "native": "run2/checkpoints/step-1",
     "dcp": "dcp",
@@ -113,6 +118,55 @@ def test_f4_merge_equals_pefts_merge_within_one_rounding(root: Path, tmp_path: P
         for name, value in merged.state_dict().items():
             torch.testing.assert_close(ours.state_dict()[name], value, rtol=2**-22, atol=1e-7)
         assert torch.allclose(ours(TOKENS).logits, merged(TOKENS).logits, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "module"), [("hf", "q_proj"), ("llama3", "wq")])
+def test_merge_writes_what_the_run_exports(
+    name: str, module: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also over a folder of transformers 4; the run's config.json has nothing that save_pretrained would not write."""
+    base = write_model(tmp_path / "base")
+    theirs = json.loads((base / "config.json").read_text())
+    old = {**theirs, "rope_theta": theirs["rope_parameters"]["rope_theta"], "torch_dtype": theirs["dtype"]}
+    del old["dtype"], old["rope_parameters"]
+    (base / "config.json").write_text(json.dumps(old))
+    run = write_config(
+        tmp_path,
+        {
+            "model": {"flavor": None, "name": name, "folder": str(base)},
+            "data": {"tokenizer": None},
+            "training": {"steps": 2},
+            "converters": [{"kind": "lora", "rank": 2, "target_modules": [module]}],
+            "checkpoint": {
+                "save": {"interval": 2},
+                "export": [{"format": "peft"}, {"format": "hf"}, {"format": "dcp"}],
+            },
+        },
+    )
+    caplog.set_level(logging.INFO)
+    assert call("train", run) == 0
+    exports = tmp_path / "run/exports"
+    assert all(f"bytes, to {exports / place} in " in caplog.text for place in ("step-2", "step-2-peft", "dcp/step-2"))
+    assert call("merge", base, exports / "step-2-peft", tmp_path / "merged") == 0
+    assert call("diff", tmp_path / "merged", exports / "step-2") == 0, capsys.readouterr().out
+    assert call("diff", exports / "step-2", exports / "dcp/step-2") == 0, "both exports of the last step are there"
+    ours = json.loads((exports / "step-2/config.json").read_text())
+    if name == "hf":
+        assert ours.keys() - theirs.keys() <= {"tie_word_embeddings"}
+    (exports / "step-2/config.json").write_text(json.dumps({**ours, "rms_norm_eps": 1e-3}))
+    assert call("diff", tmp_path / "merged", exports / "step-2") == 1
+
+
+def test_merge_says_nothing_of_other_libraries(tmp_path: Path) -> None:
+    """Standard error is empty: kernels of torchao, which transformers imports, are no news."""
+    base: Any = AutoModelForCausalLM.from_pretrained(write_model(tmp_path / "base", kind="phi3"))
+    adapted = get_peft_model(base, LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False))
+    adapted.save_pretrained(str(tmp_path / "adapter"))
+    command = [sys.executable, "-m", "titan_ckpt", "merge", "base", "adapter", "merged"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, check=False
+    )
+    assert (done.returncode, done.stderr.decode()) == (0, "")
 
 
 def test_an_adapter_of_our_own_step_is_merged_as_the_run_would(root: Path, tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,25 @@ def test_a_plan_names_every_source_and_what_would_fail(
     assert "step 7 is not in" in found["problems"][0]
     assert main(["plan", str(toml), "checkpoint.resume.stepp=7"]) == 2
     assert "stepp" in capsys.readouterr().err
+
+
+def test_a_plan_names_the_extras_that_the_run_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And that are not installed; a model folder that the run could not read is a problem too."""
+    toml = tmp_path / "run.toml"
+    start = f'output_folder = "{tmp_path / "run"}"\nmodel = {{ name = "hf", folder = "{tmp_path / "none"}" }}\n'
+    toml.write_text(start + 'wandb = { project = "x" }\n[[converters]]\nkind = "qat"\nscheme = "int8_weight_only"\n')
+    for package in ("datasets", "torchao", "transformers", "wandb"):
+        monkeypatch.setitem(sys.modules, package, None)
+    assert main(["plan", str(toml), "--json"]) == 1
+    problems = json.loads(capsys.readouterr().out)["problems"]
+    assert "none/config.json is not there; expected a Hugging Face folder" in problems.pop(0)
+    assert [problem.partition("needs ")[2] for problem in problems] == [
+        'datasets, torchao, not installed here: pip install "titan-ckpt[train]"',
+        'transformers, not installed here: pip install "titan-ckpt[hf]"',
+        'wandb, not installed here: pip install "titan-ckpt[wandb]"',
+    ]
 
 
 def test_a_named_pipe_is_read_as_far_as_somebody_writes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

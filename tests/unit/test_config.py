@@ -198,7 +198,7 @@ def test_faults_in_unions_name_the_kinds() -> None:
             "export.max_shard_bytes: expected a positive integer, found 0",
         ),
         (
-            {"export": [{"format": "hf"}, {"format": "dcp"}]},
+            {"export": [{"format": "hf"}, {"format": "hf"}]},
             "export.1: lands in 'exports/step-N', as export.0 does; give one another folder",
         ),
         (
@@ -213,9 +213,13 @@ def test_a_value_that_cannot_be_meant_is_answered(table: dict[str, Any], problem
 
 
 def test_two_exports_may_share_a_folder_where_their_names_differ() -> None:
-    """A merged model and its adapter stand side by side."""
-    table = {"export": [{"format": "hf"}, {"format": "peft"}, {"format": "dcp", "folder": "exports/dcp"}]}
-    assert len(from_dict(CheckpointConfig, table).export) == 3
+    """A merged model and its adapter stand side by side; a dcp export is below them, unless it is alone."""
+    exports = [{"format": kind} for kind in ("peft", "dcp", "hf")]
+    found = [export.lands_in() for export in from_dict(CheckpointConfig, {"export": exports}).export]
+    assert found == ["exports/step-N-peft", "exports/dcp/step-N", "exports/step-N"]
+    assert [e.lands_in() for e in CheckpointConfig(export=(ExportConfig("dcp"),)).export] == ["exports/step-N"]
+    bucket = (ExportConfig("hf", folder="s3://box/run"), ExportConfig("dcp", folder="s3://box/run"))
+    assert CheckpointConfig(export=bucket).export[1].lands_in() == "s3://box/run/dcp/step-N"
 
 
 def test_a_closed_set_answers_a_typo() -> None:
@@ -309,7 +313,7 @@ def test_code_is_held_to_the_same_rules_as_toml() -> None:
     with pytest.raises(ConfigError, match="latest: required"):
         KeepConfig()
     with pytest.raises(ConfigError, match="lands in"):
-        CheckpointConfig(export=(ExportConfig("hf"), ExportConfig("dcp")))
+        CheckpointConfig(export=(ExportConfig("hf"), ExportConfig("hf")))
     settled = CheckpointConfig(initial_load=[InitialLoadConfig("a")])  # type: ignore[arg-type]
     assert settled.initial_load == (InitialLoadConfig("a"),)
     assert type(SaveConfig(5, timeout_seconds=3).timeout_seconds) is float

@@ -163,9 +163,9 @@ class Init:
     file: Path = Path("run.toml")
     """The file to write; it must not exist."""
     model: Path | None = None
-    """The Hugging Face folder of the model to start from."""
+    """The Hugging Face folder of the model to start from, or the id of one that `hf download` has fetched."""
     data: Path | None = None
-    """Your text: a .txt file, or a .jsonl file whose lines have a "text". Absent: a small built-in one."""
+    """Your texts or conversations: a .txt, .md, .jsonl or .parquet file, or a folder. Absent: a small built-in text."""
 
 
 @dataclass(frozen=True)

@@ -180,10 +180,12 @@ def _verify(command: Verify, console: Console) -> int:
 
 def _diff(command: Diff, console: Console) -> int:
     from titan_ckpt.tools.difference import compare
+    from titan_ckpt.training.launch.terminal import hide_foreign
 
     if command.top < 1:
         raise ConfigError([f"--top: expected a positive integer, found {command.top}"])
 
+    hide_foreign()
     found = compare(command.left, command.right, config=command.config, weights_only=command.weights)
     _json(found, same=found.same) if command.json else tables.difference(found, console, command.top)
     return SAME if found.same else DIFFERENT
@@ -193,7 +195,9 @@ def _options(command: Convert | Merge) -> Options:
     import torch
 
     from titan_ckpt.tools.conversion import Options
+    from titan_ckpt.training.launch.terminal import hide_foreign
 
+    hide_foreign()
     dtype = None if command.dtype is None else getattr(torch, command.dtype)
     settings = command.settings if isinstance(command, Convert) else None
     return Options(command.config, command.model, dtype, command.max_shard_bytes, settings)

@@ -32,7 +32,7 @@ from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.formats.publish.upload import everyone
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
-from titan_ckpt.stores.bucket import BucketPath, Location, open_location
+from titan_ckpt.stores.bucket import BucketPath, Location, open_location, open_source
 from titan_ckpt.stores.settings import StoreConfig, split_url
 from titan_ckpt.stores.source import Source
 from titan_ckpt.types import ModelHooks, StateDict
@@ -348,7 +348,7 @@ class Exporter:
         found: list[tuple[InitialLoadConfig, Source]] = []
         for source in self._initial_load:
             with contextlib.suppress(CheckpointNotFoundError):
-                path = locate(open_location(source.path, settings=self._store))
+                path = locate(open_source(source.path, self._store, source.revision))
                 if (source.format or detect_format(path)) == "hf":
                     found.append((source, path))
         return found[0] if len(found) == 1 else None

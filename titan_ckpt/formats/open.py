@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, assert_never
 
 from titan_ckpt.directory.names import COMMITS, holds_attempt, is_set_aside_name, step_name, step_of
+from titan_ckpt.encoding.hub import how_to_get, hub_folder
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.geometry.requests import TensorReader
@@ -101,6 +101,8 @@ def open_reader(
 def locate(path: Location) -> Source:
     """Return a place as it is read. In a bucket it is listed, and the name of a step leads to the place of its files.
 
+    The id of a model that was downloaded leads to its folder in Hugging Face's cache.
+
     Raises: ConfigError for a URI; CheckpointNotFoundError; CorruptCheckpointError for a damaged step; StoreError.
     """
     if isinstance(path, BucketPath):
@@ -109,9 +111,10 @@ def locate(path: Location) -> Source:
             found = listed(_files_of(path.parent, step))
     else:
         require_local({"path": path})
-        found = Path(path)
+        found = hub_folder(path)
     if not found.exists():
-        raise CheckpointNotFoundError(f"{path} is not there; name an existing checkpoint folder or .safetensors file")
+        expected = "name an existing checkpoint folder or .safetensors file"
+        raise CheckpointNotFoundError(f"{path} is not there; {expected}{how_to_get(str(path))}")
     return found
 
 
@@ -147,5 +150,5 @@ def _what_is_there(path: Source) -> str:
     first = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "") if names else "nothing"
     return (
         f"it holds {first}; expected MANIFEST.json (native), .metadata or metadata.pkl (dcp), "
-        "model.safetensors or model.safetensors.index.json (hf), or adapter_config.json (peft)"
+        f"model.safetensors or model.safetensors.index.json (hf), or adapter_config.json (peft){how_to_get(str(path))}"
     )

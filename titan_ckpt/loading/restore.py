@@ -21,6 +21,7 @@ from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import holds_attempt, step_of
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.encoding import typed_json
+from titan_ckpt.encoding.hub import snapshot_of
 from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -45,7 +46,7 @@ from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.loading.training_state import ResumeState
-from titan_ckpt.stores.bucket import Location, open_location
+from titan_ckpt.stores.bucket import Location, open_source
 from titan_ckpt.stores.source import ListedPath, Source
 from titan_ckpt.types import Format, LoadReport
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, check_converters, identify_base
@@ -216,13 +217,13 @@ class Restorer:
 
         Raises: as CheckpointManager.load.
         """
-        path = open_location(source.path, settings=self._config.store)
 
-        def look() -> tuple[Source, Format]:
+        def look() -> tuple[Location, Source, Format]:
+            path = open_source(source.path, self._config.store, source.revision)
             found = locate(path)
-            return found, source.format or detect_format(found)
+            return path, found, source.format or detect_format(found)
 
-        found, format_ = self._coordinator.together("source-format", look)
+        path, found, format_ = self._coordinator.together("source-format", look)
         if format_ != "native":
             self._require_alone(path, "whole run")
             restored = self._resume_dcp(found, None, source)
@@ -343,7 +344,21 @@ class Restorer:
                 logger.warning("%s", line)
 
     def _resolve(self, step: ResumeStep | None) -> LoadPlan:
-        made = self._coordinator.together("load-sources", lambda: plan.resolve(self._config, step, self._describe))
+        plans: list[LoadPlan] = []
+
+        def decide() -> list[list[str]]:
+            plans.append(made := plan.resolve(self._config, step, self._describe))
+            return [[*(snapshot_of(str(source.path)) or ())] for source in made.sources]
+
+        of_ranks = self._coordinator.gather_results("load-sources", decide)
+        (made,) = plans
+        for source, commits in zip(made.sources, zip(*of_ranks, strict=True), strict=True):
+            if len(different := {" at ".join(commit) or "no snapshot" for commit in commits}) > 1:
+                found = ", ".join(sorted(different))
+                raise LoadMismatchError(
+                    f"{source.path}: the Hugging Face caches of the ranks' hosts differ: {found}. Download the same on "
+                    "each, or name one by its revision"
+                )
         logger.info("%s", made)
         return made
 
@@ -372,20 +387,23 @@ class Restorer:
         self._coordinator.together("load-read", lambda: fill_in_order(fills))
         values = {} if state is None or load_plan.has_new_weights else state.run.get("model", {})
         self._give_back(prepared, values)
-        self._merge(prepared, values)
+        self._merge(load_plan, prepared, values)
 
-    def _merge(self, prepared: PreparedLoad, values: Mapping[str, Any]) -> None:
+    def _merge(self, load_plan: LoadPlan, prepared: PreparedLoad, values: Mapping[str, Any]) -> None:
         """Merge adapters in order. Each may record the base as loaded, or as those before it left it. Collective.
 
         Raises: BaseMismatchError before an adapter that records another base is merged.
         """
         merges = prepared.merges
         records = [merge.reader.metadata().get(BASE_RECORD) for merge in merges]
-        loaded = identify_base(self._run.model, None, self._coordinator) if any(records) else {}
+        named = _origin(load_plan)
+        loaded = identify_base(self._run.model, named, self._coordinator) if any(records) else {}
+        before: list[str] = []
         for merge, recorded in zip(merges, records, strict=True):
             if recorded and recorded["digest"] != loaded["digest"]:
-                current = loaded if merge is merges[0] else identify_base(self._run.model, None, self._coordinator)
-                check_base(current, recorded, str(merge.reader.path))
+                current = identify_base(self._run.model, named, self._coordinator) if before else loaded
+                check_base(current, recorded, str(merge.reader.path), before)
+            before.append(str(merge.reader.path))
             self._coordinator.together("load-merge", merge.apply)
             self._give_back(prepared, values)
 
@@ -450,27 +468,36 @@ class Restorer:
         is_partly_new = bool(load_plan.sources) and self._coordinator.anywhere(
             "fresh base", lambda: fresh - self._run.model.owned_state_dict().keys()
         )
-        named = [] if is_seed or in_place or is_partly_new else [s for s in load_plan.sources if not s.adapter]
-        if origin is None and named:
-            origin = {"path": str(named[0].path), "revision": named[0].revision, "format": named[0].format}
+        if origin is None and not (is_seed or in_place or is_partly_new):
+            origin = _origin(load_plan)
         base = identify_base(self._run.model, origin, self._coordinator)
+        merged = [str(source.path) for source in load_plan.sources if source.merge]
         if manifest is not None and manifest.base is not None:
-            check_base(base, manifest.base, f"step {manifest.step}")
+            check_base(base, manifest.base, f"step {manifest.step}", merged)
         for path, recorded in prepared.adapter_bases():
-            check_base(base, recorded, str(path))
+            check_base(base, recorded, str(path), merged)
         # a pipeline stage may train nothing of its base
         is_trained = self._coordinator.anywhere("trained base", self._run.model.trained_base)
         return None if is_trained or was_trained else base
 
     def _describe(self, source: InitialLoadConfig) -> tuple[Location, Format, bool]:
         try:
-            path = locate(open_location(source.path, settings=self._config.store))
+            path = locate(open_source(source.path, self._config.store, source.revision))
         except CheckpointNotFoundError as error:
             raise CheckpointNotFoundError(f"checkpoint.initial_load: {error}") from None
         format_ = source.format or detect_format(path)
         if source.prefix is not None and format_ != "dcp":
             raise ConfigError([f"initial_load.prefix: only a DCP folder nests the model, and {path} is {format_}"])
         return path, format_, is_adapter(path, format_, self._run.model, source.prefix)
+
+
+def _origin(load_plan: LoadPlan) -> dict[str, Any] | None:
+    """Return what names the base of a run: its first source, by id and commit if the hub's cache holds it."""
+    first = next((source for source in load_plan.sources if not source.adapter), None)
+    if first is None:
+        return None
+    path, revision = snapshot_of(str(first.path)) or (str(first.path), first.revision)
+    return {"path": path, "revision": revision, "format": first.format}
 
 
 def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 
 from titan_ckpt.disk import posix
 from titan_ckpt.encoding import special_floats, strict_json
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.encoding.hub import how_to_get, hub_folder
+from titan_ckpt.errors import CheckpointNotFoundError, ConfigError
 from titan_ckpt.models.layers import INIT_STD
 
 _HF_NAMES = {
@@ -79,12 +80,16 @@ class DecoderConfig:
 
 def read_config_json(folder: str | Path) -> dict[str, Any]:
     """Return the contents of a Hugging Face folder's config.json. Raises: ConfigError."""
-    path = Path(folder) / "config.json"
+    try:
+        path = hub_folder(folder) / "config.json"
+    except CheckpointNotFoundError as error:
+        raise ConfigError([f"model.folder: {error}"]) from None
     try:
         data = posix.read_whole(os.path.realpath(path), strict_json.MAX_BYTES_BY_HAND)
         config = special_floats.decode(strict_json.loads_by_hand(data))
     except (FileNotFoundError, NotADirectoryError):
-        raise ConfigError([f"model.folder: {path} is not there; expected a Hugging Face folder"]) from None
+        expected = f"expected a Hugging Face folder{how_to_get(folder)}"
+        raise ConfigError([f"model.folder: {path} is not there; {expected}"]) from None
     except OSError as error:
         raise ConfigError([f"model.folder: {path} cannot be read: {error.strerror}"]) from None
     except (ValueError, RecursionError) as error:

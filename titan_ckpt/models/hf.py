@@ -45,7 +45,7 @@ def build(source: str | Path | Mapping[str, Any], dtype: torch.dtype = torch.flo
         from transformers import AutoModelForCausalLM
     except ImportError as error:
         raise ConfigError([f'model: transformers is not installed ({error}); pip install "titan-ckpt[hf]"']) from error
-    config = _read_config(source)
+    config = transformers_config(source)
     named = _named_class(config)
     make: Any = AutoModelForCausalLM.from_config if named is None else named._from_config  # noqa: SLF001 - as Auto does
     try:
@@ -151,11 +151,12 @@ class HuggingFaceModel(LanguageModel):
         return self.table
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the config.json of this model."""
-        return {**self.config.to_dict(), "architectures": [self.architecture]}
+        """Return the config.json that save_pretrained writes; whether weights are tied is always in it."""
+        tied = {name: value for name, value in self.config.to_dict().items() if name == "tie_word_embeddings"}
+        return {**self.config.to_diff_dict(), **tied, "architectures": [self.architecture]}
 
 
-def _read_config(source: str | Path | Mapping[str, Any]) -> PretrainedConfig:
+def transformers_config(source: str | Path | Mapping[str, Any]) -> PretrainedConfig:
     """Return transformers' config object for a folder, or for the contents of a config.json. Raises: ConfigError."""
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING, AutoConfig, __version__

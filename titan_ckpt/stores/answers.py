@@ -70,6 +70,11 @@ class StoreError(OSError):
         super().__init__(code, message)
         self.is_final = is_final
 
+    @property
+    def says_setting_is_wrong(self) -> bool:
+        """Return whether the bucket, its endpoint or its region is not there, so that starting again is no use."""
+        return self.is_final and self.errno in (errno.ENOENT, errno.EINVAL)
+
     def __str__(self) -> str:
         return str(self.strerror)
 

@@ -18,6 +18,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
+from titan_ckpt.encoding.hub import hub_folder
 from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
 from titan_ckpt.stores.environment import endpoint_of, require_usable_keys, shared_credentials
@@ -346,6 +347,14 @@ def open_location(
     return BucketPath(Bucket(parts[0], parts[1], settings or StoreConfig()), parts[2])
 
 
+def open_source(text: str, settings: StoreConfig, revision: str | None = None) -> Location:
+    """Return the place of weights to load: as `open_location` does, and the snapshot of a model's id (encoding/hub.py).
+
+    Raises: ConfigError if the client cannot be made; CheckpointNotFoundError for a revision that was not downloaded.
+    """
+    return open_location(hub_folder(text, revision) if split_url(text) is None else text, settings=settings)
+
+
 def _facts(listing: Iterable[Mapping[str, Any]], prefix: str) -> list[ObjectFacts]:
     """Return the objects of a listing by key, without those that stand for folders.
 
@@ -395,4 +404,4 @@ def _client(scheme: str, name: str, settings: StoreConfig) -> Any:
     return AzureStore(name, **common | ({"endpoint": endpoint} if endpoint else {}))
 
 
-__all__ = ["Bucket", "BucketPath", "Location", "ObjectFacts", "StoreError", "Version", "open_location"]
+__all__ = ["Bucket", "BucketPath", "Location", "ObjectFacts", "StoreError", "Version", "open_location", "open_source"]

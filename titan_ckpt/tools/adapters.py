@@ -18,7 +18,6 @@ import torch
 from titan_ckpt import progress
 from titan_ckpt.converting import stored_tensor, translated_tensors
 from titan_ckpt.errors import (
-    BaseMismatchError,
     ConfigError,
     KeyMapError,
     LoadMismatchError,
@@ -35,7 +34,7 @@ from titan_ckpt.training.run_file import converter_tables
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights import lora_names
 from titan_ckpt.weights.digest import digest_of
-from titan_ckpt.weights.identity import base_digest, named_base
+from titan_ckpt.weights.identity import another_base, base_digest, named_base
 from titan_ckpt.weights.lora_names import LoRARecord, lora_tensor
 from titan_ckpt.weights.stored_names import model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, cast_all
@@ -271,15 +270,8 @@ class RecordedBase:
         if not self._found:
             lacking = listed(self._lacking, ", ", " ")
             return f"the base of {adapter} is not compared by digest: {self._path} lacks {lacking}"
-        raise BaseMismatchError(
-            f"{adapter} was trained on another base\n"
-            f"  expected {record.get('path') or 'a base initialised by its own run'} "
-            f"(revision {record.get('revision')}), weights {expected}\n"
-            f"  found    {self._path}, weights {self._found[0]}\n"
-            "  Merge it into that base",
-            record,
-            {"path": str(self._path), "digest": self._found[0]},
-        )
+        found = {"path": str(self._path), "digest": self._found[0]}
+        raise another_base(found, record, str(adapter), "or merge it into that base")
 
     def _digests(self, variants: Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]) -> Iterator[str]:
         for table, tensors in variants:

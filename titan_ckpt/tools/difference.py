@@ -22,7 +22,7 @@ from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.tools.adapters import effects
 from titan_ckpt.tools.inspecting import numbers_of
-from titan_ckpt.tools.state import rank_state, run_state, settings
+from titan_ckpt.tools.state import rank_state, run_state, settings, settings_as_read
 from titan_ckpt.tools.weights import Aligned, Tensors, align, other_keys, stored
 from titan_ckpt.weights import digest
 
@@ -118,7 +118,11 @@ def _described(
 ) -> tuple[SettingDifference, ...]:
     """Compare the settings of two checkpoints of one format, or what those of two adapters do to their tensors."""
     if a.format == b.format:
-        return _settings(settings(a), settings(b))
+        differing = _settings(settings(a), settings(b))
+        if not differing or a.format != "hf":
+            return differing
+        as_read = settings_as_read(a), settings_as_read(b)
+        return _settings(*as_read) if all(as_read) else differing
     if aligned.adapters is None:
         return ()
     both = [effects(adapter, reader.path) for adapter, reader in zip(aligned.adapters, (a, b), strict=True)]

@@ -6,6 +6,7 @@ Owns the choice of the architecture. A model is built on meta, so it needs no me
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.encoding.hub import hub_folder
 from titan_ckpt.encoding.named import find_names_here, is_import_name
-from titan_ckpt.errors import ConfigError, NotACheckpointError
+from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, NotACheckpointError
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.geometry.chunks import TensorInfo, info_of
@@ -101,12 +103,15 @@ def find_config(reader: TensorReader, given: Path | None) -> Path | None:
         if not (folder / CONFIG).is_file():
             raise NotACheckpointError(f"--config {given}: holds no {CONFIG}; name the folder of the model's {CONFIG}")
         return folder
-    path, base = reader.path.absolute(), None
+    path, base, revision = reader.path.absolute(), None, None
     if isinstance(reader, NativeReader) and reader.manifest is not None:
-        base = (reader.manifest.base or {}).get("path")
+        base, revision = ((reader.manifest.base or {}).get(name) for name in ("path", "revision"))
     elif isinstance(reader, PeftReader):
-        base = reader.metadata().get("base_model_name_or_path")
-    places = [path if path.is_dir() else path.parent, *([Path(base)] if isinstance(base, str) and base else [])]
+        base, revision = (reader.metadata().get(name) for name in ("base_model_name_or_path", "revision"))
+    places = [path if path.is_dir() else path.parent]
+    if isinstance(base, str) and base:
+        with suppress(CheckpointNotFoundError):
+            places.append(hub_folder(base, revision if isinstance(revision, str) else None))
     if reader.format in ("native", "dcp"):
         places += sorted((path.parent.parent / "exports").glob("step-*"), reverse=True)
     return next((place for place in places if (place / CONFIG).is_file()), None)

@@ -5,22 +5,25 @@ Opens headers and manifests, and reads no tensor. The model is not built: whethe
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import open_steps
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, users_name
+from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.toml import from_dict, read_toml
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
-from titan_ckpt.stores.bucket import Location, open_location
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.models.registry import read_config
+from titan_ckpt.stores.bucket import Location, open_location, open_source
+from titan_ckpt.stores.settings import StoreConfig, split_url
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.types import Format
@@ -49,7 +52,7 @@ class Plan:
     sources: tuple[PlannedSource, ...]
     notes: tuple[str, ...]
     problems: tuple[str, ...]
-    """Reasons for which the load would fail."""
+    """Reasons for which the load, or the run before it, would fail."""
 
 
 def plan_load(config: Path, overrides: Sequence[str] = ()) -> Plan:
@@ -75,11 +78,12 @@ def plan_load(config: Path, overrides: Sequence[str] = ()) -> Plan:
             sources.append(_opened(source))
         except (CheckpointError, OSError) as error:
             problems.append(f"{source.path}: {' '.join(str(error).split())}")
+    action = _action(plan, problems)
+    problems += _misfits_of_shape(run)
+    problems += _not_installed(run, tables if isinstance(tables, list) else [tables])
     committed = next((s for s in found.steps if step is not None and s.step == step.step), None)
     notes += _about(settings, plan, committed, tables if isinstance(tables, list) else [tables])
-    return Plan(
-        str(config), _action(plan, problems), step.step if step else 0, tuple(sources), tuple(notes), tuple(problems)
-    )
+    return Plan(str(config), action, step.step if step else 0, tuple(sources), tuple(notes), tuple(problems))
 
 
 def _override(text: str) -> tuple[str, str]:
@@ -118,13 +122,13 @@ def _step(settings: CheckpointConfig, found: Survey, folder: Location, notes: li
 def _resolve(settings: CheckpointConfig, step: ResumeStep | None, found: Survey) -> LoadPlan:
     if step is not None and step.step in found.dcp:
         return LoadPlan(step, (LoadSource(step.path, "dcp", cast=True),), frozenset(settings.resume.exclude) | {"rng"})
-    return resolve(settings, step, lambda source: _describe(source, settings.store))
+    return resolve(settings, step, lambda source: describe(source, settings.store))
 
 
-def _describe(source: InitialLoadConfig, store: StoreConfig) -> tuple[Location, Format, bool]:
+def describe(source: InitialLoadConfig, store: StoreConfig) -> tuple[Location, Format, bool]:
     """Return the place and the format of an initial source, and whether it is an adapter, as far as it says so."""
     try:
-        path = locate(open_location(source.path, settings=store))
+        path = locate(open_source(source.path, store, source.revision))
     except CheckpointNotFoundError as error:
         raise CheckpointNotFoundError(f"checkpoint.initial_load: {error}") from None
     format_ = source.format or detect_format(path)
@@ -149,6 +153,32 @@ def _action(plan: LoadPlan, problems: Sequence[str]) -> str:
     if plan.external:
         return "take the weights from outside (external_weights)"
     return "load initial weights" if plan.sources else "start from step 0 with initial values"
+
+
+def _misfits_of_shape(run: RunConfig) -> Sequence[str]:
+    """Return why the model's shape cannot be read; nothing for a model of one's own, whose code is not run."""
+    if is_import_name(run.model.name):
+        return ()
+    try:
+        read_config(run.model.name, flavor=run.model.flavor, folder=run.model.folder)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
+def _not_installed(run: RunConfig, tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield a line for each extra of which the run needs packages that are not installed."""
+    quantises = not {table.get("kind") for table in tables}.isdisjoint(("float8", "qat"))
+    needed = {
+        "train": ["datasets", "tokenizers", "torchdata", *["torchao"] * quantises],
+        "hf": ["transformers"] * (run.model.name == "hf" or run.data.messages is not None),
+        "remote": ["obstore"] * any(split_url(export.folder) for export in run.checkpoint.export),
+        "tensorboard": ["tensorboard"] * (run.tensorboard is not None),
+        "wandb": ["wandb"] * (run.wandb is not None),
+    }
+    for extra, packages in needed.items():
+        if absent := [package for package in packages if find_spec(package) is None]:
+            yield f'the run needs {", ".join(absent)}, not installed here: pip install "titan-ckpt[{extra}]"'
 
 
 def _about(

@@ -11,10 +11,11 @@ import xxhash
 from titan_ckpt.components.files import RUN_STATE, rank_state_name
 from titan_ckpt.directory.names import read_committed
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.errors import ConfigError, CorruptCheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.models.hf import transformers_config
 
 _MAX_SHOWN = 60
 _OF_A_SAVE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
@@ -48,6 +49,20 @@ def settings(reader: TensorReader) -> dict[str, Any]:
         return dict(_flat({"converters": manifest.converters, "base": base}, ""))
     config = {key: value for key, value in reader.metadata().items() if key not in _OF_A_SAVE}
     return dict(_flat(config, ""))
+
+
+def settings_as_read(reader: TensorReader) -> dict[str, Any]:
+    """Return config.json in the newest form, with transformers' defaults for what it leaves out.
+
+    Empty without transformers, and for a model that it does not have.
+    """
+    config = reader.metadata()
+    try:
+        whole = transformers_config(config).to_dict()
+    except (ImportError, ConfigError):
+        return {}
+    whole |= {key: value for key, value in config.items() if key == "quantization_config"}
+    return dict(_flat({key: value for key, value in whole.items() if key not in _OF_A_SAVE}, ""))
 
 
 def _state_file(reader: NativeReader, name: str) -> dict[str, Any]:

@@ -402,10 +402,16 @@ class BuildSteps:
         changed = changed_settings(stored, self.state.optimizer)
         return changed - {"lr"} if is_import_name(self.config.schedule.kind) else changed
 
-    def build_manager(self) -> CheckpointManager:
-        """Return the checkpoint manager of everything that was built."""
+    def find_transforms(self) -> StateDictTransforms:
+        """Return the names of the model's tensors in files, and what lies beside them in a Hugging Face folder."""
         tokenizer = self.tokenizer
         special = tokenizer.special_ids if tokenizer is not None else {}
+        assets = tokenizer.folder if tokenizer is not None else None
+        titan = self.model.torchtitan_key_map()
+        return StateDictTransforms(self.model.key_map(), self.model.hf_config() | special, assets, titan)
+
+    def build_manager(self) -> CheckpointManager:
+        """Return the checkpoint manager of everything that was built."""
         manager = CheckpointManager(
             checkpoint_settings(self.config),
             model_parts=self.model_parts,
@@ -413,12 +419,7 @@ class BuildSteps:
             lr_schedulers=[self.lr_scheduler] if self.lr_scheduler is not None else [],
             dataloader=self.dataloader,
             states={"train": self.state},
-            sd_transforms=StateDictTransforms(
-                self.model.key_map(),
-                self.model.hf_config() | special,
-                tokenizer.folder if tokenizer is not None else None,
-                self.model.torchtitan_key_map(),
-            ),
+            sd_transforms=self.find_transforms(),
             model_converters=self.converters,
             external_weights=self._take_weights if self.config.checkpoint.external else None,
             own_settings=lambda stored: self._taken_settings(stored.get("train", {}).get("optimizer", {})),

@@ -67,8 +67,9 @@ class ModelConfig(Checked):
     flavor: NonEmpty | None = None
     """A shape by name, such as "debug-2m" or "8B"."""
     folder: LocalPath | None = None
-    """A Hugging Face folder. The shape is that of its config.json; a new run starts from its weights, if it has any and
-    [[checkpoint.initial_load]] names no sources; its tokenizer is the default of [data.tokenizer]."""
+    """A Hugging Face folder, or the id of a model in the local Hugging Face cache, such as "Qwen/Qwen3-0.6B". The shape
+    is that of its config.json; a new run starts from its weights, if it has any and [[checkpoint.initial_load]] names
+    no sources; its tokenizer is the default of [data.tokenizer]."""
     load_weights: bool = True
     """With false, only the shape of `folder` is used, and a new run starts from random values."""
     construct: Literal["default", "meta", "device"] = "default"

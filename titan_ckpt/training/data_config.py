@@ -22,7 +22,7 @@ class TokenizerConfig(Checked):
     """
 
     folder: LocalPath | None = None
-    """A Hugging Face folder with a tokenizer.json."""
+    """A Hugging Face folder with a tokenizer.json, or the id of a model in the local Hugging Face cache."""
     vocab_size: Annotated[int, Check("258 or more: the bytes and two marks", lambda n: n >= 258)] | None = None
     """Train a tokenizer of this many tokens; it has fewer if the corpus has too few merges to learn. Absent: 2048."""
 

@@ -11,10 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
+from titan_ckpt.encoding.hub import how_to_get, hub_folder, snapshot_of
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, NotACheckpointError
 from titan_ckpt.formats.huggingface.reader import is_huggingface
 from titan_ckpt.formats.open import detect_format, locate
-from titan_ckpt.stores.bucket import BucketPath, Location, open_location
+from titan_ckpt.stores.bucket import BucketPath, Location, open_source
 from titan_ckpt.stores.settings import split_url
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.types import Format
@@ -30,14 +31,17 @@ def checkpoint_settings(config: RunConfig) -> CheckpointConfig:
     The source is cast, because trained parameters are float32 and most folders are not.
     Raises: ConfigError for a folder whose weights are all in files that are not read here.
     """
-    folder, checkpoint = config.model.folder, config.checkpoint
-    if folder is None or not config.model.load_weights or checkpoint.initial_load or checkpoint.external:
+    name, checkpoint = config.model.folder, config.checkpoint
+    if name is None or not config.model.load_weights or checkpoint.initial_load or checkpoint.external:
         return checkpoint
-    if is_huggingface(Path(folder)):
-        return replace(checkpoint, initial_load=(InitialLoadConfig(folder, format="hf", cast=True),))
-    if unread := sorted(path.name for pattern in _OTHER_WEIGHTS for path in Path(folder).glob(pattern)):
+    folder, random = hub_folder(name), "or start from random values: model.load_weights = false"
+    if is_huggingface(folder):
+        return replace(checkpoint, initial_load=(InitialLoadConfig(name, format="hf", cast=True),))
+    if unread := sorted(path.name for pattern in _OTHER_WEIGHTS for path in folder.glob(pattern)):
         problem = f"{folder} holds weights that are not read here, such as {unread[0]}; convert them to safetensors"
-        raise ConfigError([f"model.folder: {problem}, or start from random values: model.load_weights = false"])
+        raise ConfigError([f"model.folder: {problem}, {random}"])
+    if snapshot_of(folder):
+        raise ConfigError([f"model.folder: {folder} holds no weights, {random}{how_to_get(folder)}"])
     return checkpoint
 
 
@@ -48,14 +52,14 @@ def tokenizer_folder(config: RunConfig) -> Path | None:
     """
     chosen = config.data.tokenizer
     if chosen.folder is not None:
-        return Path(chosen.folder)
+        return hub_folder(chosen.folder)
     return _own_tokenizer(config) if chosen.vocab_size is None else None
 
 
 def refuse_new_tokenizer(config: RunConfig) -> None:
     """Raises: ConfigError if the run starts from weights, which mean nothing under a new tokenizer; StoreError."""
     for source in checkpoint_settings(config).initial_load:
-        place = open_location(source.path, settings=config.checkpoint.store)
+        place = open_source(source.path, config.checkpoint.store, source.revision)
         if not _holds_weights(place, source.format):
             continue
         why = f"holds weights and no {TOKENIZER}"
@@ -77,19 +81,19 @@ def other_choices(config: RunConfig, tokenizer: Path | None, *, resumed: bool) -
     if tokenizer is not None and own is not None and not _same_file(own / TOKENIZER, tokenizer / TOKENIZER):
         yield f"data.tokenizer: this run uses and exports the tokenizer in {tokenizer}, and not that of {own}"
     folder = config.model.folder
-    if resumed or config.checkpoint.external or folder is None or not is_huggingface(Path(folder)):
+    if resumed or config.checkpoint.external or folder is None or not is_huggingface(hub_folder(folder)):
         return
-    sources = [Path(source.path).resolve() for source in checkpoint_settings(config).initial_load]
-    if Path(folder).resolve() not in sources:
+    sources = [hub_folder(s.path, s.revision).resolve() for s in checkpoint_settings(config).initial_load]
+    if hub_folder(folder).resolve() not in sources:
         start = "the sources of [[checkpoint.initial_load]]" if sources else "random values"
         yield f"model.folder: the weights in {folder} are not loaded; this run starts from {start}"
 
 
 def _own_tokenizer(config: RunConfig) -> Path | None:
     """Return the first folder with a tokenizer, of the model's own and of those that weights are loaded from."""
-    own = [] if config.model.folder is None else [config.model.folder]
-    sources = [source.path for source in config.checkpoint.initial_load if split_url(source.path) is None]
-    return next((folder for folder in map(Path, [*own, *sources]) if (folder / TOKENIZER).is_file()), None)
+    own = [] if config.model.folder is None else [hub_folder(config.model.folder)]
+    sources = [hub_folder(s.path, s.revision) for s in config.checkpoint.initial_load if split_url(s.path) is None]
+    return next((folder for folder in [*own, *sources] if (folder / TOKENIZER).is_file()), None)
 
 
 def _holds_weights(place: Location, format_: Format | None) -> bool:

@@ -14,14 +14,14 @@ from typing import Any, Literal
 
 import torch
 
-from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import open_steps
+from titan_ckpt.directory.names import CommittedStep
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.stores.bucket import Location, StoreError, open_location
-from titan_ckpt.types import Format
+from titan_ckpt.stores.bucket import StoreError, open_location, open_source
 
 _KEPT = (torch.bfloat16, torch.float16)
 """Stored dtypes that are kept; values of smaller dtypes must be converted before a computation."""
@@ -99,12 +99,14 @@ def keep_stored_dtypes(model: LanguageModel, config: CheckpointConfig, base_fold
 def _sources(config: CheckpointConfig, base_folder: Path, stack: ExitStack) -> Iterator[TensorReader]:
     """Yield the run's newest step, then the initial sources; for each weight the first source that has it counts."""
     steps = open_steps(open_location(config.folder, base_folder, config.store)).survey().steps[-1:]
-    initial: list[tuple[Location, Format | None, tuple[str, ...]]] = [
-        (open_location(source.path, settings=config.store), None, source.ignore) for source in config.initial_load
-    ]
-    for path, format_, ignore in [*((step.path, "native", ()) for step in steps), *initial]:
+    sources: list[CommittedStep | InitialLoadConfig] = [*steps, *config.initial_load]
+    for source in sources:
         try:
-            yield stack.enter_context(open_reader(path, format_, ignore=ignore))
+            if isinstance(source, InitialLoadConfig):
+                path = open_source(source.path, config.store, source.revision)
+                yield stack.enter_context(open_reader(path, ignore=source.ignore))
+            else:
+                yield stack.enter_context(open_reader(source.path, "native"))
         except StoreError:  # other ranks may have been answered, and have other dtypes then
             raise
         except (CheckpointError, OSError):

@@ -13,7 +13,7 @@ from typing import Any
 import xxhash
 
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import BaseMismatchError, ConverterError
+from titan_ckpt.errors import BaseMismatchError, ConverterError, listed
 from titan_ckpt.weights.digest import Partial, logical_digests
 from titan_ckpt.weights.live_memory import Watched
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -54,21 +54,35 @@ def named_base(settings: Mapping[str, Any]) -> BaseIdentity | None:
     return settings.get(BASE_RECORD) or by_name
 
 
-def check_base(found: Mapping[str, Any], expected: Mapping[str, Any], adapter: str) -> None:
+def check_base(found: Mapping[str, Any], expected: Mapping[str, Any], adapter: str, merged: Sequence[str] = ()) -> None:
     """Check that the base found in this run is the one that the adapter records. Raises: BaseMismatchError.
 
-    A converted adapter may know its base by name alone, which proves nothing (loading/bases.py).
+    `merged`: the adapters that this run has merged into its base. A converted adapter may know its base by name alone,
+    which proves nothing (loading/bases.py).
     """
     if expected["digest"] not in (None, found["digest"]):
-        where = expected.get("path") or "a base initialised by its own run"
-        raise BaseMismatchError(
-            f"{adapter} was trained on another base\n"
-            f"  expected {where} (revision {expected.get('revision')}), weights {expected['digest']}\n"
-            f"  found    {found['path']} (revision {found['revision']}), weights {found['digest']}\n"
-            "  Load that base, in the dtype it had then (see cast), or retrain the adapter on this one",
-            expected,
-            found,
-        )
+        raise another_base(found, expected, adapter, "or retrain the adapter on this one", merged)
+
+
+def another_base(
+    found: Mapping[str, Any], expected: Mapping[str, Any], adapter: str, otherwise: str, merged: Sequence[str] = ()
+) -> BaseMismatchError:
+    """Return the error that an adapter records another base than the one found; a merge may be all the difference."""
+    where = expected.get("path") or "a base initialised by its own run"
+    after = f", after the merge of {listed(merged, ', ')}" if merged else ""
+    merges = (
+        f"without {listed(merged, ', ')}, unless its run had merged the same (merge)"
+        if merged
+        else "with what its run had merged into it (merge)"
+    )
+    return BaseMismatchError(
+        f"{adapter} was trained on another base\n"
+        f"  expected {where} (revision {expected.get('revision')}), weights {expected.get('digest')}\n"
+        f"  found    {found['path']} (revision {found.get('revision')}), weights {found['digest']}{after}\n"
+        f"  Load that base, in the dtype it had then (see cast) and {merges}, {otherwise}",
+        expected,
+        found,
+    )
 
 
 class TrackedBase:

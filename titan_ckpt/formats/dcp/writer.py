@@ -7,7 +7,9 @@ Source: torch/distributed/checkpoint/{metadata,filesystem,planner_helpers}.py.
 from __future__ import annotations
 
 import json
+import logging
 import pickle
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +47,8 @@ from titan_ckpt.stores.source import read_whole
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import FileGroup
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class DcpExport:
@@ -67,15 +71,19 @@ class DcpExport:
         Raises: ExportError for values that differ between ranks, for tensors that are not whole, and for bytes that
         differ from what was written; OSError; PeerError; FileExistsError. Nothing has the folder's name then.
         """
-        total = 2 * sum(info_of(value).nbytes for value in self.tensors.values())  # written, and read back
+        started = time.perf_counter()
+        total = sum(info_of(value).nbytes for value in self.tensors.values())
         with (
             published(folder, coordinator, "dcp-", lambda: None, record) as unpublished,
-            progress.shown(f"exporting {folder.name}", total // coordinator.world_size) as count,
+            # written, and read back
+            progress.shown(f"exporting {folder.name}", 2 * total // coordinator.world_size) as count,
         ):
             try:
                 self._write(unpublished, coordinator, count)
             except ExportError as error:
                 raise ExportError(f"export to {folder} failed, nothing was published: {error}") from error
+        seconds, what = time.perf_counter() - started, f"{counted(len(self.tensors), 'tensor')}, {total:,} bytes"
+        logger.info(f"exported {what}, to {folder} in {seconds:.2f} s")
 
     def _write(self, unpublished: Unpublished[None], coordinator: Coordinator, count: progress.Count) -> None:
         """Fill the folder and prove it.

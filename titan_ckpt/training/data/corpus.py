@@ -254,6 +254,29 @@ def open_corpus(name: str, setting: str = "data.corpus", *, field: str = "text",
     return Corpus(name, setting, field, messages, tuple(sources_of(files)))
 
 
+def fields_of(name: str, setting: str = "data.corpus") -> tuple[list[str], list[str]]:
+    """Return the fields of a corpus that hold text, and those that hold conversations, by its first row.
+
+    Raises: ConfigError as find_files; both are empty for a row that cannot be read, which `documents` names.
+    """
+    file = None if name == BUILTIN else find_files(name, setting)[0]
+    row: Any = {"text": "a document"}
+    try:
+        if file is not None and KINDS[file.suffix] == "jsonl":
+            with file.open(encoding="utf-8-sig") as lines:
+                row = json.loads(next((line for line in lines if line.strip()), "{}"))
+        elif file is not None and KINDS[file.suffix] == "parquet":
+            from pyarrow import parquet  # as `datasets`
+
+            batches = parquet.ParquetFile(file).iter_batches(batch_size=1)
+            row = next((row for batch in batches for row in _without_none(batch.to_pylist())), {})
+    except (OSError, ValueError, RecursionError):
+        row = {}
+    known = row if isinstance(row, Mapping) else {}
+    texts = [name for name, value in known.items() if _no_text(value) is None]
+    return texts, [name for name, value in known.items() if _no_conversation(value) is None]
+
+
 def _wrong_column(file: Path, field: str, *, messages: bool) -> str | None:
     """Return what a parquet file has in place of a column of texts or conversations."""
     from pyarrow import parquet, types  # as `datasets`

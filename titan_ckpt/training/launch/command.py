@@ -53,7 +53,7 @@ def main(argv: Sequence[str], program: str = "titan-ckpt train") -> int:
         return _report(error, arguments.config)
     except StoreError as error:  # it names the place, the rank, the answer and the next step
         say(f"StoreError: {error}")
-        return LOST
+        return BAD_CONFIG if error.says_setting_is_wrong else LOST
 
 
 def build_trainer(path: str, overrides: Sequence[str]) -> Trainer:

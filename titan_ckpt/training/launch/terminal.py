@@ -36,10 +36,15 @@ def _without(text: str) -> Callable[[LogRecord], bool]:
 _FILTERS = {name: _without(text) for name, text in FOREIGN.items()}
 
 
-def configure_logging() -> None:
-    """Log to standard error, with the time of day in front; a console gets colours, and bars below the lines."""
+def hide_foreign() -> None:
+    """Drop the warnings of other libraries that are in FOREIGN."""
     for name, is_wanted in _FILTERS.items():
         logging.getLogger(name).addFilter(is_wanted)  # once, however often this is called
+
+
+def configure_logging() -> None:
+    """Log to standard error, with the time of day in front; a console gets colours, and bars below the lines."""
+    hide_foreign()
     rank = int(os.environ.get("RANK", "0"))
     handler: logging.Handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s" if rank == 0 else f"rank {rank}: %(message)s"))

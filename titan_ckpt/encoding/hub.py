@@ -1,0 +1,65 @@
+"""Ids of models on the Hugging Face hub, such as "Qwen/Qwen3-0.6B", and their folders in the local cache.
+
+Owns the layout of the cache. Sends no request: what the cache does not hold, `hf download` fetches.
+Source: huggingface_hub, `constants.py` (the cache's place), `file_download.py` (its folders).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from titan_ckpt.errors import CheckpointNotFoundError, listed
+
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]*[\w-])?")
+_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([^/]+)")
+"""The end of a path in the cache: the id with "--" for "/", and the commit."""
+
+
+def hub_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:
+    """Return the path that a name means: of an id, the snapshot in the cache, unless a file or folder has that name.
+
+    `revision`: a branch, a tag or a commit; absent: main. An id that was never downloaded stays as it is.
+    Raises: CheckpointNotFoundError if the cache holds other revisions alone.
+    """
+    text = os.fspath(name)
+    downloaded = _cache() / f"models--{text.replace('/', '--')}"
+    if os.path.lexists(text) or not _ID.fullmatch(text) or not downloaded.is_dir():
+        return Path(text)
+    wanted = revision or "main"
+    ref = downloaded / "refs" / wanted
+    snapshot = downloaded / "snapshots" / (ref.read_text().strip() if ref.is_file() else wanted)
+    if not snapshot.is_dir():
+        found = sorted(path.name for path in downloaded.glob("snapshots/*"))
+        raise CheckpointNotFoundError(
+            f"{text}: the Hugging Face cache {_cache()} does not hold its revision {wanted}, and has "
+            f"{listed(found, ', ') or 'none'}: {_download(text, revision)}"
+        )
+    return snapshot
+
+
+def how_to_get(path: str | os.PathLike[str]) -> str:
+    """Return what fetches a model, as the end of an error about a path; empty if the path is no id and no snapshot."""
+    text = os.fspath(path)
+    if known := snapshot_of(text):
+        return f"; {_download(*known)}"
+    is_id = "/" in text and _ID.fullmatch(text) and not os.path.isdir(text.partition("/")[0])
+    return f"; if it is a model of the Hugging Face hub: {_download(text)}" if is_id else ""
+
+
+def snapshot_of(path: str | os.PathLike[str]) -> tuple[str, str] | None:
+    """Return the id and the commit of a snapshot in the cache; None for any other path."""
+    match = _SNAPSHOT.fullmatch(os.path.relpath(path, _cache()))
+    return None if match is None else (match[1].replace("--", "/"), match[2])
+
+
+def _download(name: str, revision: str | None = None) -> str:
+    return f"hf download {name}{f' --revision {revision}' if revision else ''}"
+
+
+def _cache() -> Path:
+    """Return the folder of the cache, as the environment of this moment says."""
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    place = os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE") or os.path.join(home, "hub")
+    return Path(os.path.expandvars(os.path.expanduser(place)))

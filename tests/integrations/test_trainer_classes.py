@@ -218,7 +218,7 @@ class StopAtEpochEnd(TrainerCallback):
 @pytest.mark.parametrize(
     ("make", "last"),
     [
-        (partial(plain, callbacks=[Short], max_steps=-1), 4),
+        (partial(plain, callbacks=[Short]), 4),
         (partial(UNDIVIDED, data=partial(stream, 6), callbacks=[StopAtEpochEnd], gradient_accumulation_steps=1), 3),
     ],
 )
@@ -236,7 +236,8 @@ def test_steps_of_other_batches_are_refused(tmp_path: Path) -> None:
     """A run that accumulates more batches, or shares them among more ranks, would leave gradients out of a save."""
     refused = pytest.raises(LoadMismatchError, match="ended after 6 batches of its epoch, and steps of 4 batches")
     for steps, accumulated, expected in ((3, 2, nullcontext()), (5, 4, refused)):
-        trainer: Any = plain(tmp_path, max_steps=steps, gradient_accumulation_steps=accumulated)
+        trainer: Any = plain(tmp_path, gradient_accumulation_steps=accumulated)
+        trainer.args.max_steps = steps
         attach(trainer, CONFIG)
         with expected:
             trainer.train()

@@ -383,11 +383,19 @@ class Still(Tokens):
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
 
 
+class Uneven(Tokens):
+    """Sequences each of which draws another number of times, so that ranks draw other numbers."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        torch.rand(index)
+        return super().__getitem__(index)
+
+
 class Estimated(torch.utils.data.BatchSampler):
     """Says that there are fewer batches than there are."""
 
     def __len__(self) -> int:
-        return 4
+        return 5
 
 
 class Batched(Trainer):
@@ -412,10 +420,10 @@ OWN: dict[str, Case] = {
     "a callback that looks at the data": partial(plain, callbacks=[Looking], data=partial(Still, 18)),
     "a look at the data of kept workers": partial(plain, callbacks=[Looking], data=partial(Still, 18), **KEPT),
     "evaluations by workers that are kept": partial(plain, data=partial(Still, 18), **KEPT, **_EVALUATED),
-    "batch_rebalance, two ranks": partial(plain, train_sampling_strategy="batch_rebalance"),
-    "a length that is an estimate": partial(
-        plain, kind=Batched, data=partial(Tokens, 12), gradient_accumulation_steps=3, logging_steps=1
+    "batch_rebalance, two ranks": partial(
+        plain, data=partial(Uneven, 18), train_sampling_strategy="batch_rebalance", logging_steps=5
     ),
+    "a length that is an estimate": partial(plain, kind=Batched, data=partial(Tokens, 12)),
     "a trainer that stores nothing": partial(plain, kind=Weighted),
     "a trainer with state_dict": partial(plain, kind=Averaging),
     "a callback that is an ExportableState": partial(plain, callbacks=[Exporting]),

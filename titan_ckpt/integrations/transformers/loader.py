@@ -109,7 +109,7 @@ def draw_alike(loader: Any) -> None:
     """Let a loader draw from generators of its own, which begin anew now, and not from the process's."""
     inner = getattr(loader, "base_dataloader", loader)
     owners = [inner, *samplers_of(inner)]
-    inner.generator = inner.generator or torch.Generator()
+    inner.generator = getattr(inner, "generator", None) or torch.Generator()
     for generator in (getattr(owner, "generator", None) for owner in owners):
         if isinstance(generator, torch.Generator):
             generator.manual_seed(generator.initial_seed())

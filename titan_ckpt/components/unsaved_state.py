@@ -10,6 +10,7 @@ from __future__ import annotations
 import dis
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
@@ -37,6 +38,14 @@ MAX_DEPTH = 8
 """Objects within objects that are followed; what is deeper counts as something that changes."""
 
 _CONSTANT = (str, bytes, int, float, complex, type(None), type, FunctionType, partial, torch.dtype, torch.device)
+_CONTAINERS = (list, dict, set, bytearray, deque, torch.Tensor)
+_CHANGING = frozenset(
+    {
+        "add", "add_", "append", "appendleft", "clear", "copy_", "discard", "extend", "fill_", "insert", "lerp_",
+        "mul_", "pop", "popitem", "popleft", "remove", "setdefault", "update", "zero_",
+    }
+)  # fmt: skip
+"""Methods of containers that change them."""
 _BUILDS = ("__init__", "__new__", "__post_init__", "__set_name__", "__init_subclass__", "__setstate__")
 
 
@@ -107,6 +116,7 @@ def _changing(value: Any, of_library: type | None, saved: Collection[int], path:
     own = kinds if of_library is None else kinds[: kinds.index(of_library)]
     where = f" of self{path}" if path else ""
     yield from (f"its code{where} sets {name}" for name in stored_by_code_of(own))
+    yield from (f"its code{where} changes {name}, which all objects of the class share" for name in _shared_by(own))
     inherited = {name for kind in kinds[len(own) :] for method in vars(kind).values() for name in _stored(method)}
     for name, item in getattr(value, "__dict__", {}).items():
         if f"self.{name}" not in inherited:
@@ -175,6 +185,31 @@ def _kept_by(function: FunctionType) -> Iterator[str]:
         with suppress(ValueError):  # an empty cell
             if is_random(cell.cell_contents):
                 yield f"it draws from {name}, a {type(cell.cell_contents).__qualname__}"
+            if isinstance(cell.cell_contents, _CONTAINERS) and name in _filled_by(code, "LOAD_DEREF"):
+                yield f"its code changes {name}, which is outside of it"
+
+
+def _shared_by(kinds: Iterable[type]) -> Iterator[str]:
+    """Yield the containers of classes that the methods change in place, such as "self.seen" of `seen = []`."""
+    kinds = [*kinds]
+    methods = [unwrap(getattr(m, "__func__", m)) for kind in kinds for m in vars(kind).values() if callable(m)]
+    filled = {n for m in methods if isinstance(m, FunctionType) for n in _filled_by(m.__code__, "LOAD_ATTR")}
+    for kind in kinds:
+        yield from (f"self.{n}" for n, value in vars(kind).items() if n in filled and isinstance(value, _CONTAINERS))
+
+
+def _filled_by(code: CodeType, load: str) -> Iterator[str]:
+    """Yield the names whose value, once it is loaded, the code changes by a method or by an item."""
+    instructions = [*dis.get_instructions(code)]
+    for i, instruction in enumerate(instructions[:-1]):
+        method, item = instructions[i + 1], instructions[i + 2 : i + 3]
+        by_method = method.opname in ("LOAD_ATTR", "LOAD_METHOD") and method.argval in _CHANGING
+        by_item = any(each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "COPY") for each in item)
+        if instruction.opname == load and (by_method or by_item):
+            yield instruction.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _filled_by(inner, load)
 
 
 def _stored(method: Any) -> Iterator[str]:

@@ -264,6 +264,51 @@ def test_a_marked_step_whose_weights_were_exchanged_is_not_saved(tmp_path: Path,
     assert steps_in(tmp_path) == ["step-2"]
 
 
+class Queue:
+    """A state whose tensor is copied into its dict, replaced, dropped or written to."""
+
+    def __init__(self, numel: int, change: str) -> None:
+        self.values, self.change = torch.zeros(numel), change
+        self.is_empty = False
+
+    def state_dict(self) -> dict[str, Any]:
+        values = self.values.clone() if self.change == "copied" else self.values
+        return {} if self.is_empty else {"values": values}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.values = state_dict["values"]
+
+    def go_on(self) -> None:
+        if self.change == "replaced":
+            self.values = self.values + 1
+        elif self.change == "dropped":
+            self.is_empty = True
+        else:
+            self.values.add_(1)
+
+
+@pytest.mark.parametrize("numel", [4, 1 << 19])
+@pytest.mark.parametrize("change", ["copied", "replaced", "dropped", "written"])
+def test_the_last_completed_step_has_the_states_of_its_end(tmp_path: Path, change: str, numel: int) -> None:
+    """A guard saves it in the middle of the next one, whose forward pass has changed a state already."""
+    states = [Queue(numel, change) for _ in range(2)]
+    for state in states:
+        model = nn.Linear(3, 2)
+        config = CheckpointConfig(save=SaveConfig(interval=100))
+        with CheckpointManager(config, model_parts=[model], states={"queue": state}, base_folder=tmp_path) as manager:
+            manager.load()
+            if state is states[0]:
+                manager.last_step.is_watched = True
+                manager.last_step.complete(1)
+                state.go_on()
+                if change == "written" and numel > 4:
+                    with pytest.raises(SaveError, match=r"step 1 can no longer be saved: states\.queue\.values"):
+                        manager.last_step.save()
+                    return
+                manager.last_step.save()
+    assert torch.equal(states[1].values, torch.zeros(numel))
+
+
 @distributed(nproc=2, timeout_seconds=60)
 def test_a_copy_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> None:
     """optimizer.step() raises nowhere; the next wait raises on both, for an error of the copy and for a shard."""

@@ -13,10 +13,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schedulefree import ScheduleFreeWrapper
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.optim import LBFGS, SGD, AdamW
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, RunGuard, SaveConfig
 from titan_ckpt.errors import SaveError
+from titan_ckpt.testing import distributed
 
 LOST = r"step \d+ is not saved: \d gradients?, such as that of .*zero_grad\(\) first if they are not to count"
 
@@ -24,12 +27,12 @@ LOST = r"step \d+ is not saved: \d gradients?, such as that of .*zero_grad\(\) f
 class Run:
     """A model with one or two optimizers, and a manager that saves every step."""
 
-    def __init__(self, folder: Path, *optimizers: Any, model: nn.Module | None = None) -> None:
+    def __init__(self, folder: Path, *optimizers: Any, model: nn.Module | None = None, **given: Any) -> None:
         self.model = model or nn.Linear(3, 2)
         self.optimizers = list(optimizers) or [SGD(self.model.parameters(), lr=0.1)]
         self.manager = CheckpointManager(
             CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled")),
-            model_parts=[self.model], optimizers=self.optimizers, base_folder=folder,
+            model_parts=[self.model], optimizers=self.optimizers, base_folder=folder, **given,
         )  # fmt: skip
         self.number = 0
 
@@ -120,6 +123,30 @@ def test_used_gradients_may_stay_until_the_next_step(name: str, tmp_path: Path) 
             run.save()
 
 
+class Around(SGD):
+    """Has a method in place of step(), as SAM, which calls the optimizer inside."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters(), lr=0.1)
+        self.inner = SGD(model.parameters(), lr=0.1)
+        self.inner.param_groups = self.param_groups
+
+    def second_step(self) -> None:
+        self.inner.step()
+
+
+def test_a_step_of_the_optimizer_inside_uses_gradients(tmp_path: Path) -> None:
+    model = nn.Linear(3, 2)
+    run = Run(tmp_path, optimizer := Around(model), model=model)
+    with run.manager:
+        run.backward()
+        optimizer.second_step()
+        run.save()
+        run.backward()
+        with pytest.raises(SaveError, match=LOST):
+            run.save()
+
+
 def test_a_closure_and_a_step_that_a_scaler_left_out_are_no_accumulation(tmp_path: Path) -> None:
     """LBFGS makes gradients within its step; those that are not finite are in no later step."""
     model = nn.Linear(3, 2)
@@ -175,3 +202,38 @@ def test_the_save_of_a_guard_refuses_them_too(tmp_path: Path) -> None:
         run.backward()
         m.last_step.save()
         assert m.last_step.saved == 2
+
+
+class Holding:
+    """Has gradients of its own in every step, as Lightning's progress has."""
+
+    holds_gradients = True
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """There is none."""
+
+
+@distributed(nproc=2, timeout_seconds=60)
+def test_gradients_that_fsdp2_has_not_reduced_are_refused(tmp_path: Path) -> None:
+    """set_requires_gradient_sync(False) keeps them where no optimizer, no zero_grad() and no state sees them."""
+    model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
+    mesh = init_device_mesh("cpu", (2,))
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh)
+    run = Run(tmp_path, optimizer := AdamW(model.parameters(), lr=0.1), model=model, states={"own": Holding()})
+    with run.manager:
+        model.set_requires_gradient_sync(False)
+        run.backward()
+        assert all(p.grad is None for p in model.parameters())
+        with pytest.raises(SaveError, match=r"step 1 is not saved: 4 gradients"):
+            run.save()
+        model.set_requires_gradient_sync(True)
+        run.backward()
+        optimizer.step()
+        run.save()
+        run.backward()  # adds to gradients that were used
+        with pytest.raises(SaveError, match=r"step 3 is not saved: 4 gradients"):
+            run.save()

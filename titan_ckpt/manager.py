@@ -151,9 +151,9 @@ class CheckpointManager:
         self._may_copy_later = bool(hooked) and not moves and all(type(o) in PROVED for o in hooked)
         """Whether the weights change in optimizer.step() alone, which waits for a copy that is under way.
 
-        The forward pass of an embedding with `max_norm` changes its rows, and PEFT's for target_parameters the weight.
+        The forward pass of an embedding with `max_norm` changes its rows, and PEFT's layers merge unseen by versions.
         """
-        self._gradients = Gradients(self._run.optimizers)
+        self._gradients = Gradients(self._run.optimizers, model_parts)
         self.last_step = LastStep(
             self._run,
             self._gradients,
@@ -354,7 +354,8 @@ class CheckpointManager:
         names = self._model.parameter_names()
         for optimizer in self._switches:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
-            self._half_loaded.begin(f"the weights of {type(optimizer).__name__}.eval()", [names[p] for p in parameters])
+            changed = [names[p] for p in parameters if p in names]  # one that is left out may train others
+            self._half_loaded.begin(f"the weights of {type(optimizer).__name__}.eval()", changed)
             optimizer.eval()
         if self._switches:
             self._half_loaded.end()
@@ -461,8 +462,8 @@ class CheckpointManager:
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
             return take_snapshot(self._run, step, self._content.whole(model_only), model_only=True)
-        if not any(getattr(state, "holds_gradients", False) for state in self._run.states.values()):
-            unused = self._gradients.unused() if mark is None else mark.unused
+        unused = self._gradients.unused() if mark is None else mark.unused
+        if unused.unreduced or not any(getattr(s, "holds_gradients", False) for s in self._run.states.values()):
             self._gradients.refuse(unused, step, self._model.parameter_names())
         if mark is None:
             return take_snapshot(self._run, step, self._content.state())

@@ -320,6 +320,9 @@ CASES = {
     "2 ranks, an epoch's end": Case(6, {"max_steps": 14}, ranks=2),
     "2 ranks, within": Case(8, {"max_epochs": 3, "val_check_interval": 2}, ranks=2, interval=3),
     "accumulated by hand": Case(8, {"max_epochs": 2}, module=Accumulating),
+    "accumulated by hand, over an epoch's end": Case(  # a validation would clear the gradients
+        7, {"max_epochs": 3, "check_val_every_n_epoch": 2}, module=Accumulating, batches=7
+    ),
     "accumulated by hand, 2 ranks": Case(
         8, {"max_epochs": 2, "strategy": "ddp_find_unused_parameters_true"}, module=Accumulating, ranks=2
     ),

@@ -214,6 +214,12 @@ def test_a_metric_with_state_beside_its_states_is_refused(tmp_path: Path, metric
         fit(tmp_path, metric=metric)
 
 
+def test_a_tracker_of_metrics_is_refused_which_a_new_process_has_empty(tmp_path: Path) -> None:
+    tracker = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=True)
+    with pytest.raises(ConfigError, match=r"metric metric, .*MetricTracker: it grows in training"):
+        fit(tmp_path, metric=tracker)
+
+
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])
 def test_both_packages_resume_the_sums_of_an_epoch_and_know_their_callbacks(tmp_path: Path, package: str) -> None:
     """One table has the names of both, and a metric that was logged is made again by the package's own class."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -35,6 +36,8 @@ class Unused:
     """Whether no optimizer had used all of its gradients; one may get gradients that it clears, as a GAN's do."""
     largest: torch.Tensor | None = None
     """Their largest value, on the device; of those that zero_grad(set_to_none=False) has cleared it is 0."""
+    unreduced: bool = False
+    """Whether FSDP2 has not reduced some of them, which no optimizer and no zero_grad() sees."""
 
     @property
     def count(self) -> bool:
@@ -45,11 +48,19 @@ class Unused:
 class Gradients:
     """Watches the steps of optimizers, and says what they have not used."""
 
-    def __init__(self, optimizers: Sequence[Any]) -> None:
-        """Gradients that are there now count as used. An optimizer without hooks is not watched."""
+    def __init__(self, optimizers: Sequence[Any], modules: Sequence[nn.Module] = ()) -> None:
+        """Gradients that are there now count as used. An optimizer without hooks is not watched.
+
+        `modules`: what is trained; FSDP2's keep gradients to themselves until they reduce them.
+        """
         inner = [innermost(optimizer) for optimizer in optimizers]
         self._optimizers = [optimizer for optimizer in inner if hasattr(optimizer, "_optimizer_step_post_hooks")]
-        self.hooks: list[RemovableHandle] = [o.register_step_post_hook(note_used) for o in self._optimizers]
+        within = [own for o in self._optimizers for own in vars(o).values() if isinstance(own, Optimizer)]
+        # SAM's loop calls methods of its own in place of step(), and these the step() of the optimizer that it holds
+        stepping = {id(o): o for o in (*self._optimizers, *within)}.values()
+        self.hooks: list[RemovableHandle] = [o.register_step_post_hook(note_used) for o in stepping]
+        every = [module for root in modules for module in root.modules()]
+        self._sharded = [module for module in every if isinstance(module, FSDPModule)]
         self._told = False
         for optimizer in self._optimizers:
             note_used(optimizer)
@@ -58,11 +69,12 @@ class Gradients:
         """Return the gradients that no step has used; waits for no device."""
         of_optimizers = [[p for p in _parameters(o) if p.grad is not None] for o in self._optimizers]
         unused = [[p for p in parameters if not is_used(p.grad)] for parameters in of_optimizers]
-        if not (every := [p for parameters in unused for p in parameters]):
+        unreduced = dict(_unreduced(self._sharded))
+        if not (every := [p for parameters in unused for p in parameters] + [*unreduced]):
             return Unused()
-        everywhere = all(new for has, new in zip(of_optimizers, unused, strict=True) if has)
-        values = [v for p in every if (v := _values(p.grad)).numel()]
-        return Unused(every, everywhere, nn.utils.get_total_norm(values, math.inf))
+        everywhere = bool(unreduced) or all(new for has, new in zip(of_optimizers, unused, strict=True) if has)
+        values = [v for p in every if (v := _values(unreduced.get(p, p.grad))).numel()]
+        return Unused(every, everywhere, nn.utils.get_total_norm(values, math.inf), bool(unreduced))
 
     def refuse(self, unused: Unused, step: int, names: Mapping[nn.Parameter, str]) -> None:
         """Raises: SaveError if these gradients would be lost; if an optimizer has used its own, warn, once."""
@@ -91,16 +103,37 @@ def note_used(optimizer: Optimizer, *_: Any) -> None:
     """Mark the gradients of an optimizer as used by the step that has ended."""
     for parameter in _parameters(optimizer):
         if (grad := parameter.grad) is not None:
-            setattr(grad, _USED, grad._version)  # noqa: SLF001 - torch has no other name for it
+            setattr(grad, _USED, _version(grad))
 
 
 def is_used(grad: Any) -> bool:
     """Return whether a step has used a gradient, and nothing has changed it since."""
-    return bool(getattr(grad, _USED, None) == grad._version)  # noqa: SLF001 - as above
+    return bool(getattr(grad, _USED, None) == _version(grad))
+
+
+def _version(grad: Any) -> int:
+    """Return a number that each change counts up; FSDP2 changes only the part on this rank, inside of a DTensor."""
+    return int(grad._version + local_tensor(grad)._version)  # noqa: SLF001 - torch has no other name for it
 
 
 def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _unreduced(modules: Sequence[FSDPModule]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
+    """Yield the gradients that FSDP2 keeps while set_requires_gradient_sync(False) or set_requires_all_reduce(False).
+
+    Source: torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py, post_backward.
+    """
+    for module in modules:
+        state: Any = module._get_fsdp_state()  # noqa: SLF001 - torch has no public name for these
+        for group in getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]):  # noqa: SLF001
+            partly = group._partial_reduce_output  # noqa: SLF001 - as above
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)  # absent before the first forward
+                for grad in (parameter.unsharded_accumulated_grad, getattr(whole, "grad", None), partly):
+                    if grad is not None:
+                        yield parameter.sharded_param, grad
 
 
 def _values(grad: Any) -> torch.Tensor:

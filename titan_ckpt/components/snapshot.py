@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.components.files import STATES
 from titan_ckpt.components.gradients import Unused
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer_content import innermost
@@ -69,8 +70,8 @@ class Mark:
     step: int
     counters: Snapshot
     """The state besides weights and optimizer state, and small buffers."""
-    versions: dict[str, int]
-    """Version counters of tensors too large to copy at every step, to show whether a tensor has changed since."""
+    large: dict[str, tuple[torch.Tensor, int]]
+    """Tensors too large to copy at every step, each with its version counter, to show whether it has changed since."""
     trained: tuple[list[torch.Tensor], list[int], list[int], list[int]]
     """The optimizers' parameters; their version counters; the addresses of their values, or the counters of their
     shards; the version counters of the optimizers' state."""
@@ -132,13 +133,13 @@ def take_mark(run_state: RunState, step: int, unused: Unused) -> Mark:
     rank = {name: value if name == "rng" else copy.deepcopy(value) for name, value in counters.rank.items()}
     marked = Snapshot({}, copy.deepcopy(run), rank)
     volatile = counters.tensors | {MODEL + fqn: value for fqn, value in run_state.model.buffers().items()}
-    versions = {}
+    large = {}
     for name, value in volatile.items():
-        if value.nbytes <= _COPIED_BYTES:
+        if value.nbytes <= _COPIED_BYTES or value.is_inference():
             marked.tensors[name] = value.clone()
         else:
-            versions[name] = value._version  # noqa: SLF001 - torch has no other name for it
-    return Mark(step, marked, versions, _trained(run_state), plain_attributes(run_state.model.parts), unused)
+            large[name] = value, value._version  # noqa: SLF001 - torch has no other name for it
+    return Mark(step, marked, large, _trained(run_state), plain_attributes(run_state.model.parts), unused)
 
 
 def _trained(run_state: RunState) -> tuple[list[torch.Tensor], list[int], list[int], list[int]]:
@@ -184,9 +185,9 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
     Raises: SaveError for large state that has changed since.
     """
     now = take_snapshot(run_state, mark.step, model)
-    live = now.tensors | {MODEL + fqn: value for own in model.own for fqn, value in own.hidden.items()}
-    large = {name: live[name] for name in mark.versions if name in live}
-    changed = [n for n, value in large.items() if value._version != mark.versions[n]]  # noqa: SLF001
+    hidden = {MODEL + fqn: value for own in model.own for fqn, value in own.hidden.items()}
+    changed = [n for n, (value, version) in mark.large.items() if value._version != version]  # noqa: SLF001
+    changed += [n for n, (value, _) in mark.large.items() if hidden.get(n, value) is not value]
     if (trained := _trained(run_state))[1:] != mark.trained[1:]:
         names = {id(parameter): MODEL + fqn for parameter, fqn in run_state.model.parameter_names().items()}
         pairs = zip(trained[0], zip(*trained[1:3], strict=False), zip(*mark.trained[1:3], strict=False), strict=False)
@@ -197,12 +198,15 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
     changed += [n for n, marked in mark.attributes.items() if n.startswith(within) and attributes.get(n) != marked]
     if changed:
         raise SaveError(f"step {mark.step} can no longer be saved: {listed(changed, ', ', ' ')} changed after its end")
+    marked = mark.counters.tensors | {name: value for name, (value, _) in mark.large.items()}
     stored = now.tensors.keys() - now.made
-    tensors = now.tensors | {n: value for n, value in mark.counters.tensors.items() if n in stored}
+    tensors = {name: value for name, value in now.tensors.items() if not name.startswith(STATES)}
+    tensors |= {name: value for name, value in marked.items() if name in stored or name.startswith(STATES)}
     run = now.run | mark.counters.run
     if "model" in now.run:
         run["model"] = now.run["model"] | mark.counters.run.get("model", {})
-    return Snapshot(tensors, run, mark.counters.rank, now.components, now.volatile, now.made, now.watched)
+    volatile = now.volatile | marked.keys()
+    return Snapshot(tensors, run, mark.counters.rank, now.components, volatile, now.made, now.watched)
 
 
 def _counters(run_state: RunState) -> Snapshot:

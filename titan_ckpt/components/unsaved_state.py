@@ -10,7 +10,9 @@ from __future__ import annotations
 import dis
 import logging
 import sys
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from inspect import unwrap
 from io import IOBase
@@ -36,6 +38,14 @@ MAX_DEPTH = 8
 """Objects within objects that are followed; what is deeper counts as something that changes."""
 
 _CONSTANT = (str, bytes, int, float, complex, type(None), type, FunctionType, partial, torch.dtype, torch.device)
+_CONTAINERS = (list, dict, set, bytearray, deque, torch.Tensor)
+_CHANGING = frozenset(
+    {
+        "add", "add_", "append", "appendleft", "clear", "copy_", "discard", "extend", "fill_", "insert", "lerp_",
+        "mul_", "pop", "popitem", "popleft", "remove", "setdefault", "update", "zero_",
+    }
+)  # fmt: skip
+"""Methods of containers that change them."""
 _BUILDS = ("__init__", "__new__", "__post_init__", "__set_name__", "__init_subclass__", "__setstate__")
 
 
@@ -210,6 +220,24 @@ def _kept_by(function: FunctionType) -> Iterator[str]:
             yield f"its code sets {before.argval}.{name}"
         before = instruction
     yield from _drawn_by(function)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # an empty cell
+            if isinstance(cell.cell_contents, _CONTAINERS) and name in _filled_by(code, "LOAD_DEREF"):
+                yield f"its code changes {name}, which is outside of it"
+
+
+def _filled_by(code: CodeType, load: str) -> Iterator[str]:
+    """Yield the names whose value, once it is loaded, the code changes by a method or by an item."""
+    instructions = [*dis.get_instructions(code)]
+    for i, instruction in enumerate(instructions[:-1]):
+        method, item = instructions[i + 1], instructions[i + 2 : i + 3]
+        by_method = method.opname in ("LOAD_ATTR", "LOAD_METHOD") and method.argval in _CHANGING
+        by_item = any(each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "COPY") for each in item)
+        if instruction.opname == load and (by_method or by_item):
+            yield instruction.argval
+    for inner in code.co_consts:
+        if isinstance(inner, CodeType):
+            yield from _filled_by(inner, load)
 
 
 def _drawn_by(function: FunctionType) -> Iterator[str]:

@@ -1,44 +1,16 @@
 """Puts back what hooks of a trainer set once more when a resumed training begins, although a step has restored it.
 
-Owns what hooks change beside weights: which parameters train, the numbers of an optimizer's groups, and the state of
-the user's own objects.
+Owns the numbers of an optimizer's groups and the state of the user's own objects; components/known/switches.py has
+what else hooks change beside weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import nn
-
-
-class Switches:
-    """Attributes of parameters and modules that hooks switch in training, such as requires_grad."""
-
-    def __init__(self, switches: Iterable[tuple[str, Any, str]]) -> None:
-        """Note the values of `switches`: a name, the object, and its attribute."""
-        self._first = [
-            (f"{name} {attribute}", value, attribute, getattr(value, attribute)) for name, value, attribute in switches
-        ]
-
-    def changed(self) -> dict[str, bool]:
-        """Return those that have been switched since the object was built, with their values now."""
-        now = ((key, getattr(value, attribute), first) for key, value, attribute, first in self._first)
-        return {key: value for key, value, first in now if value != first}
-
-    def restore(self, changed: dict[str, bool]) -> None:
-        """Switch them as `changed` says, and all others as they were at first."""
-        for key, value, attribute, first in self._first:
-            if getattr(value, attribute) != (wanted := changed.get(key, first)):
-                setattr(value, attribute, wanted)
-
-
-def trained(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Yield which parameters of a module train, as switches."""
-    for name, value in module.named_parameters():
-        yield name, value, "requires_grad"
 
 
 class Groups:

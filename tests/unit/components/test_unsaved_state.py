@@ -72,6 +72,38 @@ class WithProperty(Plain):
         return 1
 
 
+class Shares(Plain):
+    seen: list[Any] = []  # noqa: RUF012 - what a beginner writes
+
+    def called(self, control: Any) -> None:
+        self.seen.append(control)
+
+
+class SharesByName(Plain):
+    seen: dict[str, int] = {}  # noqa: RUF012 - as above
+
+    def called(self, control: Any) -> None:
+        self.seen["n"] += 1
+
+
+def loss_functions() -> list[Any]:
+    """Return functions that keep something around them: a list, counts, a tensor."""
+    seen: list[Any] = []
+    counts = {"n": 0}
+    mean = torch.zeros(1)
+
+    def with_list(loss: Any) -> Any:
+        seen.append(loss)
+
+    def with_counts(loss: Any) -> Any:
+        counts["n"] += 1
+
+    def with_tensor(loss: Any) -> Any:
+        mean.lerp_(loss, 0.1)
+
+    return [with_list, with_counts, with_tensor]
+
+
 class OfLibrary(RandomSampler):
     def __iter__(self) -> Iterator[int]:
         return iter(())
@@ -88,6 +120,24 @@ def test_code_that_sets_an_attribute_is_refused(kind: type) -> None:
     (line,) = found(kind())[:1]
     assert line.startswith(f"callback {class_name(kind())}: its code sets ")
     assert f'checkpoint.allow = ["{class_name(kind())}"]' in line
+
+
+@pytest.mark.parametrize("value", [Shares(), SharesByName(), *loss_functions()], ids=class_name)
+def test_code_that_fills_a_container_beside_the_object_is_refused(value: Any) -> None:
+    """Of its class, or of the function around it."""
+    (line,) = found(value)
+    what = f"{type(value).__name__}.seen is a " if isinstance(value, Plain) else "its code changes "
+    assert f"callback {class_name(value)}: {what}" in line
+
+
+def test_a_weight_around_a_loss_function_is_read_alone() -> None:
+    weight = torch.ones(2)
+
+    def weighted(outputs: Any, labels: Any) -> Any:
+        labels[labels == -100] = 0
+        return nn.functional.cross_entropy(outputs, labels, weight=weight)
+
+    assert found(weighted) == []
 
 
 @pytest.mark.parametrize(

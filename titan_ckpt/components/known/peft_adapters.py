@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from titan_ckpt.components import unsaved_state
-from titan_ckpt.errors import LoadMismatchError, listed
+from titan_ckpt.components.known.switches import Switches, is_of_peft, switches_of
+from titan_ckpt.errors import LoadMismatchError, SaveError, listed
 from titan_ckpt.types import Stateful
 
 _CONFIGS = (
@@ -52,11 +53,6 @@ _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 """What AdaLoRA's RankAllocator computes from each step's gradients, by the names of parameters."""
 
 
-def is_of_peft(value: Any) -> bool:
-    """Return whether the class of an object, or one that it extends, is PEFT's."""
-    return any(kind.__module__.startswith("peft.") for kind in type(value).__mro__)
-
-
 def faults(models: Sequence[nn.Module], optimizers: Sequence[Any], allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each adapter and optimizer of PEFT that a resumed run would not continue exactly."""
     held: dict[tuple[str, str], Any] = {}
@@ -69,8 +65,8 @@ def faults(models: Sequence[nn.Module], optimizers: Sequence[Any], allow: Collec
 
 
 def changes_weights(module: nn.Module) -> bool:
-    """Return whether the forward pass of a module of PEFT puts its adapter into the weight, and takes it off again."""
-    return is_of_peft(module) and type(module).__name__ == "ParamWrapper"
+    """Return whether a module of PEFT can put its adapter into the weight, by `.data`; some do in each forward pass."""
+    return is_of_peft(module) and callable(getattr(module, "merge", None))
 
 
 def adapter_states(models: Sequence[nn.Module]) -> dict[str, Stateful]:
@@ -80,22 +76,32 @@ def adapter_states(models: Sequence[nn.Module]) -> dict[str, Stateful]:
 
 
 class AdapterState:
-    """Tensors in buffers that are not persistent and in attributes, and the ranks that AdaLoRA has chosen."""
+    """Tensors in buffers that are not persistent and in attributes, AdaLoRA's ranks, and what training has switched."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._modules = [found for model in models for found in model.named_modules() if is_of_peft(found[1])]
         self._allocators = [(m, m.rankallocator) for _, m in self._modules if "rankallocator" in vars(m)]
         self._names = frozenset(self._tensors())
-        self.is_needed = bool(self._names or self._allocators)
+        self._switches = Switches(switch for model in models for switch in switches_of(model) if self._modules)
+        self.is_needed = bool(self._modules)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the tensors that were there before the first step, and the state of each RankAllocator."""
+        """Return the tensors that were there before the first step, the state of each RankAllocator, and switches.
+
+        Raises: SaveError for merged adapters that keep more than the weight to be taken out again, as DoRA does.
+        """
+        if merged := [path for path, m in self._modules if vars(m).get("merged_adapters") and vars(m).get("_caches")]:
+            raise SaveError(
+                f"adapters are merged, and no step holds what unmerge_adapter() needs: {listed(merged)}. Call it "
+                "before the step ends"
+            )
         tensors = self._tensors()
         ranks = [
             {"pattern": a.peft_config.rank_pattern, **{name: dict(getattr(a, name)) for name in _SCORES}}
             for _, a in self._allocators
         ]
-        return {"tensors": {name: tensors[name] for name in self._names}, "ranks": ranks}
+        kept = {name: tensors[name] for name in self._names}
+        return {"tensors": kept, "ranks": ranks, "switched": self._switches.changed()}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -110,6 +116,7 @@ class AdapterState:
             )
         for name, value in stored.items():
             live[name].copy_(value)
+        self._switches.restore(state_dict["switched"])
         for (model, allocator), own in zip(self._allocators, state_dict["ranks"], strict=True):
             parameters = dict(model.model.named_parameters())
             allocator.peft_config.rank_pattern = own["pattern"]

@@ -138,6 +138,10 @@ def own_faults(callbacks: Iterable[Any], module: nn.Module, allow: Collection[st
         if gives_state(callback) and not _is_of_library(_home(callback, "on_fit_start")):
             reason = "its on_fit_start is called before its state is loaded: name the method on_train_start"
             yield from unless_allowed(f"callback {class_name(callback)}", class_name(callback), reason, allow)
+    for name, part in module.named_modules():
+        if class_name(part) == "torchmetrics.wrappers.tracker.MetricTracker":
+            how = "it grows in training, and a new process has no place for what was added: keep one metric, and log it"
+            yield f"metric {name}, {class_name(part)}: {how}"
     for name, metric in metrics_of(module):
         kinds = [*type(metric).__mro__]
         kinds = kinds[: next(i for i, kind in enumerate(kinds) if kind.__module__ == "torchmetrics.metric")]

@@ -16,9 +16,9 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_ckpt.components.gradients import is_used
+from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import unless_allowed
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.begun import Switches, trained
 from titan_ckpt.integrations.lightning.known import gives_state, overrides
 from titan_ckpt.integrations.lightning.metrics import load_metrics, state_of_metrics
 
@@ -35,7 +35,7 @@ class Progress:
         """The manager refuses to save gradients that no step has used, unless a state has them."""
         self._loaded: dict[str, Any] | None = None
         modes = ((name, part, "training") for name, part in trainer.lightning_module.named_modules())
-        self._switches = Switches([*trained(trainer.lightning_module), *modes])
+        self._switches = Switches([*switches_of(trainer.lightning_module), *modes])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that Lightning's own checkpoint has, without weights and optimizers."""
@@ -105,20 +105,20 @@ class Progress:
                 callback._check_time_remaining(trainer)  # noqa: SLF001 - Timer's on_fit_start came before its state
 
     def begin(self) -> None:
-        """Set again what hooks of the training's begin have set anew since the load."""
+        """Set again what hooks have set anew since the load, and the gradients, which Lightning clears in fit()."""
         if self._loaded is not None:
             self._switches.restore(self._loaded["switches"])
             for callback in self._trainer.callbacks:
                 if gives_state(callback) and callback.state_key in self._loaded["callbacks"]:
                     callback.load_state_dict(self._loaded["callbacks"][callback.state_key])
         self._loaded = None
-
-    def go_on(self) -> None:
-        """Set what Lightning clears when fit() begins, and what callbacks set at the start of the epoch."""
         parameters = dict(self._trainer.lightning_module.named_parameters())
         for name, grad in self._accumulated.items():
             parameters[name].grad = _like(parameters[name], grad)
         self._accumulated = {}
+
+    def go_on(self) -> None:
+        """Set what callbacks set at the start of the epoch."""
         for callback in self._trainer.callbacks:
             if hasattr(callback, "get_accumulate_grad_batches"):  # GradientAccumulationScheduler
                 callback.on_train_epoch_start(self._trainer)

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.components.known.peft_adapters import is_of_peft
+from titan_ckpt.components.known.switches import is_of_peft
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.weights.identity import check_base, identify_base
+from titan_ckpt.weights.live_memory import Watched
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -63,16 +65,41 @@ def needs_base(model: Any, optimizer: Any) -> Iterator[str]:
             )
 
 
+class _Merged(list[str]):
+    """PEFT's list of the adapters that are in a weight now, which also knows whether there ever was one."""
+
+    ever = False
+
+    def append(self, name: str) -> None:
+        self.ever = True
+        super().append(name)
+
+    def __reduce_ex__(self, _: Any) -> Any:
+        return list, ([*self],)  # a copy of the model has a plain list
+
+
 class BaseWeights:
     """The frozen parameters under an adapter, as a Stateful that holds their digest."""
 
     def __init__(self, model: nn.Module) -> None:
         """Digest the frozen parameters. Collective; reads each weight once."""
+        self._layers: list[Any] = [module for module in model.modules() if hasattr(module, "merged_adapters")]
+        for layer in self._layers:
+            layer.merged_adapters = _Merged(layer.merged_adapters)
+        self._watched = Watched(frozen_base(model))
         origin = {"path": getattr(getattr(model, "config", None), "name_or_path", None)}
         self._identity = identify_base(ModelWrapper([_tree(frozen_base(model))]), origin, Coordinator.current())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the identity of the base."""
+        """Return the identity of the base. Raises: SaveError for a base that has changed since it was digested."""
+        change = f"{listed(names)} changed" if (names := self._watched.changed()) else ""
+        if any(getattr(layer.merged_adapters, "ever", True) for layer in self._layers):
+            change = "adapters were merged into it, and unmerge_adapter() leaves rounding errors"
+        if change:
+            raise SaveError(
+                f"the base is no longer that of the start: {change}. A step of the adapters alone cannot hold that: "
+                "save the base too, SaveConfig(include_base=True), or merge into a copy of the model"
+            )
         return dict(self._identity)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

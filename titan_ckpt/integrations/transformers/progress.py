@@ -13,9 +13,9 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
+from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.integrations.begun import Switches, trained
 from titan_ckpt.integrations.transformers import completions
 from titan_ckpt.integrations.transformers.known import KEPT
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
@@ -36,7 +36,7 @@ class RunProgress:
         self._trainer = trainer
         self._history: list[str] = []
         model: Any = trainer.model
-        self._trained = Switches(trained(model))
+        self._trained = Switches(switches_of(model))
         self._loaded: dict[str, Any] | None = None
         self.ended = False
         """Whether a callback has ended the training before its last step."""

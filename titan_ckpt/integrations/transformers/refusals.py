@@ -94,12 +94,12 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool) -> Ite
     yield from function_faults(functions, config.allow, live=live, others=[trainer])
     if getattr(trainer.data_collator, "seed", None) is not None:
         yield "data_collator: its seed gives it random numbers of its own, which no step holds: leave the seed out"
-    moves_base = has_adapter and any(getattr(callback, "update_ref_model", False) for _, callback in callbacks)
-    if moves_base and (config.save is None or not config.save.include_base):
-        yield (
-            "callback BEMACallback: update_ref_model changes the base of the adapter, which no step holds: "
-            "SaveConfig(include_base=True)"
-        )
+    if has_adapter and (config.save is None or not config.save.include_base):
+        moves_base = any(getattr(callback, "update_ref_model", False) for _, callback in callbacks)
+        changes = ["callback BEMACallback: update_ref_model"] if moves_base else []
+        changes += ["use_vllm: each merge and unmerge"] if getattr(trainer.args, "use_vllm", False) else []
+        for change in changes:
+            yield f"{change} changes the base of the adapter, which no step holds: SaveConfig(include_base=True)"
 
 
 def gives_state(value: Any) -> bool:

@@ -1,0 +1,141 @@
+"""What a run does with its adapters in training: switched, scaled, merged. A resumed run goes on bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from tests.integrations.peft_runs import CONFIG, TARGETS, WITH_BASE, adamw, adapted, seed_all, trainer_of
+from tests.integrations.trainer_runs import model
+from tests.test_changed_weights import before_each_copy
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt.errors import SaveError
+from titan_ckpt.integrations.transformers import attach
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns of layers without bias and of its own settings
+
+STEPS, RESUMED_AT = 5, 3
+
+
+def switch(network: Any) -> None:
+    network.set_adapter("other")
+
+
+def activate_both(network: Any) -> None:
+    network.base_model.set_adapter(["default", "other"])
+
+
+def scale(network: Any) -> None:
+    for module in network.modules():
+        if hasattr(module, "set_scale"):
+            module.set_scale("default", 7.0)
+
+
+def merge(network: Any) -> None:
+    network.merge_adapter()
+
+
+def merge_and_unmerge(network: Any) -> None:
+    network.merge_adapter()
+    network.unmerge_adapter()
+
+
+def disable(network: Any) -> None:
+    network.base_model.disable_adapter_layers()
+
+
+def two_adapters(**own: Any) -> Any:
+    """Return a model with two adapters, of which the first takes part."""
+    base = model()
+    seed_all(0)
+    network = adapted(base, "LORA", {"init_lora_weights": False, **own})
+    network.add_adapter("other", peft.LoraConfig(r=2, target_modules=TARGETS, init_lora_weights=False, **own))
+    return network
+
+
+def losses(folder: Path, act: Callable[[Any], None], until: int, **own: Any) -> list[float]:
+    """Train to a step, and let `act` work on the adapters before the second is saved."""
+    network = two_adapters(**own)
+    every = [value for name, value in network.named_parameters() if "lora_" in name]
+    optimizer = torch.optim.AdamW(every, lr=1e-2)
+    batch = torch.arange(16).view(2, 8)
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    found = []
+    with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
+        for step in range(manager.load().step + 1, until + 1):
+            loss = network(input_ids=batch, labels=batch).loss
+            found.append(loss.item())
+            if loss.requires_grad:
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if step == 2:
+                act(network)
+            manager.save(step)
+    return found
+
+
+@pytest.mark.parametrize("act", [switch, activate_both, scale, merge, merge_and_unmerge, disable])
+def test_what_a_run_has_switched_is_switched_after_a_resume(tmp_path: Path, act: Callable[[Any], None]) -> None:
+    whole = losses(tmp_path / "whole", act, STEPS)
+    first, rest = (losses(tmp_path / "resumed", act, until) for until in (RESUMED_AT, STEPS))
+    assert first + rest == whole
+
+
+def test_merged_adapters_that_keep_more_than_the_weight_are_refused(tmp_path: Path) -> None:
+    """DoRA's norms of the weight before are in a cache, and unmerge_adapter() would end in a KeyError."""
+    with pytest.raises(SaveError, match=r"adapters are merged, .*q_proj.* Call it before the step ends"):
+        losses(tmp_path, merge, STEPS, use_dora=True)
+
+
+@pytest.mark.parametrize("mode", ["thread", "process"])
+def test_adapters_that_are_merged_after_a_save_are_in_no_part_of_it(tmp_path: Path, mode: Any) -> None:
+    """PEFT merges by `.data`, which no version of a tensor shows, so a save returns once the copy is complete."""
+    network = two_adapters()
+    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode=mode))
+    with CheckpointManager(config, model_parts=[network], optimizers=[adamw(network)], base_folder=tmp_path) as manager:
+        manager.load()
+        wanted = copy.deepcopy(network.state_dict())
+        with before_each_copy(lambda: time.sleep(0.2)):
+            manager.save(1)
+            network.merge_adapter()
+            manager.wait()
+        manager.load(1)
+    assert all(torch.equal(value, wanted[name]) for name, value in network.state_dict().items())
+
+
+class Acting(TrainerCallback):
+    def __init__(self, act: Callable[[Any], None]) -> None:
+        self.act = act
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        if state.global_step == RESUMED_AT:
+            self.act(model)
+
+
+def change_the_base(network: Any) -> None:
+    with torch.no_grad():
+        network.get_base_model().model.norm.weight.mul_(1.5)
+
+
+@pytest.mark.parametrize("act", [merge, merge_and_unmerge, change_the_base])
+def test_a_trainer_that_has_changed_the_base_saves_it_or_is_refused(tmp_path: Path, act: Callable[[Any], None]) -> None:
+    """A step of the adapters alone would be resumed over the base of the start."""
+    for config, folder in ((CONFIG, tmp_path / "alone"), (WITH_BASE, tmp_path / "both")):
+        trainer = trainer_of(folder, "LORA", 0)
+        trainer.add_callback(Acting(act))
+        attach(trainer, config)
+        if config is WITH_BASE:
+            if act is not merge:  # whose weights have no gradients
+                trainer.train()
+        else:
+            with pytest.raises(SaveError, match=r"the base is no longer that of the start: .*include_base=True"):
+                trainer.train()

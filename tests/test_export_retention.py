@@ -168,7 +168,7 @@ def test_a_kill_at_any_operation_of_an_export_leaves_none_that_never_expires() -
             export(run, 1)
 
             def killed(run: Path = run, ordinal: int = ordinal) -> None:
-                with intercepted(KillAt(ordinal=ordinal, moment="after")):
+                with intercepted(KillAt(ordinal=ordinal, moment="before")):
                     export(run, 2)
 
             assert os.WIFSIGNALED(os.waitpid(fork(killed), 0)[1]), (ordinal, operations[ordinal])

@@ -210,13 +210,13 @@ def on_two_ranks(act: Callable[[Coordinator], None]) -> dict[int, BaseException]
     return errors
 
 
-def test_a_record_that_fails_on_rank_0_is_told_to_all_ranks() -> None:
+def test_a_retention_that_fails_on_rank_0_is_told_to_all_ranks() -> None:
     """Whatever the error; no rank waits for another until the timeout."""
 
-    def record(*_: object) -> None:
+    def expire(*_: object) -> None:
         raise RuntimeError("no record")
 
-    made: Any = SimpleNamespace(record=record, expire=lambda *_: None)
+    made: Any = SimpleNamespace(record=lambda *_: None, expire=expire)
     writer: Any = SimpleNamespace(write=lambda *_: None)
     errors = on_two_ranks(ExportJob(ExportConfig("hf"), 1, Path("e"), writer, made).run)
     assert "no record" in str(errors[0])

@@ -36,6 +36,8 @@ FAILURES = (Exception, CheckpointException)
 
 VALUE_BYTES = 1 << 20
 """No value in the job's store is larger: a TCPStore closes a connection that sends it more than 8 MiB at once."""
+HAS_LEFT = "has left"
+"""How the PeerError ends that names a rank which has left in order."""
 _NUMBER_BYTES = 4
 _LOOK_SECONDS = 0.5
 """A wait is counted in looks of this length, of which one at most passes while the process is stopped."""
@@ -134,7 +136,7 @@ class Coordinator:
             return
         store, bound = self._store, min(10.0, self.timeout_seconds)
         error = sys.exception()
-        cause = "has left" if error is None else f"has left because of {type(error).__name__}: {error}"
+        cause = HAS_LEFT if error is None else f"{HAS_LEFT} because of {type(error).__name__}: {error}"
         verdict = _Verdict([(self.rank, cause)], [], is_last=True)
         left = [f"{self._prefix}/left/{rank}" for rank in range(self.world_size)]
 

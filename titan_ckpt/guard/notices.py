@@ -29,7 +29,7 @@ from typing import Any, Literal
 import torch.distributed as dist
 
 from titan_ckpt.disk import descriptors
-from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.coordinator import HAS_LEFT, Coordinator
 from titan_ckpt.errors import PeerError
 
 logger = logging.getLogger(__name__)
@@ -207,7 +207,8 @@ class NoticeBoard:
             ticks: list[Any] = self._line.gather(tag, made, timeout_seconds=self._answer_seconds(notice.kind))
         except PeerError as error:
             if not self._closing:
-                self._fail(error, ends=notice.kind == "roll call")
+                in_order = str(error).endswith(HAS_LEFT)  # and this one does what comes after training
+                self._fail(error, ends=notice.kind == "roll call" and not in_order)
             return
         if notice.kind == "roll call":
             self._report(notice.reason, ticks)

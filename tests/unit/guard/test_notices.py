@@ -37,3 +37,23 @@ def test_ranks_that_are_apart_act_at_the_same_tick() -> None:
         return [ticks, notice.kind, notice.reason, notice.rank]
 
     assert run(2, body) == [[6, "stop", "enough", 1]] * 2
+
+
+def test_a_rank_that_goes_on_alone_is_not_ended_because_the_others_have_left_in_order() -> None:
+    """Such as rank 0, which evaluates for longer than hang_seconds after the last step."""
+
+    def body(line: Coordinator) -> Any:
+        board = NoticeBoard(
+            line.background(), answer_seconds=lambda _: 200.0, hang_seconds=0.5, on_signal=lambda *_: None,
+            on_idle=lambda: None,
+        )  # fmt: skip
+        board.start()
+        line.barrier("trained")
+        if line.rank == 0:
+            while board._error is None:
+                time.sleep(0.01)
+        board.close()
+        line.close()
+        return str(board._error)
+
+    assert [said.rpartition("\n  ")[2] for said in run(2, body)] == ["rank 1 has left", "None"]

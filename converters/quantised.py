@@ -6,6 +6,7 @@ Owns no scheme; each converter has its own.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 
@@ -40,13 +41,15 @@ def require_gpu(who: str, needed: tuple[int, int], otherwise: str) -> None:
 
 
 def replaceable_linears(model: nn.Module, excluded: Sequence[str] | None) -> dict[str, nn.Linear]:
-    """Return the linear modules to replace, by fqn: all but the `excluded` ones (None: the output head).
+    """Return the linear modules to replace, by fqn: all but the `excluded` ones (None: the output head, tied or not).
 
     Raises: ConverterError for names that match nothing, and for modules that are sharded or are no plain nn.Linear.
     """
     linears = {clean_fqn(name): m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    users = Counter(id(value) for _, value in model.named_parameters(remove_duplicate=False))
+    tied = {fqn for fqn, module in linears.items() if users[id(module.weight)] > 1}
     if excluded is None:
-        kept = {fqn for fqn in linears if fqn == "output" or matches(fqn, "lm_head")}
+        kept = {fqn for fqn in linears if fqn == "output" or matches(fqn, "lm_head")} | tied
     else:
         kept = set(select(list(linears), excluded, "linear module"))
     chosen = {fqn: module for fqn, module in linears.items() if fqn not in kept}
@@ -55,6 +58,8 @@ def replaceable_linears(model: nn.Module, excluded: Sequence[str] | None) -> dic
         if type(module) is not nn.Linear:
             kind = type(module).__name__
             problems.append(f"{fqn}: is a {kind}, whose own computation would be lost; add it to exclude_modules")
+        elif fqn in tied:
+            problems.append(f"{fqn}: shares its weight with another module, from which it would part; exclude it")
         elif isinstance(module.weight, DTensor):
             problems.append(f"{fqn}: is sharded already; convert the model first, then parallelise it")
     if problems:

@@ -28,6 +28,7 @@ def test_a_file_of_chats_becomes_a_run_that_learns_from_them(tmp_path: Path, mon
     write_model(Path("base"))
     write_chats(Path("chat.jsonl"), 40)
     assert main(["init", "lora", "--model", "base", "--data", "chat.jsonl"]) == 0
+    assert [path.name for path in Path("outputs").iterdir()] == ["cache"], "the tokens, which the run finds there"
     data = read_run("run.toml")[0].data
     assert (data.messages, data.too_long) == ("messages", "error")
     assert main(["train", "run.toml", "--data.sequence_length", str(data.sequence_length - 1)]) == 2, (

@@ -13,6 +13,7 @@ from titan_ckpt.converters import QATConfig, from_tables
 from titan_ckpt.converters.qat.converter import Scheme, StraightThrough, _torchao_config
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
+from titan_ckpt.models import hf
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -184,3 +185,19 @@ def test_float8_fake_quantisation_passes_gradients_through() -> None:
         gradients.append(weight.grad)
     assert torch.equal(gradients[1], torch.full((4, 16), 1e-6))
     assert not torch.equal(gradients[0], gradients[1])
+
+
+def test_a_tied_output_head_is_left_whatever_its_name_is() -> None:
+    """BERT's is cls.predictions.decoder: an exchange would part it from the embeddings, so it is refused by name."""
+    bert = {
+        "model_type": "bert", "is_decoder": True, "vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 64,
+    }  # fmt: skip
+    table = {"kind": "qat", "scheme": "int4_weight_only"}
+    with torch.device("meta"):
+        model, other = hf.build(bert), hf.build(bert)
+    convert(model, table)
+    assert type(model.get_submodule("cls.predictions.decoder")) is nn.Linear
+    assert type(model.get_submodule("cls.predictions.transform.dense")) is not nn.Linear
+    with pytest.raises(ConverterError, match=r"cls\.predictions\.decoder: shares its weight with another module"):
+        convert(other, {**table, "exclude_modules": []})

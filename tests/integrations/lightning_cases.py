@@ -177,6 +177,9 @@ class Switching(Logging):
         if self.current_epoch == 1:
             self.network.get_submodule("0").requires_grad_(True)
             self.network.get_submodule("1").eval()
+        if self.current_epoch == 2:
+            dropout: Any = self.network.get_submodule("1").train()
+            dropout.p = 0.5
 
 
 class Restarting(L.Callback):

@@ -17,7 +17,7 @@ from tests.integrations.peft_runs import CONFIG, TARGETS, WITH_BASE, adamw, adap
 from tests.integrations.trainer_runs import model
 from tests.test_changed_weights import before_each_copy
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
-from titan_ckpt.errors import SaveError
+from titan_ckpt.errors import ConfigError, SaveError
 from titan_ckpt.integrations.transformers import attach
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns of layers without bias and of its own settings
@@ -139,3 +139,11 @@ def test_a_trainer_that_has_changed_the_base_saves_it_or_is_refused(tmp_path: Pa
         else:
             with pytest.raises(SaveError, match=r"the base is no longer that of the start: .*include_base=True"):
                 trainer.train()
+
+
+def test_generation_that_merges_the_adapter_needs_steps_with_the_base(tmp_path: Path) -> None:
+    """TRL merges for vLLM before each generation; that is refused before the first step, and not after it."""
+    trainer = trainer_of(tmp_path, "LORA", 0)
+    trainer.args.use_vllm = True  # type: ignore[attr-defined]  # an argument of TRL's trainers
+    with pytest.raises(ConfigError, match=r"use_vllm: each merge and unmerge changes the base .*include_base=True"):
+        attach(trainer, CheckpointConfig(save=SaveConfig(interval=1), allow=("vllm",)))

@@ -205,7 +205,7 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
     run = now.run | mark.counters.run
     if "model" in now.run:
         run["model"] = now.run["model"] | mark.counters.run.get("model", {})
-    volatile = now.volatile | marked.keys()
+    volatile = now.volatile | (marked.keys() & tensors.keys())
     return Snapshot(tensors, run, mark.counters.rank, now.components, volatile, now.made, now.watched)
 
 

@@ -202,14 +202,14 @@ class ModelWrapper:
         modules = (pair for part in self.parts for pair in named_modules(part))
         return {f"{prefix}weight" for prefix, module in modules if isinstance(module, nn.Linear)}
 
-    def buffers(self, *, persistent: bool = True) -> StateDict:
-        """Return the buffers, which a forward pass may change, by fqn, aliases included."""
+    def buffers(self) -> StateDict:
+        """Return the persistent buffers, which a forward pass may change, by fqn, aliases included."""
         return {
             clean_fqn(f"{prefix}.{name}" if prefix else name): value
             for part in self.parts
             for prefix, module in part.named_modules()
             for name, value in module._buffers.items()  # noqa: SLF001 - torch has no public name for what persists
-            if value is not None and (name not in module._non_persistent_buffers_set) is persistent  # noqa: SLF001
+            if value is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
         }
 
     def check_tensors(self) -> None:

@@ -172,6 +172,8 @@ class CheckpointManager:
         self._failed_exports: BaseException | None = None
         """The error of exports that have ended, until it is raised."""
         self._exported_step: int | None = None
+        self.exported: dict[ExportConfig, Location] = {}
+        """The newest export of each kind that this process has made, or found there when it was due."""
         self._knows_folder = False
         self._closed = False
         _managers.add(self)
@@ -310,6 +312,7 @@ class CheckpointManager:
                 self._leave_abandoned_branch()
             if is_repeated or policy.may_be_there(step, last_step, resumed_from):
                 todo = [export for export in due if not self._exporter.is_there(export, step)]
+                self.exported |= {export: self._exporter.folder(export, step) for export in due if export not in todo}
         except Exception as error:  # a bucket does not answer
             todo = []
             _raise(self._failures.verdict("exported", step, error, is_last=last_step))
@@ -361,6 +364,7 @@ class CheckpointManager:
         about = {"step": job.step, "format": job.config.format, "folder": str(job.folder), "background": True}
         with self.telemetry.event("export", **about) as event:
             job.run(coordinator)
+            self.exported[job.config] = job.folder
             event.note(num_bytes=self._bytes_in(job.folder))
 
     def _bytes_in(self, folder: Location) -> int | None:
@@ -383,7 +387,7 @@ class CheckpointManager:
         about = {"step": step, "format": export.format, "folder": str(folder), "background": False}
         try:
             with self.telemetry.event("export", **about) as event:
-                self._exporter.export(export, step, self._base.identity)
+                self.exported[export] = self._exporter.export(export, step, self._base.identity)
                 event.note(num_bytes=self._bytes_in(folder))
         except Exception as e:
             error = e

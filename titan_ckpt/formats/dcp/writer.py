@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,7 +38,7 @@ from titan_ckpt.formats.dcp.metadata import METADATA
 from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.publish.plan import coverage_faults
 from titan_ckpt.formats.publish.publication import Unpublished, published
-from titan_ckpt.formats.publish.run import compare_infos, refuse_changed
+from titan_ckpt.formats.publish.run import compare_infos, log_export, refuse_changed
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.stores.bucket import Location
@@ -65,18 +66,22 @@ class DcpExport:
         Raises: ExportError for values that differ between ranks, for tensors that are not whole, and for bytes that
         differ from what was written; OSError; PeerError; FileExistsError. Nothing has the folder's name then.
         """
+        started = time.perf_counter()
         total = 2 * sum(info_of(value).nbytes for value in self.tensors.values())  # written, and read back
         with (
             published(folder, coordinator, "dcp-", lambda: None) as unpublished,
             progress.shown(f"exporting {folder.name}", total // coordinator.world_size) as count,
         ):
             try:
-                self._write(unpublished, coordinator, count)
+                infos = self._write(unpublished, coordinator, count)
             except ExportError as error:
                 raise ExportError(f"export to {folder} failed, nothing was published: {error}") from error
+        log_export(len(infos), sum(info.nbytes for info in infos.values()), folder, started, coordinator)
 
-    def _write(self, unpublished: Unpublished[None], coordinator: Coordinator, count: progress.Count) -> None:
-        """Fill the folder and prove it.
+    def _write(
+        self, unpublished: Unpublished[None], coordinator: Coordinator, count: progress.Count
+    ) -> dict[str, TensorInfo]:
+        """Fill the folder and prove it; return all tensors in it.
 
         1 Every rank posts the chunks and values that it holds. 2 The lowest rank that holds one writes it, to its own
         file, and syncs the file. 3 Every rank reads its file back and compares it with what it wrote; rank 0 writes the
@@ -121,6 +126,7 @@ class DcpExport:
             )  # pickles are larger than tensors
 
         coordinator.together("dcp-prove", prove)
+        return {name: _info(*fact) for of_rank in written for name, fact in of_rank["infos"].items()}
 
 
 def gather_tables(coordinator: Coordinator, tag: str, act: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -149,6 +155,10 @@ def gather_tables(coordinator: Coordinator, tag: str, act: Callable[[], dict[str
         names, kind_of = table["rows"]
         table["rows"] = zip(names, map(of_rank.__getitem__, kind_of), strict=True)
     return tables
+
+
+def _info(shape: list[int], dtype: str) -> TensorInfo:
+    return TensorInfo(tuple(shape), getattr(torch, dtype))
 
 
 def _file_name(rank: int) -> str:
@@ -243,7 +253,7 @@ def _write_metadata(unpublished: Unpublished[None], gathered: list[Any]) -> None
     for rank, of_rank in enumerate(gathered):
         file, end = _file_name(rank), 0
         for name, (shape, dtype) in of_rank["infos"].items():
-            info = infos.setdefault(name, TensorInfo(tuple(shape), getattr(torch, dtype)))
+            info = infos.setdefault(name, _info(shape, dtype))
             entries.setdefault(name, TensorStorageMetadata(TensorProperties(info.dtype), torch.Size(shape), []))
         paths |= {name: tuple(path) for name, path in of_rank["paths"].items()}
         for name, (offsets, sizes, length) in of_rank["rows"]:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from titan_ckpt.errors import CheckpointError
     from titan_ckpt.geometry.keymap import KeyMap, KeyRule
     from titan_ckpt.guard.run_guard import RunGuard, StopRun
+    from titan_ckpt.integrations.loader_position import PositionedLoader
     from titan_ckpt.loading.restore import LoadResult
     from titan_ckpt.manager import CheckpointManager
     from titan_ckpt.stores.settings import StoreConfig
@@ -44,6 +45,7 @@ __all__ = [
     "KeyRule",
     "LoadResult",
     "ModelWrapper",
+    "PositionedLoader",
     "ResumeConfig",
     "RunGuard",
     "SaveConfig",
@@ -59,6 +61,7 @@ _MODULES = {
     "errors": "CheckpointError",
     "geometry.keymap": "KeyMap KeyRule",
     "guard.run_guard": "RunGuard StopRun",
+    "integrations.loader_position": "PositionedLoader",
     "loading.restore": "LoadResult",
     "manager": "CheckpointManager",
     "weights.transforms": "StateDictTransforms",

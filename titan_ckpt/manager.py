@@ -43,6 +43,7 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.restore import LoadResult, Restorer
+from titan_ckpt.models.hf_transforms import transforms_for
 from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.saving.last_step import LastStep
 from titan_ckpt.saving.model_content import ModelContent
@@ -92,11 +93,15 @@ class CheckpointManager:
         `external_weights` fills the model at every load; it is required if `config.components` leaves the model out,
         and refused otherwise. `own_settings` is called with the stored `states`, and returns the settings of optimizer
         groups, such as "weight_decay", of which a resume leaves this run's values; of "lr" also the group's
-        "initial_lr", and a schedule has its rates in its own state.
+        "initial_lr", and a schedule has its rates in its own state. Without `sd_transforms` and converters, a model of
+        transformers has those of StateDictTransforms.from_transformers.
         Raises: ConfigError for a folder that is a URI, if `external_weights` and `config.components` do not agree, for
         streams that would lose examples, and for adapters and optimizers of PEFT that were not proved to continue
         exactly; StateEncodingError for tensors of the model that no checkpoint can hold.
         """
+        exports = any(export.format == "hf" for export in config.export)
+        if sd_transforms is None and model_converters is None and (exports or config.initial_load):
+            sd_transforms = transforms_for(model_parts, exports=exports)
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
@@ -174,6 +179,8 @@ class CheckpointManager:
         self._failed_exports: BaseException | None = None
         """The error of exports that have ended, until it is raised."""
         self._exported_step: int | None = None
+        self.exported: dict[ExportConfig, Location] = {}
+        """The newest export of each kind that this process has made, or found there when it was due."""
         self._knows_folder = False
         self._closed = False
         _managers.add(self)
@@ -312,6 +319,7 @@ class CheckpointManager:
                 self._leave_abandoned_branch()
             if is_repeated or policy.may_be_there(step, last_step, resumed_from):
                 todo = [export for export in due if not self._exporter.is_there(export, step)]
+                self.exported |= {export: self._exporter.folder(export, step) for export in due if export not in todo}
         except Exception as error:  # a bucket does not answer
             todo = []
             _raise(self._failures.verdict("exported", step, error, is_last=last_step))
@@ -364,6 +372,7 @@ class CheckpointManager:
         about = {"step": job.step, "format": job.config.format, "folder": str(job.folder), "background": True}
         with self.telemetry.event("export", **about) as event:
             job.run(coordinator)
+            self.exported[job.config] = job.folder
             event.note(num_bytes=self._bytes_in(job.folder))
 
     def _bytes_in(self, folder: Location) -> int | None:
@@ -386,7 +395,7 @@ class CheckpointManager:
         about = {"step": step, "format": export.format, "folder": str(folder), "background": False}
         try:
             with self.telemetry.event("export", **about) as event:
-                self._exporter.export(export, step, self._base.identity)
+                self.exported[export] = self._exporter.export(export, step, self._base.identity)
                 event.note(num_bytes=self._bytes_in(folder))
         except Exception as e:
             error = e

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.run_folder import RunFolder
-from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
+from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import CheckpointError, LoadMismatchError, PeerError
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.testing import distributed
@@ -240,3 +241,27 @@ def test_rank_0_warns_of_each_class_whose_state_another_takes_over_on_any_rank(t
         expected = [f"optimizer is of class Sgd, and this run's of class {name}, " for name in told]
         assert len(found) == len(expected) * (dist.get_rank() == 0)
         assert all(part in line for part, line in zip(expected, found, strict=False))
+
+
+@distributed(nproc=2)
+def test_a_loop_of_ones_own_sees_each_save_and_export_once_and_where_it_is(tmp_path: Path) -> None:
+    """At level INFO, on rank 0 alone; an export for DCP has its line as others do."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("titan_ckpt")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    run = Run()
+    with run.manager(tmp_path, export=(ExportConfig("dcp"),)) as manager:
+        manager.load()
+        run.step()
+        manager.save(1, last_step=True)
+    logger.removeHandler(handler)
+    made = [line for line in lines if "saved in" in line or line.startswith("exported")]
+    if dist.get_rank():
+        assert made == []
+    else:
+        saved, exported = made
+        assert re.fullmatch(rf"step 1 saved in \d+\.\d\d s: {tmp_path}/checkpoints/step-1", saved)
+        assert re.fullmatch(rf"exported 4 tensors, 172 bytes, to {tmp_path}/exports/step-1 in \d+\.\d\d s", exported)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from tests.integrations.phases import die_at
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.integrations.lightning import attach, fabric_manager
 
@@ -36,15 +35,6 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
-
-
-def die_at(step: int, killed_at: int | None, interval: int, folder: Path) -> None:
-    """End the process by SIGKILL, when the newest save before the step is committed."""
-    if step == killed_at:
-        saved = folder / "checkpoints" / f"step-{(step - 1) // interval * interval}"
-        while not saved.is_dir():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_fabric(folder: str, interval: int, killed_at: int | None, **settings: Any) -> None:

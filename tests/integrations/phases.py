@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import signal
 import socket
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,15 @@ class Phase(NamedTuple):
     folder: str
     ranks: int
     arguments: tuple[Any, ...] = ()
+
+
+def die_at(step: int, killed_at: int | None, interval: int, folder: Path) -> None:
+    """End the process by SIGKILL, when the newest save before the step is committed."""
+    if step == killed_at:
+        saved = folder / "checkpoints" / f"step-{(step - 1) // interval * interval}"
+        while not saved.is_dir():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def play(module: str, phases: Sequence[Phase], answers: str) -> None:

@@ -38,6 +38,7 @@ from transformers import trainer_pt_utils as of_transformers
 from trl.trainer.utils import RepeatSampler
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt.components.data_position import DataRank
 from titan_ckpt.components.known.streams import PARTS
 from titan_ckpt.components.unsaved_state import LIBRARIES
 from titan_ckpt.encoding import typed_json
@@ -365,6 +366,44 @@ def test_another_number_of_ranks_reads_the_same_samples() -> None:
     other = PositionedLoader(DataLoader(Plain(40), 2, sampler=sampler))
     with pytest.raises(LoadMismatchError, match="samples was 24, now 40"):
         other.load_state_dicts([old.state_dict() for old in loaders])
+
+
+class Blocks(DistributedSampler[int]):
+    """Gives each rank a block of the data."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.rank * 12, self.rank * 12 + 12))
+
+
+@pytest.mark.parametrize("loader", [lambda rank: DataLoader(Plain(24), 2), lambda rank: over_blocks(rank)])
+def test_data_that_is_not_dealt_in_turn_needs_the_same_number_of_ranks(loader: Callable[[int], Any]) -> None:
+    """Two ranks that have read a batch each have not read the first two batches of one rank."""
+    loaders = [PositionedLoader(loader(rank), data_rank=DataRank(rank, 2)) for rank in range(2)]
+    for position in loaders:
+        next(iter(position))
+    with pytest.raises(LoadMismatchError, match="1 ranks cannot continue there, because no DistributedSampler divides"):
+        PositionedLoader(loader(0), data_rank=DataRank(0, 1)).load_state_dicts([p.state_dict() for p in loaders])
+
+
+def over_blocks(rank: int) -> Any:
+    return DataLoader(Plain(24), 2, sampler=Blocks(Plain(24), 2, rank))
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "said"),
+    [
+        ({"shuffle": True}, {}, "RandomSampler.* now .*SequentialSampler"),
+        ({"sampler": DistributedSampler(Plain(24), 1, 0)},
+         {"sampler": DistributedSampler(Plain(24), 1, 0, shuffle=False)},
+         r"shuffle was \[True\], now \[False\]"),
+    ],
+)  # fmt: skip
+def test_a_position_in_another_order_is_refused(before: dict[str, Any], now: dict[str, Any], said: str) -> None:
+    """The batch of the same number has other samples."""
+    loader = PositionedLoader(DataLoader(Plain(24), 2, **before))
+    next(iter(loader))
+    with pytest.raises(LoadMismatchError, match=said):
+        PositionedLoader(DataLoader(Plain(24), 2, **now)).load_state_dict(loader.state_dict())
 
 
 class Unknown(IterableDataset[int]):

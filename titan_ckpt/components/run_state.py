@@ -87,7 +87,8 @@ class RunState:
         if faults := [f"{place} ({class_name(value)})" for place, value in self._stateful() if not _is_stateful(value)]:
             raise StateEncodingError(
                 f"no state_dict() and load_state_dict(), by which a checkpoint holds it: {listed(faults)}. Give an "
-                "object that has both, such as torchdata's StatefulDataLoader in place of a DataLoader",
+                "object that has both, such as titan_ckpt.PositionedLoader(loader) for a DataLoader or torchdata's "
+                "StatefulDataLoader",
                 faults[0],
             )
         scalers = [s for o in self.optimizers if isinstance(s := getattr(o, "scaler", None), GradScaler)]

@@ -114,7 +114,8 @@ def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> 
         if config.format == "hf" and exporter.transforms.hf_config is None:
             problems.append(
                 "hf: the model has no table to Hugging Face names; give the manager "
-                "sd_transforms=StateDictTransforms(key_map=..., hf_config=...)"
+                "sd_transforms=StateDictTransforms(key_map=..., hf_config=...), or, of a model of transformers, "
+                "StateDictTransforms.from_transformers(model) before converters change it"
             )
         if config.format == "peft" and not (owned and hooks is not None and hooks.state_dict_adapter() is not None):
             problems.append('peft: no converter owns adapter weights; add [[converters]] kind = "lora"')

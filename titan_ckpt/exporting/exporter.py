@@ -339,6 +339,7 @@ class Exporter:
             base=base,
             as_base=config.file_layout == "base",
             verified=transforms.key_map.verified,
+            generation_config=transforms.generation_config,
         )
         groups = groups if quantiser is None else quantised(groups, quantiser)
         return FolderExport(groups, format_, buffers=self.model.buffers().keys())

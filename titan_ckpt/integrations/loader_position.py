@@ -1,7 +1,7 @@
 """PositionedLoader: a torch DataLoader with a position, which a resume returns to without reading what came before.
 
 Owns the position in one epoch: the number of batches, and the random states that decide their order and content. Knows
-no trainer; subclasses do what their trainer does around a batch.
+no trainer: a loop of one's own iterates over it as it is, and subclasses do what their trainer does around a batch.
 
 Batches of a map-style dataset are skipped by their indices alone. An IterableDataset, and a loader that has state_dict
 and load_state_dict itself, such as torchdata's StatefulDataLoader, are asked for their own position. Random numbers
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 
 from titan_ckpt.components.data_position import DataRank
 from titan_ckpt.components.known.streams import resume_once, stream_faults
-from titan_ckpt.components.unsaved_state import class_name
+from titan_ckpt.components.unsaved_state import LIBRARIES
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.data_order import OrderWatch, has_state, sampler_faults
 from titan_ckpt.rng import RandomState, get_random, held_generators, set_random
@@ -30,7 +30,17 @@ _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
 
 class PositionedLoader:
-    """Iterates over a DataLoader, counts its batches, and continues where its state says."""
+    """Iterates over a DataLoader, counts its batches, and continues where its state says.
+
+    ```
+    sampler = DistributedSampler(data)  # tells each rank its share
+    loader = PositionedLoader(DataLoader(data, batch_size=4, sampler=sampler))
+    with CheckpointManager(config, model_parts=[model], dataloader=loader) as manager: ...
+    ```
+
+    Each `for batch in loader` is one epoch, or after a load the rest of one; samplers are told its number. Another
+    number of ranks continues at the same sample if a DistributedSampler divides the data.
+    """
 
     def __init__(
         self, loader: Any, inner: Any = None, data_rank: DataRank | None = None, allow: Collection[str] = ()
@@ -48,6 +58,8 @@ class PositionedLoader:
         share = data_rank or _share_of(self.inner)
         self.dp_rank, self.dp_world_size = share.rank, share.size
         """Which share of the data this process reads, and the number of shares."""
+        self._is_divided = share.size == 1 or any(map(_divides, samplers_of(self.inner)))
+        """Whether the ranks take the entries of one order in turn, so that what they have read is its beginning."""
         self._random = RandomState()
         self._start: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
@@ -202,7 +214,7 @@ class PositionedLoader:
             "batches": 0 if done else self.num_batches,
             "start": self._start if within else None,
             "now": self._get_random(),
-            "at_once": self.num_batches_at_once,
+            "at_once": self.num_batches_at_once if self._is_divided else None,
             "is_kept": getattr(self.inner, "persistent_workers", False) and self._start is not None,
             "source": None if source is None else source.state_dict(),
             "of_data": [get_random(generator) for generator in self._of_data],
@@ -224,18 +236,22 @@ class PositionedLoader:
         Raises: LoadMismatchError.
         """
         first = state_dicts[0]
-        self._check_facts(first, {name: fact for name, fact in self._facts().items() if name != "length"})
-        total = first["batches"] * first["at_once"]
+        of_ranks = {"length", "samplers"}
+        self._check_facts(first, {name: fact for name, fact in self._facts().items() if name not in of_ranks})
+        is_divided = self._is_divided and first["at_once"] is not None
+        total = first["batches"] * (first["at_once"] or 1)
         alike = all((s["epoch"], s["batches"]) == (first["epoch"], first["batches"]) for s in state_dicts)
         orders = [(state["start"] or state["now"])["samplers"] for state in state_dicts]
         alike = alike and all(order == orders[0] for order in orders)
         stored, own = first["start"] or first["now"], self._get_random()
         same_order = len(stored["generators"]) == len(own["generators"]) and self._has_own_order
+        same_order = same_order and (is_divided or not total)
         if not alike or total % self.num_batches_at_once or first["source"] is not None or not same_order:
+            why = "" if is_divided else ", because no DistributedSampler divides the data among ranks"
             raise LoadMismatchError(
                 f"the checkpoint has the positions of {len(state_dicts)} data-parallel ranks, {first['batches']} "
-                f"batches each, and {self.dp_world_size} ranks cannot continue there: resume with {len(state_dicts)}, "
-                f"{_AFRESH}"
+                f"batches each, and {self.dp_world_size} ranks cannot continue there{why}: resume with "
+                f"{len(state_dicts)}, {_AFRESH}"
             )
         batches = total // self.num_batches_at_once
         start = {**stored, "random": None}
@@ -317,8 +333,9 @@ class PositionedLoader:
             "samples": length_of(getattr(self.inner, "dataset", None)),
             "batch_size": size,
             "seed": [seed for seed in seeds if isinstance(seed, int)],
-            "sampler": class_name(samplers[-1]) if samplers else None,
             "number of random generators in the dataset (made in its constructor)": len(self._of_data),
+            "shuffle": [s.shuffle for s in samplers if isinstance(getattr(s, "shuffle", None), bool)],
+            "samplers": [type(sampler).__qualname__ for sampler in samplers],
         }
 
     def _get_random(self) -> dict[str, Any]:
@@ -361,6 +378,13 @@ def samplers_of(loader: Any) -> list[Any]:
                 several = value if isinstance(value, (list, tuple)) else [value]
                 waiting += several if several and isinstance(several[0], Sampler) else []
     return found
+
+
+def _divides(sampler: Any) -> bool:
+    """Return whether a sampler deals the entries of one order to the ranks in turn."""
+    owner = next((kind for kind in type(sampler).__mro__ if "__iter__" in vars(kind)), object)
+    is_shard = f"{owner.__module__}.{owner.__qualname__}" == "accelerate.data_loader.BatchSamplerShard"
+    return is_shard or (isinstance(sampler, DistributedSampler) and owner.__module__.partition(".")[0] in LIBRARIES)
 
 
 def length_of(data: Any) -> int | None:

@@ -327,7 +327,9 @@ class Saver:
             with event.phase("expire"):
                 event.note(expired=self._directory.expire(self._config.keep))
         self.seconds.append(time.perf_counter() - started)
-        logger.info("step %d saved in %.2f s", request.step, self.seconds[-1])
+        if self._coordinator.rank == 0:
+            place = self._directory.root / f"step-{request.step}"
+            logger.info("step %d saved in %.2f s: %s", request.step, self.seconds[-1], place)
 
 
 def _refuse_changed(step: int, names: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The first lines of a run's log: what is trained, on what, where, and from which step on."""
+"""The first lines of a run's log: what is trained, on what, where, and from which step on; the last: what is left."""
 
 from __future__ import annotations
 
@@ -42,6 +42,16 @@ def position(trainer: Trainer) -> str:
     begins = f"goes on after step {step}" if step else "starts at step 1"
     passes = "" if epochs is None else f", at most {counted(epochs, 'epoch')}"
     return f"run     {trainer.config.output_folder}, {begins} of {trainer.num_steps}{passes}"
+
+
+def ending(trainer: Trainer) -> Iterator[str]:
+    """Yield the lines that say where the newest step and the newest exports of a run are that has ended."""
+    manager, saved = trainer.manager, trainer.manager.last_step.saved
+    yield f"ended   after step {trainer.state.step} of {trainer.num_steps}"
+    yield "saved   nothing" if saved is None else f"saved   {manager.folder / f'step-{saved}'}"
+    for export, folder in manager.exported.items():
+        kind = {"hf": "for transformers", "peft": "the adapter, for PEFT", "dcp": "for DCP"}[export.format]
+        yield f"export  {folder}, {kind}"
 
 
 def short(number: int) -> str:

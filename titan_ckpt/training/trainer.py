@@ -25,7 +25,7 @@ from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.config import DEFAULT_STEPS
 from titan_ckpt.training.data.batch import Batch, checked, to_device
-from titan_ckpt.training.header import count_parameters, header, position
+from titan_ckpt.training.header import count_parameters, ending, header, position
 from titan_ckpt.training.loss import Predicted, summed_cross_entropy
 from titan_ckpt.training.model_folder import other_choices
 from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_stop, unsaved
@@ -108,7 +108,11 @@ class Trainer(BuildSteps):
         step, steps = self.state.step, self.num_steps
         stopped = self.guard.stopped if step < steps else None
         outcome = Outcome(step, steps, self.manager.last_step.saved, stopped)
-        if stopped is None or self.ranks.rank:
+        if self.ranks.rank:
+            return outcome
+        for line in ending(self):
+            logger.info("%s", line)
+        if stopped is None:
             return outcome
         if outcome.lost:
             logger.error("stopped at step %d of %d; %s", step, steps, unsaved(outcome.lost, step))

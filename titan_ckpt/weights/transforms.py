@@ -13,10 +13,12 @@ import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from titan_ckpt.errors import ConverterError, KeyMapError, counted
 from titan_ckpt.gc_paused import gc_paused
@@ -242,6 +244,22 @@ class StateDictTransforms:
     check_folder: Callable[[str, Mapping[str, Any]], None] | None = None
     """Raises if the config.json of a folder to load, given with its path, does not describe the model; absent: the
     shape in `hf_config` is compared."""
+    generation_config: Mapping[str, Any] | None = None
+    """The generation_config.json of an export whose assets have none; absent: one made from `hf_config`."""
+
+    @staticmethod
+    def from_transformers(model: nn.Module) -> StateDictTransforms:
+        """Return table, config.json and generation config of a model of transformers, also inside of DDP or FSDP2.
+
+        CheckpointManager calls it for a model of transformers that it is given without `sd_transforms`. Call it
+        yourself before converters change the model's modules.
+        Raises: ConfigError for other models, and for one with adapters of PEFT or with quantised weights; KeyMapError
+        for parameters that folders have in a form that no operation produces.
+        """
+        made: StateDictTransforms = import_module("titan_ckpt.models.hf_transforms").transforms_of(
+            model
+        )  # stands above
+        return made
 
     def names_in_torchtitan(self, fqns: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Return native name -> torchtitan's names of the same tensor, several for a tied one.

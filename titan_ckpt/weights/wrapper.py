@@ -109,7 +109,7 @@ class ModelWrapper:
     def __init__(self, model_parts: Sequence[nn.Module], hooks: ModelHooks | None = None) -> None:
         if isinstance(model_parts, nn.Module):
             raise TypeError(f"model_parts is one {type(model_parts).__name__}: put it in a list, [model]")
-        self.parts = [_unwrapped(part) for part in model_parts]
+        self.parts = [unwrapped(part) for part in model_parts]
         self.hooks = hooks
 
     @property
@@ -334,7 +334,7 @@ def _held_by_two_parts(fqns: Sequence[str]) -> ConverterError:
     )
 
 
-def _unwrapped(part: nn.Module) -> nn.Module:
+def unwrapped(part: nn.Module) -> nn.Module:
     """Return the module inside DistributedDataParallel and torch.compile, applied in any order."""
     while True:
         if isinstance(part, DistributedDataParallel):

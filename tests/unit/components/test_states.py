@@ -49,7 +49,7 @@ LOADER: Any = DataLoader([1, 2])  # type: ignore[arg-type]
     ("objects", "where"),
     [
         ({"states": {"loader": LOADER}}, r"states\['loader'\] \(torch.utils.data.dataloader.DataLoader\)"),
-        ({"dataloader": LOADER}, r"dataloader \(torch.*DataLoader\).*torchdata's StatefulDataLoader"),
+        ({"dataloader": LOADER}, r"dataloader \(torch.*DataLoader\).*PositionedLoader.*torchdata's StatefulDataLoader"),
         ({"states": {"sampler": RandomSampler([1]), "a": {}}}, r"'sampler'\].*RandomSampler.*'a'\] \(builtins.dict"),
         ({"states": {"half": Half()}}, r"states\['half'\]"),
         ({"states": {"class": Holder}}, r"states\['class'\]"),

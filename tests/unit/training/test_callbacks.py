@@ -527,6 +527,40 @@ def test_d9_a_step_between_two_logs_has_no_loss_and_is_else_the_same(
     assert any(text.startswith("step 3/5  lr") and "own/value 1" in text for text in caplog.messages)
 
 
+class Late(Callback):
+    """Measures in its own on_step_end, which follows the log and the save of the step."""
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        trainer.measurements["own/late"] = metrics.step / 8
+        if metrics.step == 3:
+            trainer.guard._board.post("stop", "a test")
+            while not trainer.guard._board._due:
+                time.sleep(0.001)
+            trainer.guard.check()
+
+
+def test_what_a_callback_measures_in_on_step_end_is_logged_with_that_step(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the one row of the step, whether it was reported before or not, also in a step in which it is stopped."""
+    caplog.set_level(logging.INFO, logger="titan_ckpt")
+    watch = Watch()
+    training = {"steps": 5, "log_interval": 3}
+    run = Trainer(settings(tmp_path, training=training, tensorboard={}), callbacks=[Late(), watch])
+    run.run()
+    assert [(row["step"], row["own/late"]) for row in rows(tmp_path)] == [(1, 0.125), (2, 0.25), (3, 0.375)]
+    assert all(row["loss"] > 0 and row["total_tokens"] for row in rows(tmp_path))
+    assert [*run.log_history] == rows(tmp_path)
+    assert [(step, "loss" in values) for step, values in watch.logged] == [
+        (1, True), (1, False), (2, True), (3, True), (3, False),
+    ]  # fmt: skip
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    for name in ("own/late", "loss"):
+        assert [event.step for event in events.Scalars(name)] == [1, 2, 3]
+    assert [text for text in caplog.messages if text.endswith("own/late 0.375")] == ["step 3/5  own/late 0.375"]
+
+
 def test_d2_every_event_comes_in_the_order_of_a_run(tmp_path: Path) -> None:
     """A user's callback gets all of them: what others report, save or measure in a step before its own step end.
 
@@ -630,3 +664,12 @@ def test_rows_that_a_full_disk_refuses_are_written_before_the_next_one(
     assert report._write({"step": 4})
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4]
     assert caplog.text.count("rows wait until the disk takes them") == 1
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, hard))
+    try:
+        refused = [report._write({"step": 4, "late": 0.5}, again=True)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert refused == [False]
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3], "it waits, whole"
+    assert report._write({"step": 5})
+    assert [*read_metrics(path)][3:] == [{"step": 4, "late": 0.5}, {"step": 5}]

@@ -79,6 +79,39 @@ def test_d9_a_run_ends_with_its_last_epoch_and_takes_every_sequence_once_in_each
     assert len(rows(tmp_path)) == 8
 
 
+def test_the_end_of_a_run_says_what_is_left_of_it_and_where(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The newest step and the newest exports, also where there was nothing left to train, and after a stop."""
+
+    class Stop(Callback):
+        def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+            trainer.guard._board.post("stop", "a test")
+
+    caplog.set_level(logging.INFO, logger="titan_ckpt")
+    exports = [{"format": "hf"}, {"format": "dcp", "folder": "dcp", "interval": 1}]
+    config = settings(tmp_path, training={"steps": 2}, checkpoint={"save": {"interval": 1}, "export": exports})
+    run = tmp_path / "run"
+    left = [
+        "ended   after step 2 of 2", f"saved   {run}/checkpoints/step-2",
+        f"export  {run}/exports/step-2, for transformers", f"export  {run}/dcp/step-2, for DCP",
+    ]  # fmt: skip
+    for _ in range(2):
+        caplog.clear()
+        Trainer(config).run()
+        assert sorted(caplog.messages[-4:]) == sorted(left)
+    caplog.clear()
+    stopped = replace(config, output_folder=str(tmp_path / "stopped"), training=replace(config.training, steps=500))
+    Trainer(stopped, callbacks=[Stop()]).run()
+    *_, ended, saved, export, told = caplog.messages
+    step = int(saved.rpartition("-")[2])
+    assert ended == f"ended   after step {step} of 500"
+    assert saved == f"saved   {tmp_path}/stopped/checkpoints/step-{step}"
+    assert export.startswith(f"export  {tmp_path}/stopped/dcp/step-")
+    assert told.startswith(f"stopped at step {step} of 500, all saved")
+    caplog.clear()
+    Trainer(settings(tmp_path / "bare", training={"steps": 1}, checkpoint={"save": None})).run()
+    assert caplog.messages[-2:] == ["ended   after step 1 of 1", "saved   nothing"]
+
+
 def test_d9_steps_or_epochs_end_a_run_whichever_comes_first(tmp_path: Path) -> None:
     """Five steps are before the end of three epochs, twenty are after it."""
     assert Tiny(epochs(tmp_path / "five", steps=5)).run().step == 5

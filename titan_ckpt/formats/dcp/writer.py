@@ -39,7 +39,7 @@ from titan_ckpt.formats.dcp.metadata import METADATA
 from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.publish.plan import coverage_faults
 from titan_ckpt.formats.publish.publication import Record, Unpublished, published
-from titan_ckpt.formats.publish.run import compare_infos, refuse_changed
+from titan_ckpt.formats.publish.run import compare_infos, log_export, refuse_changed
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.stores.bucket import Location
@@ -79,14 +79,15 @@ class DcpExport:
             progress.shown(f"exporting {folder.name}", 2 * total // coordinator.world_size) as count,
         ):
             try:
-                self._write(unpublished, coordinator, count)
+                infos = self._write(unpublished, coordinator, count)
             except ExportError as error:
                 raise ExportError(f"export to {folder} failed, nothing was published: {error}") from error
-        seconds, what = time.perf_counter() - started, f"{counted(len(self.tensors), 'tensor')}, {total:,} bytes"
-        logger.info(f"exported {what}, to {folder} in {seconds:.2f} s")
+        log_export(len(infos), sum(info.nbytes for info in infos.values()), folder, started, coordinator)
 
-    def _write(self, unpublished: Unpublished[None], coordinator: Coordinator, count: progress.Count) -> None:
-        """Fill the folder and prove it.
+    def _write(
+        self, unpublished: Unpublished[None], coordinator: Coordinator, count: progress.Count
+    ) -> dict[str, TensorInfo]:
+        """Fill the folder and prove it; return all tensors in it.
 
         1 Every rank posts the chunks and values that it holds. 2 The lowest rank that holds one writes it, to its own
         file, and syncs the file. 3 Every rank reads its file back and compares it with what it wrote; rank 0 writes the
@@ -131,6 +132,7 @@ class DcpExport:
             )  # pickles are larger than tensors
 
         coordinator.together("dcp-prove", prove)
+        return {name: _info(*fact) for of_rank in written for name, fact in of_rank["infos"].items()}
 
 
 def gather_tables(coordinator: Coordinator, tag: str, act: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
@@ -159,6 +161,10 @@ def gather_tables(coordinator: Coordinator, tag: str, act: Callable[[], dict[str
         names, kind_of = table["rows"]
         table["rows"] = zip(names, map(of_rank.__getitem__, kind_of), strict=True)
     return tables
+
+
+def _info(shape: list[int], dtype: str) -> TensorInfo:
+    return TensorInfo(tuple(shape), getattr(torch, dtype))
 
 
 def _file_name(rank: int) -> str:
@@ -253,7 +259,7 @@ def _write_metadata(unpublished: Unpublished[None], gathered: list[Any]) -> None
     for rank, of_rank in enumerate(gathered):
         file, end = _file_name(rank), 0
         for name, (shape, dtype) in of_rank["infos"].items():
-            info = infos.setdefault(name, TensorInfo(tuple(shape), getattr(torch, dtype)))
+            info = infos.setdefault(name, _info(shape, dtype))
             entries.setdefault(name, TensorStorageMetadata(TensorProperties(info.dtype), torch.Size(shape), []))
         paths |= {name: tuple(path) for name, path in of_rank["paths"].items()}
         for name, (offsets, sizes, length) in of_rank["rows"]:

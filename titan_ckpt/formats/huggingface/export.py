@@ -132,6 +132,8 @@ class HuggingFaceFormat(FolderFormat):
     """Every tensor goes into the file of the same name as in the base."""
     verified: bool = False
     """Names and config.json come from the same library (KeyMap.verified)."""
+    generation_config: Mapping[str, Any] | None = None
+    """The model's generation_config.json, if `assets` has none; absent: one made from config.json."""
 
     def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
         if self.base is not None and self.as_base:
@@ -162,7 +164,8 @@ class HuggingFaceFormat(FolderFormat):
         beside[CONFIG] = _as_json(made)
         if GENERATION_CONFIG not in beside:
             tokens = {name: made[name] for name in _TOKENS if made.get(name) is not None}
-            beside[GENERATION_CONFIG] = to_json({"_from_model_config": True, **tokens})  # as transformers derives it
+            derived = {"_from_model_config": True, **tokens}  # as transformers derives it
+            beside[GENERATION_CONFIG] = to_json(derived if self.generation_config is None else self.generation_config)
         if len(files.layouts) > 1:
             beside[INDEX] = to_json(_index(files))
         return beside

@@ -99,9 +99,7 @@ class FolderExport:
             unsure = work.is_proved and isinstance(error, PeerError)  # another rank fell silent after that
             became = "it is proved, and may be published all the same" if unsure else "nothing was published"
             raise ExportError(f"export to {folder} failed, {became}: {error}") from error
-        seconds = time.perf_counter() - started
-        what = f"{counted(len(files.infos), 'tensor')}, {files.num_bytes:,} bytes"
-        logger.info(f"exported {what}, to {folder} in {seconds:.2f} s")
+        log_export(len(files.infos), files.num_bytes, folder, started, coordinator)
 
     def check(self, coordinator: Coordinator) -> None:
         """Check that tensors and companions agree; compute and write nothing. Collective.
@@ -110,6 +108,13 @@ class FolderExport:
         """
         files = plan_export(self.groups, self.format.pack, self.format.header, coordinator, self.buffers).files
         coordinator.on_rank_0("export/companions", lambda: [*self.format.companions(files)])
+
+
+def log_export(num_tensors: int, num_bytes: int, folder: Location, started: float, coordinator: Coordinator) -> None:
+    """Log, on rank 0, an export that is published. `started`: by time.perf_counter()."""
+    if coordinator.rank == 0:
+        what, seconds = counted(num_tensors, "tensor"), time.perf_counter() - started
+        logger.info("exported %s, %s bytes, to %s in %.2f s", what, f"{num_bytes:,}", folder, seconds)
 
 
 @dataclass(slots=True)

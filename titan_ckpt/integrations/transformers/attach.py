@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from titan_ckpt.integrations.transformers.loader import TrainerLoader, draw_alik
 from titan_ckpt.integrations.transformers.progress import RankProgress, RunProgress
 from titan_ckpt.integrations.transformers.refusals import gives_state, problems, unsaved
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.models.hf_keys import find_key_map
+from titan_ckpt.models.hf_transforms import transforms_for
 from titan_ckpt.types import Stateful
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -254,10 +255,9 @@ class TitanCheckpoint:
         model = self._trainer.model
         if not (self._config.export or self._config.initial_load) or not isinstance(model, PreTrainedModel):
             return None
-        own = next(kind for kind in type(model).__mro__ if kind.__module__.startswith("transformers."))
-        config = model.config.to_dict()
-        config["architectures"] = config.get("architectures") or [own.__name__]
-        return StateDictTransforms(find_key_map(model), config, self._assets() if self._config.export else None)
+        exports = self._config.export
+        transforms = transforms_for([model], exports=any(export.format == "hf" for export in exports))
+        return replace(transforms, assets=self._assets() if exports else None)
 
     def _assets(self) -> Path | None:
         """Return a folder of the files beside the weights that trainer.save_model() would write; None without any.

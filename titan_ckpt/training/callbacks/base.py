@@ -78,7 +78,10 @@ class Callback:
         """Held-out text was measured with the weights after this step."""
 
     def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
-        """A step is reported; `values` has its StepMetrics by name and `trainer.measurements`."""
+        """A step is reported; `values` has its StepMetrics by name and `trainer.measurements`.
+
+        A second call for a step has the step, and what callbacks measured in their `on_step_end` after the first one.
+        """
 
     def on_save_begin(self, trainer: Trainer, step: int) -> None:
         """A save of this step is due, and nothing of it is written."""
@@ -121,13 +124,15 @@ class Callbacks(Callback):
         yield from self.user
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        for callback in self:
-            try:
+        """Call every callback, and the log once more for what was measured after it, also if that stops the run."""
+        logging = self.logging or Callback()
+        try:
+            for callback in self:
                 callback.on_step_end(trainer, metrics)
-            except StopRun:
-                if callback is self.evaluation and self.logging is not None:  # the step is complete and will be saved
-                    self.logging.on_step_end(trainer, metrics)
-                raise
+        except StopRun:  # the step is complete and will be saved
+            logging.on_step_end(trainer, metrics)
+            raise
+        logging.on_step_end(trainer, metrics)
 
 
 def _call_each(event: str) -> Callable[..., None]:

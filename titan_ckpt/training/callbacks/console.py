@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,13 +34,18 @@ logger = logging.getLogger(__name__)
 class Logging(Callback):
     """Reports every `log_interval` steps, at the first and the last step, and when a callback measured something.
 
-    It calls on_log of all callbacks; its own on_log writes metrics.jsonl and a line on the console.
+    It calls on_log of all callbacks; its own on_log writes metrics.jsonl and a line on the console. What is measured
+    after the report of a step, which a save follows, gets into the same row.
     """
 
     def __init__(self, path: Path) -> None:
         self._file = MetricsFile(path)
-        self._unwritten: list[Mapping[str, LogValue]] = []
+        self._row: dict[str, LogValue] = {}
+        """The newest row."""
+        self._unwritten: list[dict[str, LogValue]] = []
         """Rows that the disk has refused; they are written before the next one."""
+        self._reported: tuple[int, Collection[str]] = (0, ())
+        """The newest step that was reported, and the names of what was measured by then."""
 
     def on_load(self, trainer: Trainer, result: LoadResult) -> None:
         if trainer.ranks.rank == 0:
@@ -48,29 +53,42 @@ class Logging(Callback):
             trainer.log_history.extend(self._file.truncate_after(result.step))
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if trainer.is_log_due(metrics.step) or trainer.measurements:
-            values = asdict(metrics)
+        step, names = self._reported
+        if step == metrics.step:  # what was measured since
+            values = {name: value for name, value in trainer.measurements.items() if name not in names}
+        elif trainer.is_log_due(metrics.step) or trainer.measurements:
+            values = {**asdict(metrics), **trainer.measurements}
             if not trainer.is_measured:
                 del values["loss"], values["grad_norm"]
-            trainer.callbacks.on_log(trainer, metrics.step, {**values, **trainer.measurements})
+        else:
+            return
+        self._reported = metrics.step, {*trainer.measurements}
+        if values:
+            trainer.callbacks.on_log(trainer, metrics.step, {"step": metrics.step, **values})
 
     def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
         if trainer.ranks.rank:
             return
-        speed = values["num_tokens"] / values["seconds"]  # type: ignore[operator]
-        times = {"unix_seconds": time.time(), "total_tokens": trainer.state.num_tokens, "tokens_per_second": speed}
-        row = {**values, **times}
-        trainer.log_history.append(row)
-        self._write(row)
         metrics = {name: value for name, value in values.items() if isinstance(value, (int, float))}
         measured = "".join(f"  {name} {value:.4g}" for name, value in metrics.items() if "/" in name)
+        if self._row.get("step") == step:
+            self._row |= values
+            self._write(self._row, again=True)
+            if measured:
+                logger.info("step %d/%d%s", step, trainer.num_steps, measured)
+            return
+        speed = metrics["num_tokens"] / metrics["seconds"]
+        times = {"unix_seconds": time.time(), "total_tokens": trainer.state.num_tokens, "tokens_per_second": speed}
+        self._row = {**values, **times}
+        trainer.log_history.append(self._row)
+        self._write(self._row)
         logger.info(
             "step %d/%d%s  lr %.2e  %s tok/s%s",
             step,
             trainer.num_steps,
             f"  loss {metrics['loss']:.4f}  grad {metrics['grad_norm']:.3f}" if "loss" in metrics else "",
             metrics["lr"],
-            f"{metrics['num_tokens'] / metrics['seconds']:,.0f}",
+            f"{speed:,.0f}",
             measured,
         )
 
@@ -78,12 +96,16 @@ class Logging(Callback):
         if self._unwritten and not self._write():
             logger.warning("%s: %s lost", self._file.path, counted(len(self._unwritten), "row is", "rows are"))
 
-    def _write(self, *rows: Mapping[str, LogValue]) -> bool:
-        """Write these rows after those that were refused before; a full disk does not end a run that can go on."""
+    def _write(self, *rows: dict[str, LogValue], again: bool = False) -> bool:
+        """Write these rows after those that were refused before; a full disk does not end a run that can go on.
+
+        `again`: the row is the newest one, and is in the file or among those that were refused.
+        """
         was_refused = bool(self._unwritten)
-        self._unwritten += rows
+        if not (again and was_refused):
+            self._unwritten += rows
         try:
-            self._file.append(*self._unwritten)
+            self._file.append(*self._unwritten, over_last=again and not was_refused)
         except OSError as error:
             if not was_refused:
                 logger.warning("%s: rows wait until the disk takes them: %s", self._file.path, error)
@@ -125,15 +147,20 @@ class MetricsFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._last = 0
+        """Where the last row begins."""
 
-    def append(self, *rows: Mapping[str, object]) -> None:
-        """Append rows. They are handed to the operating system before this returns, so a killed process loses no row.
+    def append(self, *rows: Mapping[str, object], over_last: bool = False) -> None:
+        """Append rows, or write one over the last one, of which it has all values.
 
-        Raises: OSError; the file is then as it was.
+        They are handed to the operating system before this returns, so a killed process loses no row.
+        Raises: OSError; the file then ends before them.
         """
-        data = "".join(json.dumps(dict(row)) + "\n" for row in rows).encode()
-        with self.path.open("ab", buffering=0) as file:
-            start = file.seek(0, os.SEEK_END)
+        lines = [json.dumps(dict(row)).encode() + b"\n" for row in rows]
+        data = b"".join(lines)
+        with self.path.open("r+b" if over_last else "ab", buffering=0) as file:
+            start = file.seek(self._last) if over_last else file.seek(0, os.SEEK_END)
+            self._last = start + len(data) - len(lines[-1])
             try:
                 while data:
                     data = data[file.write(data) :]

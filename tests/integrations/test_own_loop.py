@@ -1,0 +1,62 @@
+"""A loop of one's own is killed on two ranks and goes on with the next sample, on two and on one."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.forked import Program
+from tests.integrations.own_loop import SAMPLES, STEPS
+from tests.integrations.phases import Phase, play
+
+INTERVAL, KILLED_AT = 4, 9
+
+
+def result(folder: Path, rank: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / f"read-{rank}.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp2"])
+def test_a_killed_loop_reads_the_samples_of_an_uninterrupted_one(way: str, tmp_path: Path) -> None:
+    """Bit for bit on two ranks; on one rank each step has the samples that two would have read, and none is lost."""
+    whole, killed, alone = (str(tmp_path / name) for name in ("whole", "killed", "alone"))
+    phases = [
+        Phase("run", whole, 2, (way, INTERVAL, None)),
+        Phase("run", killed, 2, (way, INTERVAL, KILLED_AT)),
+        Phase("copied", alone, 1, (killed,)),
+        Phase("run", killed, 2, (way, INTERVAL, None)),
+        Phase("run", alone, 1, (way, INTERVAL, None)),
+    ]
+    program = Program(
+        play, "tests.integrations.own_loop", phases, str(tmp_path / "codes.json"), output=tmp_path / "log.txt"
+    )
+    try:
+        assert program.wait(200) == 0, program.text()
+    finally:
+        program.kill()
+    codes = json.loads((tmp_path / "codes.json").read_text())
+    assert codes.pop(1).count(-signal.SIGKILL) >= 1, program.text()
+    assert codes == [[0, 0], [0], [0, 0], [0]], program.text()
+
+    saved, rest = KILLED_AT // INTERVAL * INTERVAL, STEPS - KILLED_AT // INTERVAL * INTERVAL
+    of_ranks = [result(Path(whole), rank)["read"] for rank in (0, 1)]
+    for rank in (0, 1):
+        found = result(Path(killed), rank)
+        assert found == {"read": {n: v for n, v in of_ranks[rank].items() if int(n) > saved}, "num_read": 2 * rest}
+        weights, expected = (torch.load(Path(folder, f"weights-{rank}.pt")) for folder in (killed, whole))
+        assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+    together = {n: sorted(of_ranks[0][n] + of_ranks[1][n]) for n in of_ranks[0]}
+    found = result(Path(alone))
+    assert {n: sorted(read) for n, read in found["read"].items()} == {
+        n: read for n, read in together.items() if int(n) > saved
+    }
+    assert found["num_read"] == 4 * rest
+    epoch = [number for step in range(1, 7) for number in together[str(step)]]
+    assert sorted(epoch) == [*range(SAMPLES)]
+    assert together["7"] != together["1"], "another order in each epoch"

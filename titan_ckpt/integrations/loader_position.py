@@ -16,9 +16,10 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.components.known.loaders import samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import resume_once, stream_faults
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
@@ -275,6 +276,7 @@ class PositionedLoader:
 
     def _order_faults(self) -> Iterator[str]:
         yield from stream_faults(getattr(self.inner, "dataset", None), self._allow)
+        yield from stateful_faults(self.inner, self._allow)
         if not has_state(self.inner):
             yield from sampler_faults(samplers_of(self.inner), self._allow)
 
@@ -347,22 +349,6 @@ class PositionedLoader:
         return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
 
 
-def samplers_of(loader: Any) -> list[Any]:
-    """Return a loader's samplers, from the outermost to the innermost."""
-    found: list[Any] = []
-    waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    while waiting:
-        sampler = waiting.pop(0)
-        if sampler is not None and not any(sampler is other for other in found):
-            found.append(sampler)
-            waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
-            waiting.append(getattr(getattr(sampler, "dataset", None), "_sampler", None))  # of Lightning's wrapper
-            for value in getattr(sampler, "__dict__", {}).values():
-                several = value if isinstance(value, (list, tuple)) else [value]
-                waiting += several if several and isinstance(several[0], Sampler) else []
-    return found
-
-
 def length_of(data: Any) -> int | None:
     """Return how many batches or samples there are, if that is known."""
     try:
@@ -385,13 +371,13 @@ class _Through:
     """A sampler whose entries go through a function. Workers that are kept use the same one in every epoch."""
 
     def __init__(self, sampler: Any, function: Callable[[Any], Iterator[Any]]) -> None:
-        self._sampler, self._function = sampler, function
+        self.sampler, self._function = sampler, function
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._function(self._sampler)
+        yield from self._function(self.sampler)
 
 
 @contextmanager

@@ -17,8 +17,9 @@ from torch.utils.data import IterableDataset
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.components.known.loaders import samplers_of
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.loader_position import PositionedLoader, length_of, samplers_of
+from titan_ckpt.integrations.loader_position import PositionedLoader, length_of
 
 _END = object()
 _DIVIDED = (

@@ -408,11 +408,11 @@ class Holding(Stream):
         self.held = held
 
 
-class Lazy(Counting):
+class Lazy(Sampler[int]):
     """Draws each index when it is asked for."""
 
-    def __init__(self) -> None:
-        pass
+    def __len__(self) -> int:
+        return 10
 
     def __iter__(self) -> Iterator[int]:
         left = [*range(10)]

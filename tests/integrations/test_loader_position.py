@@ -162,6 +162,7 @@ def by_own_generator() -> Any:
     return DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
+KEPT: Any = {"num_workers": 1, "persistent_workers": True}
 LOADERS: dict[str, Callable[[], Any]] = {
     "in order": lambda: DataLoader(Numbers(), 2),
     "shuffled by the process's generator": lambda: DataLoader(Numbers(), 2, shuffle=True),
@@ -169,9 +170,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "with replacement": lambda: DataLoader(Numbers(), 2, sampler=RandomSampler(Numbers(), replacement=True)),
     "one share of two": lambda: DataLoader(Numbers(20), 2, sampler=DistributedSampler(Numbers(20), 2, 1)),
     "without batches": lambda: DataLoader(Numbers(), None, shuffle=True),
-    "a worker": lambda: DataLoader(Plain(10), 2, shuffle=True, num_workers=1, persistent_workers=True),
-    "a worker, a generator of the sampler": lambda: DataLoader(Plain(10), 2, sampler=Around(), num_workers=1),
-    "a worker, a sampler with a state": lambda: DataLoader(Plain(10), 2, sampler=Giving(), num_workers=1),
+    "a worker": lambda: DataLoader(Plain(10), 2, shuffle=True, **KEPT),
+    "a worker, a generator of the sampler": lambda: DataLoader(Plain(10), 2, sampler=Around(), **KEPT),
+    "a worker, a sampler with a state": lambda: DataLoader(Plain(10), 2, sampler=Giving(), **KEPT),
     "a stream": lambda: DataLoader(Stream(), 2),
     "a stream with a length": lambda: DataLoader(Sized(), 2),
     "a stream that draws its order": lambda: DataLoader(Turning(), 2),

@@ -311,8 +311,7 @@ class PositionedLoader:
     def _facts(self) -> dict[str, Any]:
         samplers = samplers_of(self.inner)
         seeds = [getattr(s, name) for s in samplers for name in ("initial_seed", "seed") if hasattr(s, name)]
-        names = ("effective_batch_size", "batch_size")
-        sizes = [size for s in samplers for name in names if (size := getattr(s, name, None)) is not None]
+        sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
         size = sizes[0] if sizes else getattr(self.inner, "batch_size", None)
         return {
             "length": length_of(self.loader),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -49,6 +50,12 @@ class RandomState:
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002
         torch.manual_seed(seed)
+
+
+def process_state() -> bytes:
+    """Return bytes that are others when the process has drawn a random number on the CPU."""
+    of_numpy = np.random.get_state()  # noqa: NPY002 - the legacy global generator is what libraries draw from
+    return pickle.dumps((random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()))
 
 
 def is_random(value: Any) -> bool:

@@ -235,7 +235,8 @@ def test_a_run_whose_epochs_end_early_saves_its_last_step(make: Any, last: int, 
 def test_steps_of_other_batches_are_refused(tmp_path: Path) -> None:
     """A run that accumulates more batches, or shares them among more ranks, would leave gradients out of a save."""
     refused = pytest.raises(LoadMismatchError, match="ended after 6 batches of its epoch, and steps of 4 batches")
-    for steps, accumulated, expected in ((3, 2, nullcontext()), (5, 4, refused)):
+    cases: Any = ((3, 2, nullcontext()), (5, 4, refused))
+    for steps, accumulated, expected in cases:
         trainer: Any = plain(tmp_path, gradient_accumulation_steps=accumulated)
         trainer.args.max_steps = steps
         attach(trainer, CONFIG)

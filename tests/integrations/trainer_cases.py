@@ -409,6 +409,15 @@ class Batched(Trainer):
 
 
 KEPT: dict[str, Any] = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+
+
+def evaluated(folder: Path) -> Trainer:
+    """Return a Trainer that evaluates after each step, by workers that it keeps."""
+    trainer = plain(folder, data=partial(Still, 18), **KEPT, **_EVALUATED)
+    trainer.eval_dataset = Still(4)
+    return trainer
+
+
 UNDIVIDED = partial(plain, accelerator_config={"dispatch_batches": False})
 OWN: dict[str, Case] = {
     "a sampler with state_dict": partial(plain, kind=Sampled, gradient_accumulation_steps=1),
@@ -419,7 +428,7 @@ OWN: dict[str, Case] = {
     "a stream that ends at the save": partial(UNDIVIDED, data=partial(stream, 6), gradient_accumulation_steps=1),
     "a callback that looks at the data": partial(plain, callbacks=[Looking], data=partial(Still, 18)),
     "a look at the data of kept workers": partial(plain, callbacks=[Looking], data=partial(Still, 18), **KEPT),
-    "evaluations by workers that are kept": partial(plain, data=partial(Still, 18), **KEPT, **_EVALUATED),
+    "evaluations by workers that are kept": evaluated,
     "batch_rebalance, two ranks": partial(
         plain, data=partial(Uneven, 18), train_sampling_strategy="batch_rebalance", logging_steps=5
     ),

@@ -18,7 +18,7 @@ import torch
 
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, stored_by_code_of, unless_allowed
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.rng import RandomState
+from titan_ckpt.rng import process_state
 
 SAMPLERS: Mapping[str, str] = {
     **{
@@ -93,9 +93,9 @@ class OrderWatch:
     """Says whether an order that is drawn changes the user's own samplers that give no state."""
 
     def __init__(self, samplers: Collection[Any]) -> None:
-        own = (sampler for sampler in samplers if class_name(sampler) not in SAMPLERS and not has_state(sampler))
+        others = (sampler for sampler in samplers if not class_name(sampler).startswith("titan_ckpt."))
+        own = (sampler for sampler in others if class_name(sampler) not in SAMPLERS and not has_state(sampler))
         self._before = [(sampler, _content(sampler)) for sampler in own]
-        self._random = RandomState()
 
     def watched(self, order: Iterator[Any], allow: Collection[str]) -> Iterator[Any]:
         """Yield the rest of an order.
@@ -107,9 +107,9 @@ class OrderWatch:
             yield from order
             return
         while True:
-            before = pickle.dumps(self._random.state_dict())
+            before = process_state()
             entry = next(order, _END)
-            if pickle.dumps(self._random.state_dict()) != before:
+            if process_state() != before:
                 reason = f"it draws from the process's random numbers in the middle of an order, so {_ADVICE}"
                 raise ConfigError([*unless_allowed(f"sampler {names[0]}", names[0], reason, allow)])
             if entry is _END:

@@ -16,9 +16,10 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.components.known.loaders import samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import resume_once, stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES
 from titan_ckpt.errors import ConfigError, LoadMismatchError
@@ -291,6 +292,7 @@ class PositionedLoader:
 
     def _order_faults(self) -> Iterator[str]:
         yield from stream_faults(getattr(self.inner, "dataset", None), self._allow)
+        yield from stateful_faults(self.inner, self._allow)
         if not has_state(self.inner):
             yield from sampler_faults(samplers_of(self.inner), self._allow)
 
@@ -325,8 +327,7 @@ class PositionedLoader:
     def _facts(self) -> dict[str, Any]:
         samplers = samplers_of(self.inner)
         seeds = [getattr(s, name) for s in samplers for name in ("initial_seed", "seed") if hasattr(s, name)]
-        names = ("effective_batch_size", "batch_size")
-        sizes = [size for s in samplers for name in names if (size := getattr(s, name, None)) is not None]
+        sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
         size = sizes[0] if sizes else getattr(self.inner, "batch_size", None)
         return {
             "length": length_of(self.loader),
@@ -364,22 +365,6 @@ class PositionedLoader:
         return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
 
 
-def samplers_of(loader: Any) -> list[Any]:
-    """Return a loader's samplers, from the outermost to the innermost."""
-    found: list[Any] = []
-    waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    while waiting:
-        sampler = waiting.pop(0)
-        if sampler is not None and not any(sampler is other for other in found):
-            found.append(sampler)
-            waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
-            waiting.append(getattr(getattr(sampler, "dataset", None), "_sampler", None))  # of Lightning's wrapper
-            for value in getattr(sampler, "__dict__", {}).values():
-                several = value if isinstance(value, (list, tuple)) else [value]
-                waiting += several if several and isinstance(several[0], Sampler) else []
-    return found
-
-
 def _divides(sampler: Any) -> bool:
     """Return whether a sampler deals the entries of one order to the ranks in turn."""
     owner = next((kind for kind in type(sampler).__mro__ if "__iter__" in vars(kind)), object)
@@ -409,13 +394,13 @@ class _Through:
     """A sampler whose entries go through a function. Workers that are kept use the same one in every epoch."""
 
     def __init__(self, sampler: Any, function: Callable[[Any], Iterator[Any]]) -> None:
-        self._sampler, self._function = sampler, function
+        self.sampler, self._function = sampler, function
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._function(self._sampler)
+        yield from self._function(self.sampler)
 
 
 @contextmanager

@@ -6,7 +6,6 @@ Owns the table of the parts that a stream is made of. datasets itself is not imp
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
@@ -15,7 +14,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, class_name, function_faults, unless_allowed
-from titan_ckpt.rng import generators_kept
+from titan_ckpt.rng import generators_kept, process_state
 
 _EXACT = (
     "Examples", "ArrowExamples", "RebatchedArrowExamples", "StepExamples", "CyclingMultiSourcesExamples",
@@ -125,8 +124,8 @@ def _reads_again(part: Any) -> bool:
 
 def _draws(part: Any) -> bool:
     """Return whether the process draws random numbers while the first example is read."""
-    with generators_kept() as random_state:
-        before = pickle.dumps(random_state.state_dict())
+    with generators_kept():
+        before = process_state()
         with suppress(Exception):  # the first step will raise it
             next(iter(part), None)
-        return pickle.dumps(random_state.state_dict()) != before
+        return process_state() != before

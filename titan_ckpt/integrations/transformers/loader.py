@@ -14,11 +14,11 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import IterableDataset
-from transformers.trainer_pt_utils import BatchRebalanceSampler
 
 from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.components.known.loaders import samplers_of
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.loader_position import PositionedLoader, length_of, samplers_of
+from titan_ckpt.integrations.loader_position import PositionedLoader, length_of
 
 _END = object()
 _DIVIDED = (
@@ -127,8 +127,6 @@ def _share(inner: Any, *, is_prepared: bool) -> DataRank | None:
     Ranks of tensor parallelism get the same batches: accelerate leaves a loader whole if there are no other ranks.
     """
     if (sampler := _sharding(inner)) is not None:
-        if isinstance(own := sampler.batch_sampler, BatchRebalanceSampler):  # it gives each rank its share itself
-            return DataRank(own.rank, own.dp_size)
         return DataRank(sampler.process_index, sampler.num_processes)
     is_whole = is_prepared and not isinstance(inner.dataset, IterableDataset)
     return DataRank(0, 1) if is_whole else None

@@ -27,11 +27,12 @@ from titan_ckpt.cli.main import main
 from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.nested import memory_order
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.testing import distributed
 
 GOLDEN = Path(__file__).parent / "golden" / "native-1"
-ALONE = ("external", "lora-adapter", "one-process", "process")
+ALONE = ("external", "lora-adapter", "memory-order", "one-process", "process")
 RESUMED = (*ALONE, "two-ranks")
 EXPORTS = {
     "dcp-export": Path("exports/step-2"),
@@ -84,9 +85,18 @@ def same(a: Any, b: Any) -> bool:
     if isinstance(a, (set, frozenset)):
         return len(a) == len(b) and all(any(same(x, y) for y in b) for x in a)
     if isinstance(a, torch.Tensor):
-        return bool(runs.described(a) == runs.described(b))
+        return bool(runs.described(a) == runs.described(b)) and memory_order(a) == memory_order(b)
     if isinstance(a, (np.ndarray, np.generic)):
-        return (a.dtype.str, a.shape, a.tobytes()) == (b.dtype.str, b.shape, b.tobytes())
+        facts = [
+            (
+                v.dtype.str,
+                v.shape,
+                v.tobytes(),
+                [s for s, n in zip(v.strides, v.shape, strict=True) if n > 1 and v.size],
+            )
+            for v in (a, b)
+        ]
+        return facts[0] == facts[1]
     return repr(a) == repr(b)
 
 
@@ -118,6 +128,7 @@ def test_every_case_is_there() -> None:
         "external/checkpoints/step-2",
         "lora-adapter/base/step-0",
         "lora-adapter/checkpoints/step-2",
+        "memory-order/checkpoints/step-2",
         "one-process/checkpoints/step-2",
         "one-process/checkpoints/step-4",
         "process/checkpoints/step-2",
@@ -134,6 +145,16 @@ def test_every_tag_of_typed_json_is_there() -> None:
     states = [path for path in GOLDEN.glob("one-process/checkpoints/*/*.json") if path.name != "MANIFEST.json"]
     found = {tag for path in states for tag in re.findall(r'"(\$[A-Za-z.]+)":', path.read_text())}
     assert sorted(found) == sorted(" ".join(runs.TAGS).split())
+
+
+def test_values_that_are_not_row_major_are_there() -> None:
+    """Their payloads have the axes in memory order after dtype, shape and bytes: other readers refuse the length."""
+    folder = GOLDEN / "memory-order/checkpoints/step-2"
+    state, rank = (json.loads((folder / name).read_text()) for name in ("state.json", "rank-00000.json"))
+    arrays = [array["$numpy"][3:] for array in state["states"]["ordered"]["arrays"]]
+    tensors = [tensor["$tensor"][3:] for tensor in rank["dataloader"]["tensors"]]
+    assert arrays == [[[2, 1, 0]], [[2, 0, 1]], [[1, 0, 2]], [], [[1, 0]]]
+    assert tensors == [[[1, 2, 0]], [], []]
 
 
 def test_two_ranks_have_stored_rows_columns_and_several_chunks_of_one_tensor() -> None:
@@ -197,6 +218,8 @@ def assert_is_as_saved(run: Any, told: Mapping[str, Any]) -> None:
     assert found["ranks"] == told["ranks"]
     if "typed" in run.states:
         assert same(run.states["typed"].value, runs.typed())
+    if "ordered" in run.states:
+        assert same(run.states["ordered"].value | run.data.kept, runs.ordered())
 
 
 def resume_go_on_and_save(case: str, folder: Path) -> None:

@@ -126,6 +126,8 @@ class CheckpointManager:
             rank=coordinator.rank, world_size=coordinator.world_size, left_out=config.left_out(),
             own_settings=own_settings,
         )  # fmt: skip
+        self.watch = self._run.watch
+        """What no step holds and must not change; an integration adds to it."""
         telemetry = self.base_folder if config.save or config.export else None  # a run that only loads writes nothing
         self.telemetry = Telemetry(telemetry, coordinator.rank, coordinator.world_size, config)
         """Add a sink of your own, or the settings of the whole run, before the load."""
@@ -472,6 +474,7 @@ class CheckpointManager:
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
             return take_snapshot(self._run, step, self._content.whole(model_only), model_only=True)
+        self.watch.refuse(step)
         unused = self._gradients.unused() if mark is None else mark.unused
         if unused.unreduced or not any(getattr(s, "holds_gradients", False) for s in self._run.states.values()):
             self._gradients.refuse(unused, step, self._model.parameter_names())

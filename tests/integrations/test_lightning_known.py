@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from tests.integrations.lightning_runs import Samples, model
 from titan_ckpt import CheckpointConfig, SaveConfig
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, SaveError
 from titan_ckpt.integrations.lightning import attach, fabric_manager
 from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults, plugin_faults
 
@@ -38,17 +39,21 @@ def test_a_callback_that_is_not_exact_is_refused_with_what_to_do(name: str) -> N
     assert [*callback_faults([callback], (name,))] == []
 
 
+TRAINED: Counter[str] = Counter()
+"""Steps of this process."""
+
+
 class Body:
-    """Counts the steps of this start; needs the LightningModule of a package."""
+    """Counts steps; needs the LightningModule of a package."""
 
     def __init__(self, callbacks: Callable[[], list[Any]] = list, metric: Any = None, trains_on: bool = False) -> None:
         super().__init__()
         self.network: Any
         self.network, self.bring, self.metric = model(), callbacks, metric
-        self.num_steps, self.trains_on = 0, trains_on
+        self.trains_on = trains_on
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        self.num_steps += 1
+        TRAINED["steps"] += 1
         loss: torch.Tensor = (self.network(batch[:, :4]) - batch[:, 4:]).square().mean()
         self.log("loss", loss, on_epoch=True)  # type: ignore[attr-defined]  # of the package's LightningModule
         return loss
@@ -74,21 +79,23 @@ def fit(
     epochs: int = 1,
     allow: tuple[str, ...] = (),
     ckpt_path: Path | None = None,
+    kind: type[Simple] = Simple,
+    data: Any = None,
     **module: Any,
 ) -> int:
     """Train in a folder, two steps an epoch, and return the number of steps that this start has trained."""
-    made = Simple(**module)
+    made, before = kind(**module), TRAINED["steps"]
     trainer = L.Trainer(
         accelerator="cpu", max_epochs=epochs, callbacks=[*callbacks], default_root_dir=folder, logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
     try:
         attach(trainer, CheckpointConfig(save=SaveConfig(interval=1), allow=allow))
-        trainer.fit(made, DataLoader(Samples(4), batch_size=2), ckpt_path=ckpt_path)
+        trainer.fit(made, data or DataLoader(Samples(4), batch_size=2), ckpt_path=ckpt_path)
     except ConfigError:
-        assert made.num_steps == 0, "a run is refused before its first step"
+        assert TRAINED["steps"] == before, "a run is refused before its first step"
         raise
-    return made.num_steps
+    return TRAINED["steps"] - before
 
 
 class Counting(L.Callback):
@@ -238,10 +245,86 @@ def test_both_packages_resume_the_sums_of_an_epoch_and_know_their_callbacks(tmp_
     assert means[0] == means[2] != means[1]
 
 
-def test_attributes_that_a_module_sets_in_training_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """No step holds a plain attribute of a module, and it may decide nothing: the run is told, and goes on."""
-    fit(tmp_path)
-    assert "Simple sets self.num_steps, and no step holds them" in caplog.text
+class Seeing(Simple):
+    """Holds data that is set once, notes the time of a start, and keeps the losses of a batch."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.weights, self.losses = torch.ones(3), [1.0]
+
+    def setup(self, stage: str) -> None:
+        self.prepared = torch.ones(2)
+
+    def on_train_start(self) -> None:
+        self.start = time.time()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        self.losses.append(loss.item() * float(self.weights[0]))
+        return loss
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.losses.pop()
+
+
+class Summing(Seeing):
+    def on_train_batch_end(self, *_: Any) -> None:
+        pass
+
+
+class Numbering(Simple):
+    number = 0
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.number += 1
+
+
+class GivingIt(Numbering, Summing):
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["own"] = [self.number, self.losses]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.number, self.losses = checkpoint["own"]
+
+
+class NumberingData(L.LightningDataModule):
+    read = 0
+
+    def setup(self, stage: str) -> None:
+        self.samples = Samples(4)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(self.samples, batch_size=2)
+
+    def on_after_batch_transfer(self, batch: Any, index: int) -> Any:
+        self.read += 1
+        return batch
+
+
+@pytest.mark.parametrize(
+    ("module", "data", "fault", "message"),
+    [
+        (Seeing, None, None, ""),
+        (GivingIt, None, None, ""),
+        (Numbering, None, ConfigError, r"module .*Numbering: its code sets self\.number(?s:.*)checkpoint\.allow"),
+        (Summing, None, SaveError, r"step 1 is not saved: module .*Summing: self\.losses changed since"),
+        (Simple, NumberingData, ConfigError, r"data module .*NumberingData: its code sets self\.read"),
+    ],
+)
+def test_a_module_whose_attributes_change_gives_them_or_is_refused(
+    module: type[Simple], data: Any, fault: Any, message: str, tmp_path: Path
+) -> None:
+    """One rule for callbacks, modules and data modules: by what their code sets, or at the save that sees a change."""
+    settings = {"kind": module, "data": data and data()}
+    if fault is None:
+        assert [fit(tmp_path, epochs=epochs, **settings) for epochs in (1, 2)] == [2, 2]
+        return
+    with pytest.raises(fault, match=message) as refused:
+        fit(tmp_path, **settings)
+    assert not [*tmp_path.glob("checkpoints/step-*")]
+    name = str(refused.value).rpartition('["')[2].partition('"]')[0]
+    settings["data"] = data and data()
+    assert fit(tmp_path, allow=(name,), **settings) == 2
 
 
 def test_a_run_that_has_stopped_early_stays_stopped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import inspect
 import os
-import pkgutil
 import random
-import warnings
-from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -21,50 +18,31 @@ from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from tests.integrations import trainer_grid
 from tests.integrations.trainer_cases import CASES, UNDIVIDED, Counting, Giving, Weighted, judge, plain, stream
+from tests.zoo.offered import below
 from titan_ckpt import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError
 from titan_ckpt.integrations.transformers import attach
 from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
+from titan_ckpt.integrations.transformers.refusals import GIVEN
 
 ALL = bool(os.environ.get("TITAN_CKPT_SOAK"))
 NAMES = [name for number, name in enumerate(CASES) if ALL or not name.startswith("argument") or number % 4 == 0]
 CONFIG = CheckpointConfig(save=SaveConfig(interval=3))
 
 
-def _modules(library: str, *words: str) -> list[str]:
-    """Return the names of a library's modules; with `words`, of those that have one of them in their names."""
-    paths = importlib.import_module(library).__path__
-    names = [module.name for module in pkgutil.walk_packages(paths, f"{library}.", onerror=lambda _: None)]
-    return [name for name in names if not words or any(word in name for word in words)]
-
-
-def classes_below(root: type[Any]) -> Iterator[str]:
-    """Yield the names of a class and of all that the installed libraries derive from it."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        of_transformers = _modules("transformers", "trainer", "integration", "notebook")
-        for name in [*of_transformers, *_modules("trl"), *_modules("peft", "callback")]:
-            with suppress(ImportError, RuntimeError, AttributeError):  # it needs a package that is not installed
-                importlib.import_module(name)
-    pending = [root]
-    while pending:
-        kind = pending.pop()
-        pending += kind.__subclasses__()
-        if kind.__module__.partition(".")[0] in {"transformers", "trl", "peft"}:
-            yield f"{kind.__module__}.{kind.__qualname__}"
-
-
 @pytest.mark.parametrize(("root", "known"), [(Trainer, TRAINERS), (TrainerCallback, CALLBACKS)])
 def test_every_class_of_the_installed_libraries_is_listed(root: type[Any], known: dict[str, str]) -> None:
     """One that a newer version adds is refused until it is listed."""
-    found = {name for name in classes_below(root) if "CallbackHandler" not in name}
+    found = {name for name in below(root, ("transformers", "trl", "peft")) if "CallbackHandler" not in name}
     assert found - {class_name(Unknown())} - known.keys() == set()
 
 
 def test_every_argument_of_the_installed_trainer_is_listed() -> None:
+    """Those of TrainingArguments, and those of the Trainer itself."""
     assert {field.name for field in fields(TrainingArguments)} <= ARGUMENTS | REFUSED_ARGUMENTS.keys()
+    assert inspect.signature(Trainer).parameters.keys() <= GIVEN
 
 
 def test_what_is_listed_as_exact_has_a_run() -> None:
@@ -167,12 +145,75 @@ def test_what_is_not_known_is_refused_by_name(settings: dict[str, Any], message:
         attach(plain(tmp_path, **settings), CONFIG)
 
 
+class Appending(TrainerCallback):
+    """Keeps what it has seen in a list."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_step_end(self, args: Any, state: TrainerState, *_: Any, **__: Any) -> None:
+        if state.global_step > 3:
+            self.seen.append(state.global_step)
+
+
+def appending() -> Any:
+    """Return a function that keeps what it has seen in a list around it."""
+    seen: list[Any] = []
+
+    def loss(out: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+        seen.append(labels)
+        return out.logits.sum()
+
+    return loss
+
+
+@pytest.mark.parametrize(
+    ("settings", "step", "message"),
+    [
+        ({"callbacks": [Appending]}, 6, "callback .*Appending: self.seen changed"),
+        ({"compute_loss_func": appending()}, 3, "compute_loss_func .*loss: the variable seen changed"),
+    ],
+)
+def test_data_that_changes_is_refused_at_the_save_that_sees_it(
+    settings: dict[str, Any], step: int, message: str, tmp_path: Path
+) -> None:
+    """Steps before it are saved, the stop saves none after it, and it can be allowed."""
+    attach(trainer := plain(tmp_path, **settings), CONFIG)
+    with pytest.raises(SaveError, match=f"step {step} is not saved: {message}") as refused:
+        trainer.train()
+    saved = {path.name for path in (tmp_path / "checkpoints").glob("step-*")}
+    assert saved == {f"step-{number}" for number in range(3, step, 3)}
+    name = str(refused.value).rpartition('["')[2].partition('"]')[0]
+    attach(
+        trainer := plain(tmp_path / "allowed", **settings), CheckpointConfig(save=SaveConfig(interval=3), allow=(name,))
+    )
+    trainer.train()
+
+
+class Remembering(TrainerCallback):
+    """Copies the weights when the training begins."""
+
+    def on_train_begin(self, *_: Any, model: Any = None, **__: Any) -> None:
+        self.first = [value.detach().clone() for value in model.parameters()]
+
+
+def test_a_copy_of_weights_that_every_start_makes_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    attach(trainer := plain(tmp_path, callbacks=[Remembering]), CONFIG)
+    with pytest.raises(
+        ConfigError, match=r"Remembering: every start sets self\.first, a Tensor, anew in on_train_begin"
+    ):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 def test_a_callback_that_is_added_later_is_judged_when_the_training_begins(tmp_path: Path) -> None:
-    trainer = plain(tmp_path)
+    """What attach has added to a trainer of the user's own counts for nothing."""
+    trainer = plain(tmp_path, kind=Weighted)
     attach(trainer, CONFIG)
     trainer.add_callback(Counting())
-    with pytest.raises(ConfigError, match=r"Counting: its code sets self\.counted"):
+    with pytest.raises(ConfigError, match=r"Counting: its code sets self\.counted") as refused:
         trainer.train()
+    assert "Weighted" not in str(refused.value)
 
 
 def test_what_is_allowed_runs_and_every_step_records_it(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import random
 import signal
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -262,6 +263,32 @@ class Weighted(Trainer):
         return super().create_optimizer(*args)
 
 
+class Balanced(Trainer):
+    """A user's trainer that weighs the words of its loss by tensors and lists that it is built with."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.weights, self.words, self.factors = torch.linspace(0.5, 1.5, 32), [*range(32)], {"all": 0.5}
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        logits = model(**inputs).logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, inputs["labels"][:, 1:].flatten(), self.weights[self.words])
+        return loss * self.factors["all"]
+
+
+class Timed(TrainerCallback):
+    """A user's callback, which notes when the training has begun, and shows it."""
+
+    def __init__(self) -> None:
+        self.shown = ["loss"]
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        self.start = time.time()
+
+    def on_log(self, *_: Any, logs: Any = None, **__: Any) -> None:
+        print({name: logs.get(name) for name in self.shown}, time.time() - self.start)
+
+
 class Counting(TrainerCallback):
     """A user's callback, which multiplies the learning rate by what it has counted."""
 
@@ -434,6 +461,8 @@ OWN: dict[str, Case] = {
     ),
     "a length that is an estimate": partial(plain, kind=Batched, data=partial(Tokens, 12)),
     "a trainer that stores nothing": partial(plain, kind=Weighted),
+    "a trainer with weights of words": partial(plain, kind=Balanced),
+    "a callback with a time": partial(plain, callbacks=[Timed]),
     "a trainer with state_dict": partial(plain, kind=Averaging),
     "a callback that is an ExportableState": partial(plain, callbacks=[Exporting]),
     "a callback with state_dict": partial(plain, callbacks=[Giving]),

@@ -12,9 +12,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests.interop.test_optimizer_content import Plain
-from tests.zoo.optimizer_runs import Case, judge
+from tests.zoo.optimizer_runs import Case, comparable, judge
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
-from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.errors import SaveError, StateEncodingError
 
 
 class Sam(Optimizer):
@@ -163,6 +163,81 @@ class Constant(Plain):
         return p.grad * self.factor * self.eye[0, 0]
 
 
+class Rare(Plain):
+    """Halves a factor, which it keeps in an attribute, at every 15th step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.factor, self.others = 1.0, [p for group in self.param_groups for p in group["params"]]
+
+    def begin(self) -> None:
+        group = self.param_groups[0]
+        group["count"] = group.get("count", 0) + 1
+        if group["count"] % 15 == 0:
+            self.factor /= 2
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
+        assert p.grad is not None
+        return p.grad * self.factor
+
+
+class WholeRare(Rare):
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"factor": self.factor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        self.factor = rest.pop("factor")
+        super().load_state_dict(rest)
+
+
+class HalfRare(WholeRare):
+    """Returns the state of something else."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {"factor": 1.0}
+
+
+class UnseenRare(Plain):
+    """Holds a function, so that it is not rehearsed; changes a tensor in place at every 15th step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.factor, self.schedule = torch.ones(1), comparable
+
+    def begin(self) -> None:
+        group = self.param_groups[0]
+        group["count"] = group.get("count", 0) + 1
+        if group["count"] % 15 == 0:
+            self.factor.div_(2)
+
+
+class Scratch(Plain):
+    """Computes in memory that it makes at its first step, and clears a flag, as fused optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.overflow, self.work = torch.zeros(1, dtype=torch.int32), None
+
+    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
+        assert p.grad is not None
+        if self.work is None:
+            self.work = torch.zeros(64)  # type: ignore[assignment]  # it was None
+        self.overflow.zero_()
+        return p.grad + self.work[:1].copy_(p.grad.reshape(-1)[:1])  # type: ignore[index]  # as above
+
+
+class SetAside(Plain):
+    """Holds more memory than is rehearsed, and clears a flag."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.overflow, self.work = torch.zeros(1, dtype=torch.int32), torch.zeros(5000)
+
+    def begin(self) -> None:
+        self.overflow.zero_()
+
+
 Build = Callable[[nn.Module], Any]
 LOSES: dict[str, tuple[Build, str]] = {
     "sam": (lambda m: Sam(m.parameters(), lr=0.1, momentum=0.9), "self.base_optimizer"),
@@ -208,6 +283,8 @@ EXACT: dict[str, Build] = {
     "sam of AdamW": lambda m: WholeSam(m.parameters(), AdamW, lr=0.1),
     "lookahead": lambda m: WholeLookahead(m.parameters()),
     "constant": lambda m: Constant(m.parameters()),
+    "scratch": lambda m: Scratch(m.parameters()),
+    "scratch, not rehearsed": lambda m: SetAside(m.parameters()),
 }
 
 
@@ -215,3 +292,34 @@ EXACT: dict[str, Build] = {
 def test_an_optimizer_that_returns_all_of_it_goes_on_exactly(name: str, tmp_path: Path) -> None:
     """Base optimizers, slow weights and counts in the state dict; attributes that never change are in no one's way."""
     assert judge(Case(name, EXACT[name], kind="plain"), tmp_path) == ("exact", "")
+
+
+def trained(folder: Path, kind: type[Any], last: int, allow: tuple[str, ...] = ()) -> list[torch.Tensor]:
+    """Return the weights of a run that saves every step."""
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    with manager(folder, model, optimizer := kind(model.parameters()), allow) as m:
+        for step in range(m.load().step + 1, last + 1):
+            model(torch.full((1, 2), float(step))).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            m.save(step)
+    return [value.detach().clone() for value in model.parameters()]
+
+
+@pytest.mark.parametrize("kind", [Rare, HalfRare, UnseenRare])
+def test_an_attribute_that_changes_later_is_refused_at_the_save_that_sees_it(kind: type[Any], tmp_path: Path) -> None:
+    """The steps before it are saved; it can be allowed."""
+    message = (
+        rf"step 15 is not saved: .*{kind.__name__}: self\.factor changed(?s:.*)allow = \[\"{__name__}\.{kind.__name__}"
+    )
+    with pytest.raises(SaveError, match=message):
+        trained(tmp_path, kind, 16)
+    assert (tmp_path / "checkpoints" / "step-14").exists()
+    trained(tmp_path / "allowed", kind, 16, (f"{__name__}.{kind.__name__}",))
+
+
+def test_an_attribute_that_changes_later_and_is_in_the_state_dict_comes_back(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", WholeRare, 20)
+    trained(tmp_path / "resumed", WholeRare, 17)
+    assert all(map(torch.equal, whole, trained(tmp_path / "resumed", WholeRare, 20)))

@@ -3,7 +3,7 @@
 Owns the copy of an optimizer over tiny parameters, its steps and the comparison. Live objects are only read, and the
 generators are put back. An optimizer whose attributes hold more than plain data and other optimizers is not rehearsed,
 because its code may reach live objects through them: unsaved_state.py looks at its code and attributes instead, and
-what it keeps in its state is checked after its first step.
+what it keeps in its state is checked after its first step. Attributes that the rehearsal has not changed are watched.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from titan_ckpt.components import quantised_state
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_content import OF_TORCH, innermost, read, speaks_for_itself
 from titan_ckpt.components.unsaved_state import class_name, faults, stored_by_code_of, unless_allowed
+from titan_ckpt.components.watched import Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
 from titan_ckpt.geometry.chunks import info_of, local_tensor
@@ -55,11 +56,18 @@ _NEXT_STEP = (
 )
 
 
-def rehearse(optimizers: Sequence[Any], live: Sequence[nn.Module] = (), allow: Collection[str] = ()) -> list[str]:
+def rehearse(
+    optimizers: Sequence[Any],
+    live: Sequence[nn.Module] = (),
+    allow: Collection[str] = (),
+    watch: Watch | None = None,
+) -> list[str]:
     """Return a line for every optimizer whose state could not be stored, or is not known to come back.
 
     `live`: the modules that they train. `allow`: full names of classes that may lose what they keep in attributes.
+    `watch`: notes the attributes that these steps have not changed, and later ones might.
     """
+    watch = watch or Watch()
     lines: dict[str, None] = {}
     with generators_kept():
         for optimizer in map(innermost, optimizers):
@@ -67,7 +75,7 @@ def rehearse(optimizers: Sequence[Any], live: Sequence[nn.Module] = (), allow: C
             fault = _misaligned(optimizer)
             if fault is None and not name.startswith(OF_TORCH):
                 with torch.compiler.set_stance("force_eager"):
-                    lost = dict.fromkeys(_lost(optimizer, live, allow))
+                    lost = dict.fromkeys(_lost(optimizer, live, allow, watch))
                     fault = None if lost else _fault(optimizer, may_lose=name in allow)
                 lines |= lost
             if fault is not None:
@@ -129,28 +137,55 @@ def _fault(optimizer: Optimizer, *, may_lose: bool) -> str | None:
     return f"after a resume its steps would not be those of a run without a stop. {_NEXT_STEP}"
 
 
-def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str]) -> Iterator[str]:
+def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str], watch: Watch) -> Iterator[str]:
     """Yield a line if attributes of an optimizer change and are not in its state dict, as far as is known.
 
-    If an optimizer cannot be rehearsed and has no state dict of its own, all counts that its code sets or that can
-    change.
+    If an optimizer cannot be rehearsed and has no state dict of its own, all counts that its code sets.
     """
-    kinds = type(optimizer).__mro__
+    kinds, what = type(optimizer).__mro__, class_name(optimizer)
     if (first := _stepped_twin(optimizer, _LAST)) is None:
         known = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in kinds}
-        yield from faults([("optimizer", optimizer)], known, allow, live=live, gives_state=speaks_for_itself)
+        held = [("optimizer", optimizer)]
+        yield from faults(held, known, allow, live=live, gives_state=speaks_for_itself, watch=watch)
         return
-    other = _tiny(optimizer)
+    other, fresh = _tiny(optimizer), _tiny(optimizer)
+    constant = [name for name, value in _kept(first).items() if _equal(value, _kept(fresh).get(name))]
     try:
         _carry_over(first, other)
+        lost = _differing(first, other)
+        if lost:  # what each step sets anew before it is used comes back by itself
+            _steps(first, _LAST + 1)
+            _steps(other, _LAST + 1)
+            lost = [name for name in _differing(first, other) if name in lost]
     except Exception:  # `_fault` meets it again, and has the words for it
         return
     of_torch = {*stored_by_code_of(kind for kind in kinds if kind.__module__.startswith(OF_TORCH))}
-    mine, theirs = _kept(first), _kept(other)
-    lost = [f"self.{name}" for name, value in mine.items() if not _equal(value, theirs.get(name))]
-    if lost := [name for name in lost if name not in of_torch]:
+    if lost := [f"self.{name}" for name in lost if f"self.{name}" not in of_torch]:
         reason = f"its steps change {listed(lost, ', ', ' ')}, and its state_dict() leaves that out. {_NEXT_STEP}"
-        yield from unless_allowed(class_name(optimizer), class_name(optimizer), reason, allow)
+        yield from unless_allowed(what, what, reason, allow)
+    elif what not in allow:
+        names = [name for name in constant if f"self.{name}" not in of_torch]
+        values = {f"self.{name}": partial(vars(optimizer).get, name) for name in names}
+        trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        watch.add(optimizer, what, what, values, trained, partial(_comes_back, optimizer, fresh))
+
+
+def _differing(one: Optimizer, other: Optimizer) -> list[str]:
+    """Return the attributes that differ."""
+    theirs = _kept(other)
+    return [name for name, value in _kept(one).items() if not _equal(value, theirs.get(name))]
+
+
+def _comes_back(optimizer: Optimizer, fresh: Optimizer, name: str) -> bool:
+    """Return whether the state dict of an optimizer holds an attribute. `fresh`: a tiny copy from before its change."""
+    with generators_kept(), torch.compiler.set_stance("force_eager"):
+        try:
+            now = _tiny(optimizer)
+            _steps(now, 1)
+            _carry_over(now, fresh)
+        except Exception:  # any error of its code: it does not come back
+            return False
+    return name.removeprefix("self.") not in _differing(now, fresh)
 
 
 def _stepped_twin(optimizer: Optimizer, steps: int) -> Optimizer | None:

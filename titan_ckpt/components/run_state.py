@@ -29,6 +29,7 @@ from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_rehearsal import rehearse
 from titan_ckpt.components.unsaved_state import class_name
+from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import Component
 from titan_ckpt.distributed.sharing import describe
 from titan_ckpt.encoding import typed_json
@@ -71,6 +72,8 @@ class RunState:
     """Components that are neither saved nor loaded; their objects are forgotten."""
     own_settings: Callable[[Mapping[str, Any]], frozenset[str]] = lambda _: frozenset()
     """Returns, by the stored `states`, the settings of optimizer groups of which a load leaves this run's values."""
+    watch: Watch = field(default_factory=Watch)
+    """What objects keep in attributes that no step holds, and that must not change."""
 
     def __post_init__(self) -> None:
         """Check that all objects can be asked for their state.
@@ -150,7 +153,7 @@ class RunState:
         """
         if "model" not in self.left_out:
             require_memory(self.model.memory())
-        faults = rehearse(self.optimizers, self.model.parts, allow)
+        faults = rehearse(self.optimizers, self.model.parts, allow, self.watch)
         if not faults and (optimizer := self.optimizer) is not None:
             faults = typed_json.problems_of(optimizer.split()[1], "optimizer")
         for i, scheduler in enumerate(self.lr_schedulers):

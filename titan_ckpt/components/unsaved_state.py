@@ -1,8 +1,9 @@
 """Decides whether the objects that a run holds beside what its steps save, such as callbacks, continue exactly.
 
 A class of a library is exact if it was proved so and is listed by the integration; a class that is not listed is
-refused. A class of the user is exact if its objects hold nothing that changes, or give their state themselves. Either
-can be allowed by name, with `checkpoint.allow`; then the log and every step say so.
+refused. A class of the user is exact if its objects hold nothing that changes, or give their state themselves: its code
+sets no attribute in training, and data that it holds is watched, so that a save which finds it changed is refused.
+Either can be allowed by name, with `checkpoint.allow`; then the log and every step say so.
 """
 
 from __future__ import annotations
@@ -16,13 +17,18 @@ from contextlib import suppress
 from functools import partial
 from inspect import unwrap
 from io import IOBase
-from types import CodeType, FunctionType
-from typing import Any
+from types import CodeType, FunctionType, SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from titan_ckpt.rng import held_generators, is_random, used_by
+
+if TYPE_CHECKING:
+    from titan_ckpt.components.watched import Watch
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +44,6 @@ MAX_DEPTH = 8
 """Objects within objects that are followed; what is deeper counts as something that changes."""
 
 _CONSTANT = (str, bytes, int, float, complex, type(None), type, FunctionType, partial, torch.dtype, torch.device)
-_CONTAINERS = (list, dict, set, bytearray, deque, torch.Tensor)
 _CHANGING = frozenset(
     {
         "add", "add_", "append", "appendleft", "clear", "copy_", "discard", "extend", "fill_", "insert", "lerp_",
@@ -46,6 +51,13 @@ _CHANGING = frozenset(
     }
 )  # fmt: skip
 """Methods of containers that change them."""
+_CONTAINERS = (list, tuple, set, frozenset, deque, dict, SimpleNamespace)
+_ARRAYS = (torch.Tensor, np.ndarray, bytearray)
+_WITH_ORDER = (Dataset, DataLoader, Sampler)
+"""Data has rules of its own: loader_position.py and data_order.py of the integrations."""
+_HERE = "titan_ckpt"
+_OF_MODULES = frozenset(vars(nn.Module()))
+"""Attributes that every module has: their content is the model's state."""
 _BUILDS = ("__init__", "__new__", "__post_init__", "__set_name__", "__init_subclass__", "__setstate__")
 
 
@@ -60,22 +72,36 @@ def faults(
     known: Mapping[str, str],
     allow: Collection[str],
     *,
-    live: Iterable[nn.Module] = (),
+    live: Iterable[Any] = (),
     gives_state: Callable[[Any], bool] = lambda _: False,
+    builds: Collection[str] = (),
+    begins: Collection[str] = (),
+    watch: Watch | None = None,
 ) -> Iterator[str]:
     """Yield one line for each object whose state a resumed run would lose, as far as that is known.
 
     `held`: (what it is, the object), such as ("callback", EarlyStopping()). `known`: full name of a library's class ->
-    why it is not exact; "" if it was proved exact. `allow`: names that are let through. `live`: modules that the run
-    saves, which an object may hold. `gives_state`: whether an object of the user's own class returns its state, which
-    the integration saves and restores.
+    why it is not exact; "" if it was proved exact. `allow`: names that are let through. `live`: modules and other
+    objects that the run saves, which an object may hold. `gives_state`: whether an object of the user's own class
+    returns its state, which the integration saves and restores. `builds`, `begins`: methods that every start calls
+    before and after its load. `watch`: notes what the objects hold now, when the methods of `begins` have been called.
     """
     held = list(held)
-    saved = {id(module) for root in live for module in root.modules()} | {id(value) for _, value in held}
+    saved = {id(part) for root in live for part in _parts_of(root)} | {id(value) for _, value in held}
     for role, value in held:
-        reason = _reason(value, known, saved, gives_state)
+        what, name = f"{role} {class_name(value)}", class_name(value)
+        of_library = next((kind for kind in type(value).__mro__ if _package(kind) in LIBRARIES), None)
+        reason = _listed(type(value), known)
+        if reason is None and of_library is not type(value) and not gives_state(value):
+            own = _Own(value, of_library, saved, builds, begins)
+            if changing := next(own.changing(is_begun=watch is not None), None):
+                reason = f"{changing}, and no step holds it: let the object return its state and take it back"
+            elif watch is not None and name not in allow:
+                watch.add(value, what, name, own.values(), saved)
+                if numbers := own.begun():
+                    logger.warning("%s: every start sets %s anew, and no step holds it", what, ", ".join(numbers))
         if reason is not None:
-            yield from unless_allowed(f"{role} {class_name(value)}", class_name(value), reason, allow)
+            yield from unless_allowed(what, name, reason, allow)
 
 
 def function_faults(
@@ -84,10 +110,12 @@ def function_faults(
     *,
     live: Iterable[nn.Module] = (),
     others: Collection[Any] = (),
+    watch: Watch | None = None,
 ) -> Iterator[str]:
     """Yield the same for functions, methods and callable objects; what libraries keep in those of theirs is theirs.
 
-    `others`: objects that are looked at themselves, whose methods are none of these.
+    `others`: objects that are looked at themselves, whose methods are none of these. Without `watch`, data that their
+    code changes in place counts too.
     """
     for role, given in functions:
         function = given.func if isinstance(given, partial) else given
@@ -97,7 +125,10 @@ def function_faults(
         owner = getattr(function, "__self__", function)
         if owner is not None and not isinstance(owner, nn.Module) and not any(owner is other for other in others):
             of_libraries = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in type(owner).__mro__}
-            yield from faults([(role, owner)], of_libraries, allow, live=live)
+            yield from faults([(role, owner)], of_libraries, allow, live=live, watch=watch)
+            for name in _filled(owner) if watch is None else ():
+                reason = f"its code changes {name}, and no step holds it"
+                yield from unless_allowed(f"{role} {class_name(owner)}", class_name(owner), reason, allow)
 
 
 def unless_allowed(what: str, name: str, reason: str, allow: Collection[str]) -> Iterator[str]:
@@ -108,77 +139,139 @@ def unless_allowed(what: str, name: str, reason: str, allow: Collection[str]) ->
         yield f'{what}: {reason}, or allow that a resumed run loses it: checkpoint.allow = ["{name}"]'
 
 
-def _reason(
-    value: Any, known: Mapping[str, str], saved: Collection[int], gives_state: Callable[[Any], bool]
-) -> str | None:
-    """Return why an object is not exact and the next step, or None."""
-    bases = [kind for kind in type(value).__mro__ if _package(kind) in LIBRARIES]
-    of_library = bases[0] if bases else None
+def is_own(value: Any) -> bool:
+    """Return whether an object's class is no library's that is listed, none of Python's and none of titan_ckpt."""
+    package = _package(type(value))
+    return package not in LIBRARIES and package not in sys.stdlib_module_names and package != _HERE
+
+
+def _parts_of(root: Any) -> Iterator[Any]:
+    yield root
+    if isinstance(root, nn.Module):
+        yield from root.modules()
+        yield from root.parameters()
+        yield from root.buffers()
+
+
+def _listed(kind: type, known: Mapping[str, str]) -> str | None:
+    """Return why a class that a library has, or that extends some of it, is not exact, and the next step, or None."""
+    bases = [base for base in kind.__mro__ if _package(base) in LIBRARIES]
     for base in bases:
         listed = known.get(name := f"{base.__module__}.{base.__qualname__}")
         if listed and not any(issubclass(other, base) for other in bases[: bases.index(base)]):
             return listed
-        if listed is None and base is of_library:
-            what = "it" if base is type(value) else f"its base {name}"
+        if listed is None and base is bases[0]:
+            what = "it" if base is kind else f"its base {name}"
             return f"{what} was not proved to continue exactly after a resume: leave it out"
-    if of_library is type(value) or gives_state(value):
-        return None
-    if changing := next(_changing(value, of_library, saved, "", 0), None):
-        return f"{changing}, and no step holds it: let the object return its state and take it back"
     return None
 
 
-def _changing(value: Any, of_library: type | None, saved: Collection[int], path: str, depth: int) -> Iterator[str]:
-    """Yield what may change in an object of the user's own class: an attribute that its code sets, or that can change.
+class _Own:
+    """An object of the user's own class, and what may change in it.
 
     `of_library`: the listed class that it extends, whose own attributes do not count.
     """
-    if isinstance(value, FunctionType):
-        yield from _kept_by(value)
-    kinds = type(value).__mro__
-    own = kinds if of_library is None else kinds[: kinds.index(of_library)]
-    own = tuple(kind for kind in own if _package(kind) != "titan_ckpt")
-    where = f" of self{path}" if path else ""
-    yield from (f"its code{where} sets {name}" for name in stored_by_code_of(own))
-    yield from (f"{name} is a {kind}, which can change" for name, kind in _shared_by_objects(own))
-    methods = (method for kind in own for method in vars(kind).values() if isinstance(method, FunctionType))
-    yield from (fault for method in methods for fault in _drawn_by(method))
-    inherited = {name for kind in kinds[len(own) :] for method in vars(kind).values() for name in _stored(method)}
-    for name, item in getattr(value, "__dict__", {}).items():
-        if f"self.{name}" not in inherited:
-            yield from _changing_item(item, saved, f"{path}.{name}", depth + 1)
+
+    def __init__(
+        self,
+        value: Any,
+        of_library: type | None,
+        saved: Collection[int],
+        builds: Collection[str] = (),
+        begins: Collection[str] = (),
+        *,
+        is_within: bool = False,
+    ) -> None:
+        kinds = type(value).__mro__
+        own = kinds if of_library is None else kinds[: kinds.index(of_library)]
+        self._value, self._saved, self._builds, self._begins = value, saved, builds, begins
+        self._kinds = [kind for kind in own if _package(kind) != _HERE]  # what an integration has put before them
+        inherited = {
+            name for kind in kinds if kind not in self._kinds for m in vars(kind).values() for name in _stored(m)
+        }
+        self._attributes = {
+            name: (owner, item)
+            for owner in (*([] if is_within else reversed(self._kinds)), value)
+            for name, item in (getattr(owner, "__dict__", None) or {}).items()
+            if f"self.{name}" not in inherited and name not in _OF_MODULES
+            if owner is value or (isinstance(item, (*_CONTAINERS, *_ARRAYS)) and not name.startswith("__"))
+        }
+
+    def changing(self, path: str = "", depth: int = 0, *, is_begun: bool = False) -> Iterator[str]:
+        """Yield what changes: attributes that its code sets, and those whose values can change unseen.
+
+        `is_begun`: whether attributes that `begins` sets have their values.
+        """
+        if isinstance(self._value, FunctionType):
+            yield from _kept_by(self._value)
+        where = f" of self{path}" if path else ""
+        stored = stored_by_code_of(self._kinds, (*self._builds, *self._begins))
+        yield from (f"its code{where} sets {name}" for name in stored)
+        methods = [m for kind in self._kinds for m in vars(kind).values() if isinstance(m, FunctionType)]
+        yield from (fault for method in methods for fault in _drawn_by(method))
+        begun = self._begun() if is_begun else {}
+        for name, (_, item) in self._attributes.items():
+            yield from _changing_item(item, self._saved, f"{path}.{name}", depth + 1, begun.get(name))
+
+    def begun(self) -> list[str]:
+        """Return the attributes that methods of `begins` have set, such as "self.start"."""
+        return [f"self.{name}" for name in self._begun() if name in self._attributes]
+
+    def values(self) -> dict[str, Callable[[], Any]]:
+        """Return a getter for each value that is to be watched, by its name."""
+        found = {f"self.{name}": partial(_value_of, owner, name) for name, (owner, _) in self._attributes.items()}
+        around = variables_of(self._value) if isinstance(self._value, FunctionType) else {}
+        return found | {f"the variable {name}": get for name, get in around.items()}
+
+    def _begun(self) -> dict[str, str]:
+        """Return the attributes that methods of `begins` set, and which does."""
+        methods = [(hook, vars(kind)[hook]) for kind in self._kinds for hook in self._begins if hook in vars(kind)]
+        return {name.removeprefix("self."): hook for hook, method in methods for name in _stored(method)}
 
 
-def _changing_item(item: Any, saved: Collection[int], path: str, depth: int) -> Iterator[str]:
-    if isinstance(item, _CONSTANT) or id(item) in saved:
+def _value_of(owner: Any, name: str) -> Any:
+    return vars(owner).get(name)
+
+
+def _changing_item(
+    item: Any, saved: Collection[int], path: str, depth: int, begun_by: str | None = None
+) -> Iterator[str]:
+    """Yield what changes in a value. Data alone does not: it is watched. `begun_by`: the hook that sets it anew."""
+    if isinstance(item, (*_CONSTANT, *_WITH_ORDER)) or id(item) in saved:
         return
-    if isinstance(item, (tuple, frozenset)) and depth < MAX_DEPTH:
-        for part in item:
-            yield from _changing_item(part, saved, path, depth + 1)
-    elif _holds_data(item):
+    if isinstance(item, _CONTAINERS) and depth < MAX_DEPTH:
+        named = vars(item) if isinstance(item, SimpleNamespace) else item
+        for part in [*(named.values() if isinstance(named, dict) else named)]:
+            yield from _changing_item(part, saved, path, depth + 1, begun_by)
+    elif isinstance(item, _ARRAYS):
+        if begun_by:
+            yield f"every start sets self{path}, a {type(item).__qualname__}, anew in {begun_by}"
+    elif _draws_or_trains(item):
         yield f"self{path} is a {type(item).__qualname__}, which can change"
-    elif _package(type(item)) in LIBRARIES | sys.stdlib_module_names | {"titan_ckpt"}:
-        return  # a tokenizer, a dataset, a path, a logger: what libraries keep in it is theirs
+    elif not is_own(item) or _is_installed(type(item)):
+        return  # a tokenizer, a path: what libraries keep in it is theirs; a configuration of a third party is watched
     elif depth >= MAX_DEPTH:
         yield f"self{path} is nested too deeply to be looked at"
     else:
-        yield from _changing(item, None, saved, path, depth)
+        yield from _Own(item, None, {*saved, id(item)}, is_within=True).changing(path, depth)
 
 
-def _holds_data(item: Any) -> bool:
-    """Return whether an object of a library is there to hold values that change."""
+def _draws_or_trains(item: Any) -> bool:
+    """Return whether an object of a library is there to change, and is no data that can be compared."""
     if isinstance(item, IOBase) or type(item).__module__ == "torch.nn.modules.loss":
         return False
-    kinds = (list, dict, set, bytearray, torch.Tensor, torch.Generator, nn.Module, torch.optim.Optimizer, Iterator)
     names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__}
-    foreign = {
-        "numpy.ndarray",
-        "types.SimpleNamespace",
-        "queue.Queue",
-        "collections.deque",
-        "torchmetrics.metric.Metric",
-    }
-    return isinstance(item, kinds) or is_random(item) or not names.isdisjoint(foreign)
+    kinds = (nn.Module, torch.optim.Optimizer, Iterator)
+    return (
+        isinstance(item, kinds)
+        or is_random(item)
+        or not names.isdisjoint({"queue.Queue", "torchmetrics.metric.Metric"})
+    )
+
+
+def _is_installed(kind: type) -> bool:
+    """Return whether a class is of an installed package: not all that its code could set is set here."""
+    return "-packages" in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
 
 
 def _package(kind: type) -> str:
@@ -198,14 +291,15 @@ def stored_by_code_of(kinds: Iterable[type], builds: Collection[str] = ()) -> It
                 yield from _stored(method, classes)
 
 
-def _shared_by_objects(kinds: Collection[type]) -> Iterator[tuple[str, str]]:
-    """Yield the attributes of classes that hold data, as far as the code of the classes uses them."""
-    methods = [method for kind in kinds for method in vars(kind).values()]
-    used = {name for method in methods for code in _codes(method) for name in code.co_names}
-    for kind in kinds:
-        for name in sorted(used & vars(kind).keys()):
-            if _holds_data(vars(kind)[name]):
-                yield f"{kind.__name__}.{name}", type(vars(kind)[name]).__qualname__
+def variables_of(function: FunctionType) -> dict[str, Callable[[], Any]]:
+    """Return a getter for each variable around a function that it uses."""
+
+    def content(cell: Any) -> Any:
+        with suppress(ValueError):  # nothing has been assigned yet
+            return cell.cell_contents
+
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: partial(content, cell) for name, cell in cells}
 
 
 def _kept_by(function: FunctionType) -> Iterator[str]:
@@ -220,10 +314,17 @@ def _kept_by(function: FunctionType) -> Iterator[str]:
             yield f"its code sets {before.argval}.{name}"
         before = instruction
     yield from _drawn_by(function)
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # an empty cell
-            if isinstance(cell.cell_contents, _CONTAINERS) and name in _filled_by(code, "LOAD_DEREF"):
-                yield f"its code changes {name}, which is outside of it"
+
+
+def _filled(owner: Any) -> Iterator[str]:
+    """Yield the data of a function or of an object of the user's own class that its code changes in place."""
+    if isinstance(owner, FunctionType):
+        around = {name for name, get in variables_of(owner).items() if isinstance(get(), (*_CONTAINERS, *_ARRAYS))}
+        yield from sorted(around & {*_filled_by(owner.__code__, "LOAD_DEREF")})
+        return
+    kinds = [kind for kind in type(owner).__mro__ if _package(kind) not in LIBRARIES | sys.stdlib_module_names]
+    codes = [code for kind in kinds for method in vars(kind).values() for code in _codes(method)]
+    yield from sorted({f"self.{name}" for code in codes for name in _filled_by(code, "LOAD_ATTR")})
 
 
 def _filled_by(code: CodeType, load: str) -> Iterator[str]:
@@ -261,7 +362,9 @@ def _stored(method: Any, classes: Collection[str] = ()) -> Iterator[str]:
 
 def _codes(method: Any) -> list[CodeType]:
     """Return the code of a function, method or property of a class."""
-    members = (method.fget, method.fset, method.fdel) if isinstance(method, property) else (method,)
+    members: tuple[Any, ...] = (method,)
+    if isinstance(method, property):
+        members = (method.fget, method.fset, method.fdel)
     # torch wraps the step() of each class of an optimizer
     codes = (getattr(unwrap(getattr(member, "__func__", member)), "__code__", None) for member in members)
     return [code for code in codes if isinstance(code, CodeType) and code.co_varnames]

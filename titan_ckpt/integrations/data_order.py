@@ -27,6 +27,7 @@ SAMPLERS: Mapping[str, str] = {
     },
     "torch.utils.data.distributed.DistributedSampler": "",
     "torch.utils.data.dataloader._InfiniteConstantSampler": "",
+    "torch.distributed.elastic.utils.data.elastic_distributed_sampler.ElasticDistributedSampler": "",
     "torchdata.stateful_dataloader.sampler.BatchSampler": "",
     "torchdata.stateful_dataloader.sampler.RandomSampler": "",
     "torchdata.stateful_dataloader.sampler.StatefulDistributedSampler": "",

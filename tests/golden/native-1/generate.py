@@ -5,7 +5,7 @@
 A case whose folder exists is refused, because a golden folder is worth something only as its old code wrote it. The
 runs are in runs.py, and tests/test_golden_native.py resumes them; `expected.json` is taken from their live objects.
 The first eight were written with torch 2.13, before the modules were moved into folders; lora-adapter and peft-export
-need hf-export.
+need hf-export. memory-order came last.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from runs import External, Llama, OneProcess, Run, TwoRanks, described
+from runs import External, Llama, OneProcess, Ordered, Run, TwoRanks, described
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -31,7 +31,7 @@ from titan_ckpt.testing import distributed
 
 HERE = Path(__file__).parent
 HF = Path("hf-export/exports/step-2")
-NOT_KEPT = (".lease", ".staging", ".trash")
+NOT_KEPT = (".lease", ".staging", ".trash", "telemetry.jsonl")
 
 
 def write_expected(case: str, found: dict[str, Any]) -> None:
@@ -81,6 +81,12 @@ def process(case: str) -> None:
 def external(case: str) -> None:
     """Train two steps, and save them without the weights."""
     run = External(first=True)
+    completed(case, {"2": saved(run, case, 2)}, run)
+
+
+def memory_order(case: str) -> None:
+    """Train two steps beside arrays and tensors that are not row-major."""
+    run = Ordered(first=True)
     completed(case, {"2": saved(run, case, 2)}, run)
 
 
@@ -143,6 +149,7 @@ CASES: dict[str, Callable[[str], None]] = {
     "one-process": one_process,
     "process": process,
     "external": external,
+    "memory-order": memory_order,
     "two-ranks": two_ranks,
     "hf-export": hf_export,
     "lora-adapter": lora_adapter,

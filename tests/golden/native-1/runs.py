@@ -333,7 +333,7 @@ def unstrided(value: DTensor) -> torch.Tensor:
 class External(Run):
     """A run whose weights come from outside, and differ from step to step."""
 
-    components = ("optimizer", "lr_scheduler", "dataloader", "rng", "states")
+    components: Any = ("optimizer", "lr_scheduler", "dataloader", "rng", "states")
 
     def __init__(self, first: bool = False) -> None:
         torch.manual_seed(0 if first else 5)
@@ -351,6 +351,52 @@ class External(Run):
         x = torch.arange(8.0).reshape(2, 4) / (1 + number) + noise
         result: torch.Tensor = self.model(x).square().mean()
         return result
+
+
+def ordered() -> dict[str, Any]:
+    """Return arrays and tensors whose memory is not row-major; of a size of 1 and without elements, too."""
+    array, tensor = np.arange(24, dtype=">i4").reshape(2, 3, 4), torch.arange(24.0).reshape(2, 3, 4)
+    return {
+        "arrays": [array.T, array.transpose(1, 2, 0), array[:1].T, array[:0].T, np.array([["a", "b"], ["c", "d"]]).T],
+        "tensors": [tensor.permute(2, 0, 1), tensor[:1].permute(1, 2, 0).bfloat16(), tensor[:, :0].permute(2, 0, 1)],
+    }
+
+
+class Keeping(Numbers):
+    """A loader that keeps tensors beside its count."""
+
+    kept: dict[str, Any] = {}  # noqa: RUF012 - it is replaced
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | self.kept
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        self.kept = {"tensors": state_dict["tensors"]}
+
+
+class Ordered(External):
+    """A run whose own state and whose loader hold arrays and tensors in other orders of memory."""
+
+    components: Any = None
+    data: Any
+
+    def __init__(self, first: bool = False) -> None:
+        super().__init__(first)
+        self.handler, self.data = None, Keeping(self.rank, self.ranks)
+        self.states["ordered"] = Held({"arrays": ordered()["arrays"]} if first else {})
+        if first:
+            self.data.kept = {"tensors": ordered()["tensors"]}
+
+    def settle(self, step: int) -> None:
+        """Stay as it is."""
+
+    def facts(self) -> dict[str, Any]:
+        kept, self.data.kept = self.data.kept, {}
+        try:
+            return super().facts()
+        finally:
+            self.data.kept = kept
 
 
 LORA = {"kind": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["wq", "w2"]}
@@ -383,6 +429,8 @@ def another(case: str, folder: Path) -> Run:
             return TwoRanks()
         case "external":
             return External()
+        case "memory-order":
+            return Ordered()
         case "lora-adapter":
             return Llama(lora=True, sources=(folder / "base" / "step-0",))
         case "hf-export":

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 import io
 import logging
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +21,8 @@ from torch import nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
 from titan_ckpt.components.unsaved_state import class_name, faults
+from titan_ckpt.components.watched import Watch
+from titan_ckpt.errors import SaveError
 
 MODEL = nn.Sequential(nn.Linear(2, 2))
 SEEN = 0
@@ -143,9 +147,8 @@ def test_a_weight_around_a_loss_function_is_read_alone() -> None:
 @pytest.mark.parametrize(
     "held",
     [
-        [], {}, set(), collections.deque(), torch.zeros(1), torch.Generator(), nn.Linear(1, 1), iter([1]), bytearray(),
-        np.zeros(1), np.random.default_rng(0), random.Random(0), Counts(), ("a", [1]), SimpleNamespace(),
-        torch.optim.SGD(MODEL.parameters()),
+        torch.Generator(), nn.Linear(1, 1), iter([1]), np.random.default_rng(0), random.Random(0), Counts(),
+        ("a", [nn.Linear(1, 1)]), {"a": SimpleNamespace(b=Counts())}, torch.optim.SGD(MODEL.parameters()),
     ],
     ids=lambda value: type(value).__name__,
 )  # fmt: skip
@@ -178,6 +181,104 @@ def test_what_cannot_change_and_what_the_run_saves_runs(held: Any) -> None:
     assert found(Plain(held), live=[MODEL]) == []
 
 
+class Item:
+    """A value of a class of the user's own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def around(held: Any) -> Any:
+    """Return a function that uses a variable around it."""
+    return lambda: held
+
+
+CHANGES: dict[str, tuple[Any, Callable[[Any], object]]] = {
+    "list": ([1], lambda held: held.append(2)),
+    "dict": ({"a": 1}, lambda held: held.update(a=1.0)),
+    "set": ({1}, lambda held: held.add(2)),
+    "deque": (collections.deque([1], 2), lambda held: held.append(2)),
+    "tensor": (torch.zeros(3), lambda held: held.add_(1)),
+    "tensor by its data": (torch.zeros(3), lambda held: held.data.add_(1)),
+    "large tensor": (torch.zeros(3 << 20), lambda held: held[1:2].add_(1)),
+    "bfloat16": (torch.zeros(3, 2, dtype=torch.bfloat16).T, lambda held: held[0].add_(1)),
+    "array": (np.zeros(3), lambda held: held.__setitem__(1, 2)),
+    "bytearray": (bytearray(b"a"), lambda held: held.append(2)),
+    "namespace": (SimpleNamespace(a=[1]), lambda held: held.a.append(2)),
+    "within": (("a", [{"b": torch.zeros(1)}]), lambda held: held[1][0]["b"].add_(1)),
+    "own object": (Item([1]), lambda held: held.value.append(2)),
+    "function": (around([1]), lambda held: held().append(2)),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("holder", [Plain, around])
+def test_data_is_refused_at_the_save_that_sees_its_change(name: str, holder: Any) -> None:
+    """Data that is set once runs, whether an object holds it or a function."""
+    held, change = copy.deepcopy(CHANGES[name])
+    held = around([1]) if name == "function" else held
+    value, watch = holder(held), Watch()
+    assert found(value, live=[MODEL], watch=watch) == []
+    watch.refuse(1)
+    change(held)
+    attribute = "self.held" if holder is Plain else "the variable held"
+    message = rf"step 2 is not saved: callback .*: {attribute} changed since(?s:.*)allow = \[\"{class_name(value)}\"\]"
+    with pytest.raises(SaveError, match=message):
+        watch.refuse(2)
+    allowed = Watch()
+    assert found(value, live=[MODEL], watch=allowed, allow=[class_name(value)]) == []
+    change(held)
+    allowed.refuse(3)
+
+
+class OfClass(Plain):
+    """Keeps what it has seen in an attribute of its class."""
+
+    seen: list[int] = []  # noqa: RUF012 - it is the mistake
+
+
+def test_an_attribute_of_the_class_is_watched_too() -> None:
+    value, watch = OfClass(), Watch()
+    assert found(value, watch=watch) == []
+    watch.refuse(1)
+    value.seen.append(1)
+    with pytest.raises(SaveError, match=r"OfClass: self\.seen changed"):
+        watch.refuse(2)
+
+
+class Begins(Plain):
+    """Sets attributes when every start calls a hook, and one before the load."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.value, self.first = value, None
+        self.made: Any = None
+
+    def prepare(self) -> None:
+        self.made = torch.zeros(2)
+
+    def begin(self) -> None:
+        self.first = self.value
+
+
+def test_what_every_start_sets_anew_runs_if_it_is_no_data(caplog: pytest.LogCaptureFixture) -> None:
+    """A time does, and the log says so; a copy of weights would be one of other weights after a resume."""
+    hooks: dict[str, Any] = {"builds": ("prepare",), "begins": ("begin",)}
+    for held, expected in (
+        (time.time(), []),
+        (torch.ones(2), ["self.first, a Tensor, anew in begin"]),
+    ):
+        value: Any = Begins(held)
+        watch = Watch()
+        assert found(value, **hooks) == []
+        value.prepare()
+        value.begin()
+        lines = found(value, **hooks, watch=watch)
+        assert len(lines) == len(expected) and all(part in lines[0] for part in expected)
+        watch.refuse(1)
+    assert "every start sets self.first anew, and no step holds it" in caplog.text
+
+
 def test_an_object_that_gives_its_state_runs() -> None:
     assert found(Counts(), gives_state=lambda value: isinstance(value, Counts)) == []
 
@@ -197,8 +298,8 @@ def test_a_class_that_extends_one_of_a_library_needs_that_one_listed() -> None:
     assert f"its base {name} was not proved" in found(own)[0]
     assert f"its base {name} was not proved" in found(own, gives_state=lambda _: True)[0]
     assert found(own, known={name: ""}) == [], "what RandomSampler sets is proved with it"
-    own.seen = []  # type: ignore[attr-defined]
-    assert found(own, known={name: ""})[0].startswith(f"callback {class_name(own)}: self.seen is a list")
+    own.seen = nn.Linear(1, 1)  # type: ignore[attr-defined]
+    assert found(own, known={name: ""})[0].startswith(f"callback {class_name(own)}: self.seen is a Linear")
 
 
 def test_a_name_that_is_allowed_runs_and_is_logged(caplog: pytest.LogCaptureFixture) -> None:

@@ -26,7 +26,9 @@ _HOME = "datasets.iterable_dataset"
 _SHUFFLED = f"{_HOME}.BufferShuffledExamplesIterable"
 PARTS = {f"{_HOME}.{name}Iterable": "" for name in _EXACT} | {
     _SHUFFLED: "the state of a stream leaves out the buffer of shuffle(), and a resumed run would never train on it: "
-    "shuffle a Dataset that is not streamed, before to_iterable_dataset() if it is to be one, or leave shuffle() out"
+    "shuffle a Dataset that is not streamed, before to_iterable_dataset() if it is to be one, or leave shuffle() out",
+    "datasets.packaged_modules.spark.spark.SparkExamplesIterable": "it was not proved to continue exactly after a "
+    "resume: write the rows to Parquet files, and stream those",
 }
 """Full name of a part's class -> "" if it continues exactly, or why it does not, with the next step."""
 

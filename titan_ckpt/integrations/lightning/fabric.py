@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,15 +45,13 @@ def fabric_manager(
     stateful = dict(states or {})
     own = [c for c in fabric._callbacks if not any(c is state for state in stateful.values())]  # noqa: SLF001 - Fabric has no public name for them
     own = [callback for callback in own if not isinstance(callback, nn.Module)]  # Fabric adds every module to them
-    if problems := [
-        *plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow),
-        *faults([("callback", callback) for callback in own], KNOWN, config.allow, live=[model]),
-    ]:
+    judged = partial(faults, [("callback", callback) for callback in own], KNOWN, config.allow, live=[model])
+    if problems := [*plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow), *judged()]:
         raise ConfigError(problems)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if scaler is not None:
         stateful.setdefault("scaler", scaler)
-    return CheckpointManager(
+    manager = CheckpointManager(
         config,
         model_parts=[getattr(model, "_orig_mod", model).module],  # compiled, or not, by Fabric
         optimizers=[optimizer.optimizer for optimizer in optimizers],
@@ -63,6 +62,8 @@ def fabric_manager(
         model_converters=model_converters,
         base_folder=base_folder,
     )
+    _ = [*judged(watch=manager.watch)]
+    return manager
 
 
 def _with_position(loader: Any, allow: Collection[str]) -> Stateful:

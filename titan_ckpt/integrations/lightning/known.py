@@ -7,11 +7,13 @@ and metrics of the user's own are exact. The tests compare the tables with the i
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from functools import partial
 from typing import Any
 
 from torch import nn
 
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, faults, stored_by_code_of, unless_allowed
+from titan_ckpt.components.watched import Watch
 from titan_ckpt.integrations.lightning.metrics import metrics_of
 
 _OWN = "it changes Lightning's own checkpoint (on_save_checkpoint), which is not written, so a resume would lose its"
@@ -96,20 +98,19 @@ KNOWN = {
 """Full name of a class -> why it is refused, and the next step; "" if it continues exactly."""
 
 
-_SETS_UP = frozenset(
-    {
-        "configure_callbacks", "configure_model", "configure_optimizers", "configure_sharded_model", "on_fit_start",
-        "on_train_start", "predict_dataloader", "prepare_data", "setup", "teardown", "test_dataloader",
-        "train_dataloader", "val_dataloader",
-    }
+_BUILDS = (
+    "configure_callbacks", "configure_model", "configure_optimizers", "configure_sharded_model", "on_fit_end",
+    "on_train_end", "predict_dataloader", "prepare_data", "setup", "teardown", "test_dataloader", "train_dataloader",
+    "val_dataloader",
 )  # fmt: skip
-"""Hooks of a module and a data module that every start calls."""
+_BEGINS = ("on_fit_start", "on_train_start")
+"""Hooks that every start calls: before its load or after its last step, and after its load."""
 
 
 def plugin_faults(strategy: Any, precision: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield why a strategy or a precision does not work with titan_ckpt. Only one that is not known can be allowed."""
     for value in (strategy, precision):
-        reason = _listed(type(value))
+        reason = KNOWN.get(class_name(value)) if _is_of_library(type(value)) else _listed(type(value))
         if value is not None and reason is None:
             unknown = "it was not proved to continue exactly after a resume: use one of Lightning's that is listed"
             yield from unless_allowed(type(value).__name__, class_name(value), unknown, allow)
@@ -129,12 +130,23 @@ def callback_faults(callbacks: Iterable[Any], allow: Collection[str]) -> Iterato
         yield from refused
 
 
-def own_faults(callbacks: Iterable[Any], module: nn.Module, allow: Collection[str]) -> Iterator[str]:
-    """Yield why callbacks of the user's own, which may hold parts of the module, and its metrics cannot be resumed."""
-    for callback in callbacks:
-        if _is_of_library(type(callback)) or _listed(type(callback)):
-            continue
-        yield from faults([("callback", callback)], KNOWN, allow, live=[module], gives_state=gives_state)
+def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: Watch | None = None) -> Iterator[str]:
+    """Yield why objects of the user's own cannot be resumed: callbacks, the module, the data module and metrics.
+
+    `watch`: notes what they hold now, when the training has begun.
+    """
+    live = [module, trainer, *trainer.optimizers]
+    own = [c for c in trainer.callbacks if not (_is_of_library(type(c)) or _listed(type(c)) or _is_here(c))]
+    judged = partial(faults, allow=allow, live=live, builds=_BUILDS, begins=_BEGINS, watch=watch)
+    yield from judged([("callback", callback) for callback in own], KNOWN, gives_state=gives_state)
+    for role, value, hook in (
+        ("module", module, "on_save_checkpoint"),
+        ("data module", trainer.datamodule, "state_dict"),
+    ):
+        if value is not None:
+            of_libraries = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in type(value).__mro__}
+            yield from judged([(role, value)], of_libraries, gives_state=partial(_overrides_by, hook=hook))
+    for callback in own:
         if gives_state(callback) and not _is_of_library(_home(callback, "on_fit_start")):
             reason = "its on_fit_start is called before its state is loaded: name the method on_train_start"
             yield from unless_allowed(f"callback {class_name(callback)}", class_name(callback), reason, allow)
@@ -151,16 +163,13 @@ def own_faults(callbacks: Iterable[Any], module: nn.Module, allow: Collection[st
             yield from unless_allowed(f"metric {name}, {class_name(metric)}", class_name(metric), reason, allow)
 
 
-def unsaved_attributes(value: Any, hook: str) -> list[str]:
-    """Return the attributes that the code of a user's module or data module sets in training, and that no step holds.
+def _overrides_by(value: Any, hook: str) -> bool:
+    """Return whether a user's module or data module gives its state by a method of its own."""
+    return not _is_of_library(_home(value, hook))
 
-    `hook`: the method by which it gives its state; one that has it is trusted.
-    """
-    own = [kind for kind in type(value).__mro__[:-1] if not _is_of_library(kind)]
-    if any(hook in vars(kind) for kind in own):
-        return []
-    saved = {*getattr(value, "_parameters", ()), *getattr(value, "_buffers", ()), *getattr(value, "_modules", ())}
-    return sorted({*stored_by_code_of(own, _SETS_UP)} - {f"self.{name}" for name in saved})
+
+def _is_here(callback: Any) -> bool:
+    return type(callback).__module__.startswith("titan_ckpt.")
 
 
 def overrides(value: Any, home: str) -> bool:

@@ -9,21 +9,18 @@ Source: lightning 2.6, pytorch/loops/fit_loop.py and training_epoch_loop.py.
 from __future__ import annotations
 
 import importlib
-import logging
 from contextlib import ExitStack
 from typing import Any
 
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.errors import ConfigError, listed
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.integrations.begun import Groups
-from titan_ckpt.integrations.lightning.known import callback_faults, own_faults, plugin_faults, unsaved_attributes
+from titan_ckpt.integrations.lightning.known import callback_faults, own_faults, plugin_faults
 from titan_ckpt.integrations.lightning.progress import Progress
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import Stateful
-
-logger = logging.getLogger(__name__)
 
 
 def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
@@ -94,8 +91,7 @@ class TitanCheckpoint:
         Raises: ConfigError for callbacks and metrics of the user's own whose state would be lost, and for a checkpoint
         that Lightning has loaded.
         """
-        others = [callback for callback in trainer.callbacks if callback is not self]
-        faults = [*own_faults(others, pl_module, self._config.allow)]
+        faults = [*own_faults(trainer, pl_module, self._config.allow)]
         if trainer._checkpoint_connector._loaded_checkpoint:  # noqa: SLF001 - Lightning has no public name for it
             faults.append(
                 f"ckpt_path: Lightning would put the state of {trainer.ckpt_path} over that of the step: leave it out, "
@@ -103,10 +99,6 @@ class TitanCheckpoint:
             )
         if faults:
             raise ConfigError(faults)
-        for value, hook in ((pl_module, "on_save_checkpoint"), (trainer.datamodule, "state_dict")):
-            if value is not None and (names := unsaved_attributes(value, hook)):
-                way = f"no step holds them: if training depends on one, return it in {hook}"
-                logger.warning("%s sets %s, and %s", type(value).__qualname__, listed(names, ", "), way)
         self._guard, self._trainer, fit = None, trainer, trainer.fit_loop
         fit.setup_data()
         loaders = fit._combined_loader  # noqa: SLF001 - Lightning has no public name for its loops' parts
@@ -146,6 +138,9 @@ class TitanCheckpoint:
         self._loader.restore_random()
         if self._loader.num_batches:  # within an epoch
             self._progress.go_on()
+        trainer = self._trainer
+        if faults := [*own_faults(trainer, trainer.lightning_module, self._config.allow, self.manager.watch)]:
+            raise ConfigError(faults)
 
     def _batch_ended(self) -> None:
         loop = self._trainer.fit_loop

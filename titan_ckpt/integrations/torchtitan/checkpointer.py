@@ -167,7 +167,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         Raises: ConfigError for a run that would save steps which are older than the one that it resumed, or that holds
         objects which are not known to resume exactly: its Trainer is complete here, and has not trained.
         """
-        if faults := self._held():
+        if faults := self._held(self.manager.watch):
             raise ConfigError(faults, "TitanCheckpointer")
         result = self.manager.load(step)
         resumed = result.plan.resume

@@ -15,6 +15,7 @@ from typing import Any
 from titan_ckpt.components import unsaved_state
 from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
+from titan_ckpt.components.watched import Watch
 from titan_ckpt.integrations.torchtitan.described import tree
 
 _OWN = ("torchtitan.", "torch.", "titan_ckpt.")
@@ -84,11 +85,16 @@ FIELDS: Mapping[str, frozenset[str]] = {
 
 
 def faults(
-    states: Mapping[str, Any], dataloader: Any, optimizers: Any, lr_schedulers: Any, allow: Collection[str]
+    states: Mapping[str, Any],
+    dataloader: Any,
+    optimizers: Any,
+    lr_schedulers: Any,
+    allow: Collection[str],
+    watch: Watch | None = None,
 ) -> list[str]:
     """Return a line for each object of the run whose state a resumed run would lose, as far as that is known.
 
-    `states`: torchtitan's Trainer gives itself, as "train_state".
+    `states`: torchtitan's Trainer gives itself, as "train_state". `watch`: notes what the objects hold now.
     """
     trainer = states.get("train_state")
     model = getattr(trainer, "model_config", None)
@@ -104,7 +110,7 @@ def faults(
         others += [("learning-rate scheduler", s) for s in getattr(lr_schedulers, "schedulers", ())]
     live = getattr(trainer, "model_parts", ())
     known = {**KNOWN, **{class_name(d): _INTERLEAVED for d in _datasets(dataloader) if _loses_its_end(d)}}
-    check = partial(unsaved_state.faults, allow=allow, live=live)
+    check = partial(unsaved_state.faults, allow=allow, live=live, watch=watch)
     return [
         *check([held for held in stateful if held[1] is not None], known, gives_state=_gives_state),
         *check(others, known),

@@ -24,6 +24,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from titan_ckpt.components.known.peft_adapters import adapter_states
 from titan_ckpt.components.unsaved_state import class_name
+from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.guard.run_guard import RunGuard
@@ -111,7 +112,7 @@ class TitanCheckpoint:
         """Load when model, optimizer and scheduler are built. Return the epoch and the batch at which to begin."""
         trainer = self._trainer
         is_changed = trainer.callback_handler.callbacks != self._callbacks
-        if is_changed and (faults := [*unsaved(trainer, self._config, has_adapter=is_adapter_model(trainer.model))]):
+        if is_changed and (faults := [*self._unsaved()]):
             raise ConfigError(faults)
         self._guard = None
         self._run = RunProgress(self._trainer)
@@ -142,6 +143,10 @@ class TitanCheckpoint:
             )
         return self.loader.epoch, self.loader.num_batches
 
+    def _unsaved(self, watch: Watch | None = None) -> Iterator[str]:
+        has_adapter = is_adapter_model(self._trainer.model)
+        return unsaved(self._trainer, self._config, has_adapter=has_adapter, watch=watch)
+
     @property
     def is_resumed(self) -> bool:
         """Return whether a step was loaded."""
@@ -156,9 +161,14 @@ class TitanCheckpoint:
                 state.restore()
 
     def training_begun(self) -> None:
-        """Restore what `on_train_begin` of a callback has set anew."""
+        """Restore what `on_train_begin` of a callback has set anew, and watch the rest.
+
+        Raises: ConfigError for what it has set anew and no step holds.
+        """
         self.restore()
         self.loader.restore_random()
+        if faults := [*self._unsaved(self.manager.watch)]:
+            raise ConfigError(faults)
 
     def epoch_begun(self) -> None:
         """Restore what `on_epoch_begin` has set anew, within an epoch that had begun before the resume."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
 from dataclasses import MISSING, fields
+from functools import partial
 from typing import Any
 
 import transformers
@@ -12,6 +14,7 @@ from transformers.trainer_callback import ExportableState
 
 from titan_ckpt.components.known import peft_adapters
 from titan_ckpt.components.unsaved_state import LIBRARIES, faults, function_faults
+from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
 
@@ -20,6 +23,23 @@ HOOKS = (
     "_evaluate", "_finalize_training",
 )  # fmt: skip
 """Methods of Trainer that an attached one extends."""
+
+GIVEN = frozenset(
+    {
+        "args", "callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "model",
+        "model_init", "optimizer_cls_and_kwargs", "optimizers", "preprocess_logits_for_metrics", "processing_class",
+        "train_dataset",
+    }
+)  # fmt: skip
+"""Arguments of a Trainer itself."""
+_UNKNOWN = "this version of titan_ckpt does not know the argument: leave it out"
+_HERE = "titan_ckpt."
+_BUILDS = (
+    "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler", "get_train_dataloader", "on_init_end",
+    "on_train_end", "train",
+)  # fmt: skip
+_BEGINS = ("on_train_begin",)
+"""Methods that every start calls: before its load or after its last step, and after its load."""
 
 
 def problems(trainer: Trainer, config: CheckpointConfig, *, has_adapter: bool) -> Iterator[str]:
@@ -31,6 +51,9 @@ def problems(trainer: Trainer, config: CheckpointConfig, *, has_adapter: bool) -
         )
     yield from _of_the_strategy(trainer)
     yield from _of_the_arguments(trainer.args, config.allow)
+    for name in inspect.signature(Trainer.__init__).parameters.keys() - GIVEN - {"self"}:
+        if getattr(trainer, name, None) is not None:
+            yield f"{name}: {_UNKNOWN}"
     if has_adapter and config.export:
         yield (
             "checkpoint.export: PEFT itself writes the adapter of a PEFT model: leave the exports out, and call "
@@ -65,7 +88,7 @@ def _of_the_arguments(args: Any, allow: Collection[str]) -> Iterator[str]:
     for field in fields(TrainingArguments):
         default = field.default if field.default_factory is MISSING else field.default_factory()
         if field.name not in known and getattr(args, field.name, default) != default:
-            yield f"{field.name}: this version of titan_ckpt does not know the argument: leave it out"
+            yield f"{field.name}: {_UNKNOWN}"
     if getattr(args, "use_vllm", False) and "vllm" not in allow:
         yield (
             "use_vllm: no step holds the random state of vLLM: leave it out, or allow that a resumed run samples other "
@@ -77,13 +100,19 @@ def _of_the_arguments(args: Any, allow: Collection[str]) -> Iterator[str]:
         yield "accelerator_config.dispatch_batches: rank 0 would read ahead for all: leave it out"
 
 
-def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool) -> Iterator[str]:
-    """Yield one line for each object of the trainer whose state a resumed run would lose."""
+def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch: Watch | None = None) -> Iterator[str]:
+    """Yield one line for each object of the trainer whose state a resumed run would lose.
+
+    `watch`: notes what the objects hold now, when the training has begun.
+    """
     callbacks = [("callback", callback) for callback in trainer.callback_handler.callbacks]
-    live = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+    callbacks = [(role, callback) for role, callback in callbacks if not type(callback).__module__.startswith(_HERE)]
+    models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
+    live = [*models, trainer.optimizer, trainer.lr_scheduler]
+    judged = partial(faults, live=live, builds=_BUILDS, begins=_BEGINS, watch=watch)
     held = [("trainer", trainer), *callbacks]
-    yield from faults(held, TRAINERS | CALLBACKS, config.allow, live=live, gives_state=gives_state)
-    yield from peft_adapters.faults(live, [], config.allow)
+    yield from judged(held, TRAINERS | CALLBACKS, config.allow, gives_state=gives_state)
+    yield from peft_adapters.faults(models, [], config.allow)
     names = ["compute_loss_func", "data_collator", "preprocess_logits_for_metrics"]
     if not trainer.args.batch_eval_metrics:  # with it, compute_metrics sums up one evaluation, and begins anew
         names.append("compute_metrics")
@@ -91,7 +120,7 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool) -> Ite
     functions += [("reward function", function) for function in getattr(trainer, "reward_funcs", None) or []]
     functions += [("tool", tool) for tool in getattr(trainer, "tools", None) or []]
     functions.append(("rollout_func", getattr(trainer, "rollout_func", None)))
-    yield from function_faults(functions, config.allow, live=live, others=[trainer])
+    yield from function_faults(functions, config.allow, live=live, others=[trainer], watch=watch or Watch())
     if getattr(trainer.data_collator, "seed", None) is not None:
         yield "data_collator: its seed gives it random numbers of its own, which no step holds: leave the seed out"
     if has_adapter and (config.save is None or not config.save.include_base):

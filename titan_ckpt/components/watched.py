@@ -1,0 +1,132 @@
+"""Watch: whether what objects keep in attributes has changed since the training began, although no step holds it.
+
+Owns the comparison, which the manager makes at every save. Knows no rules: unsaved_state.py and the rehearsal of
+optimizers say what is watched.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from types import FunctionType, SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import xxhash
+
+from titan_ckpt.components.unsaved_state import MAX_DEPTH, is_own, variables_of
+from titan_ckpt.errors import SaveError, listed
+from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.rng import get_random, is_random
+
+_ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+_COMPARED = 1 << 20
+"""Elements of a tensor or an array that are compared: all of a smaller one, each n-th of a larger one."""
+
+
+class _Watched(NamedTuple):
+    """One value, and what it was."""
+
+    what: str
+    allowed_as: str
+    get: Callable[[], Any]
+    live: frozenset[int]
+    comes_back: Callable[[str], bool]
+    before: Any
+
+
+class Watch:
+    """Attributes of objects, with what they were when they were added."""
+
+    def __init__(self) -> None:
+        self._watched: dict[tuple[int, str], _Watched] = {}
+
+    def add(
+        self,
+        owner: Any,
+        what: str,
+        allowed_as: str,
+        values: Mapping[str, Callable[[], Any]],
+        live: Collection[int],
+        comes_back: Callable[[str], bool] = lambda _: False,
+    ) -> None:
+        """Watch attributes of an object from now on, if they are not watched yet.
+
+        `values`: name -> function that returns the value. `live`: ids of objects whose state steps hold themselves.
+        `comes_back`: whether a step holds a value that has changed.
+        """
+        known = frozenset(live)
+        for name, get in values.items():
+            if (id(owner), name) not in self._watched:
+                before = trace(get(), known)
+                self._watched[id(owner), name] = _Watched(what, allowed_as, get, known, comes_back, before)
+
+    def refuse(self, step: int) -> None:
+        """Raises: SaveError naming every value that has changed."""
+        changed: dict[tuple[str, str], list[str]] = {}
+        for (_, name), known in self._watched.items():
+            if trace(known.get(), known.live) != known.before and not known.comes_back(name):
+                changed.setdefault((known.what, known.allowed_as), []).append(name)
+        if changed:
+            lines = [
+                f"{what}: {listed(names, ', ', ' ')} changed since the training began, and no step holds it: let the "
+                "object return its state and take it back, or allow that a resumed run loses it: "
+                f'checkpoint.allow = ["{allowed_as}"]'
+                for (what, allowed_as), names in changed.items()
+            ]
+            raise SaveError(f"step {step} is not saved: {listed(lines)}")
+
+
+def trace(value: Any, live: Collection[int] = (), depth: int = 0, seen: set[int] | None = None) -> Any:
+    """Return what shows by == whether a value has changed: the content of data, the identity of anything else.
+
+    `live`: ids of objects that do not count. `seen`: those of objects whose content is in the trace already.
+    """
+    seen = set() if seen is None else seen
+    if id(value) in live:
+        return id(value)
+    if isinstance(value, torch.Tensor):
+        return _of_tensor(value)
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, xxhash.xxh3_128_digest(_some(value.reshape(-1)).tobytes())
+    if isinstance(value, _ATOMS):
+        return type(value), value
+    if isinstance(value, bytearray):
+        return bytes(value)
+    if is_random(value):
+        return trace(get_random(value))
+    if id(value) in seen or depth >= MAX_DEPTH or (parts := _parts(value)) is None:
+        return id(value)
+    seen.add(id(value))
+    return type(value), [trace(part, live, depth + 1, seen) for part in parts]
+
+
+def _parts(value: Any) -> list[Any] | None:
+    """Return what an object consists of; None for one that is not looked into. Nothing in it is made for this call."""
+    if isinstance(value, partial):
+        return [value.func, value.args, value.keywords]
+    if isinstance(value, FunctionType):
+        return [value.__code__, vars(value), *(get() for get in variables_of(value).values())]
+    found = []
+    if isinstance(value, (list, tuple, deque, set, frozenset, dict)):
+        found += [*value, *(value.values() if isinstance(value, dict) else ())]
+    elif not (isinstance(value, SimpleNamespace) or is_own(value)):
+        return None
+    own = getattr(value, "__dict__", {})
+    return [*found, *own, *own.values()]
+
+
+def _of_tensor(value: torch.Tensor) -> Any:
+    local = local_tensor(value).detach()
+    version = None if value.is_inference() else value._version  # noqa: SLF001 - torch has no other name for it
+    if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_meta:
+        return id(value), version
+    part = _some(local.resolve_conj().resolve_neg().reshape(-1)).contiguous()
+    digest = xxhash.xxh3_128_digest(part.view(torch.uint8).cpu().numpy())
+    return value.dtype, value.shape, digest, None if part.numel() == local.numel() else version
+
+
+def _some(flat: Any) -> Any:
+    return flat[:: 1 + len(flat) // _COMPARED]

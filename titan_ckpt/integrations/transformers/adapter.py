@@ -86,7 +86,10 @@ class BaseWeights:
         self._layers: list[Any] = [module for module in model.modules() if hasattr(module, "merged_adapters")]
         for layer in self._layers:
             layer.merged_adapters = _Merged(layer.merged_adapters)
-        self._watched = Watched(frozen_base(model))
+        # its forward pass puts the adapter on a parameter, and the same value back
+        wrappers = [module for module in model.modules() if type(module).__name__ == "ParamWrapper"]
+        wrapped = {id(p) for module in wrappers for p in module.parameters()}
+        self._watched = Watched({n: p for n, p in frozen_base(model).items() if id(p) not in wrapped})
         origin = {"path": getattr(getattr(model, "config", None), "name_or_path", None)}
         self._identity = identify_base(ModelWrapper([_tree(frozen_base(model))]), origin, Coordinator.current())
 

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from titan_ckpt import policy
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.known.streams import stream_faults
+from titan_ckpt.components.known.loaders import stateful_faults
+from titan_ckpt.components.known.streams import resume_once, stream_faults
 from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import (
@@ -100,8 +101,10 @@ class CheckpointManager:
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
-        if faults := [*stream_faults(getattr(dataloader, "dataset", dataloader), config.allow)]:
+        data = getattr(dataloader, "dataset", dataloader)
+        if faults := [*stream_faults(data, config.allow), *stateful_faults(dataloader, config.allow)]:
             raise ConfigError(faults)
+        resume_once(data)
         self.config = config
         self.base_folder = Path(base_folder)
         self._hooks = model_converters

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -49,9 +52,81 @@ class RandomState:
         torch.manual_seed(seed)
 
 
+def process_state() -> bytes:
+    """Return bytes that are others when the process has drawn a random number on the CPU."""
+    of_numpy = np.random.get_state()  # noqa: NPY002 - the legacy global generator is what libraries draw from
+    return pickle.dumps((random.getstate(), of_numpy, torch.get_rng_state().numpy().tobytes()))
+
+
 def is_random(value: Any) -> bool:
     """Return whether an object is a generator of random numbers, of Python, NumPy or torch."""
     return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
+
+
+_MAX_ITEMS = 64
+"""Longer lists and dicts hold data."""
+_CLOSED = frozenset(
+    {
+        "accelerate", "datasets", "lightning", "numpy", "pandas", "peft", "pyarrow", "pytorch_lightning", "titan_ckpt",
+        "torch", "transformers", "trl",
+    }
+)  # fmt: skip
+"""Packages whose objects, and those of classes that extend theirs, hold no generator that data draws from."""
+
+
+def held_generators(value: Any) -> list[Any]:
+    """Return the generators that an object or function draws from: in its attributes, in what they hold, around it.
+
+    Objects of libraries are not looked into, but for the datasets of torch, and a transform of datasets.
+    """
+    seen: dict[int, Any] = {}
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if id(item) not in seen:
+            seen[id(item)] = item
+            waiting += reversed([*_held(item)])
+    return [item for item in seen.values() if is_random(item)]
+
+
+def _held(value: Any) -> Iterator[Any]:
+    """Yield the objects in which something that draws may be."""
+    if is_random(value):
+        return
+    if isinstance(value, (list, tuple, dict)):
+        yield from (value.values() if isinstance(value, dict) else value) if len(value) <= _MAX_ITEMS else ()
+    elif isinstance(value, MethodType):
+        yield from (value.__self__, value.__func__)
+    elif isinstance(value, partial):
+        yield from (value.func, *value.args, *value.keywords.values())
+    elif isinstance(value, FunctionType):
+        yield from used_by(value).values()
+    elif hasattr(value, "_format_kwargs"):
+        yield value._format_kwargs  # noqa: SLF001 - where datasets keeps the transform
+    elif not isinstance(value, type) and not any(map(_is_closed, type(value).__mro__)):
+        yield from getattr(value, "__dict__", {}).values()
+        yield from (m for kind in type(value).__mro__ for m in vars(kind).values() if isinstance(m, FunctionType))
+
+
+def _is_closed(kind: type) -> bool:
+    package = kind.__module__.partition(".")[0]
+    return package in _CLOSED and not kind.__module__.startswith("torch.utils.data")
+
+
+def used_by(function: FunctionType) -> dict[str, Any]:
+    """Return what a function uses beside its arguments: variables around it, defaults, and generators of its module."""
+    found: dict[str, Any] = {}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # an empty cell
+            found[name] = cell.cell_contents
+    defaults, named = function.__defaults__ or (), function.__code__.co_varnames
+    found |= dict(zip(named[function.__code__.co_argcount - len(defaults) :], defaults, strict=False))
+    found |= function.__kwdefaults__ or {}
+    pending = [function.__code__]
+    for code in pending:
+        pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        found |= {n: function.__globals__[n] for n in code.co_names if is_random(function.__globals__.get(n))}
+    return found
 
 
 def get_random(generator: Any) -> Any:

@@ -6,6 +6,7 @@ import importlib
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,7 @@ from torchdata.stateful_dataloader import sampler as of_torchdata
 from transformers import trainer_pt_utils as of_transformers
 from trl.trainer.utils import RepeatSampler
 
-from titan_ckpt import CheckpointConfig, CheckpointManager
+from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.components.known.streams import PARTS
 from titan_ckpt.components.unsaved_state import LIBRARIES
 from titan_ckpt.encoding import typed_json
@@ -97,10 +98,72 @@ class Sized(Stream):
         return 10
 
 
+class Turning(Sized):
+    """Numbers in an order that it draws anew for each epoch, which its state says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seed = 3
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(10, generator=torch.Generator().manual_seed(self.seed)).tolist()
+        yield from (order[number] for number in super().__iter__())
+        self.seed += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"next": self.next, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.next, self.seed = state["next"], state["seed"]
+
+
+AROUND = random.Random(11)
+
+
+class Noise:
+    """An augmentation that draws from a generator of its own, and from one of the module."""
+
+    def __init__(self) -> None:
+        self.random = np.random.default_rng(5)
+
+    def __call__(self, number: int) -> float:
+        return number + self.random.random() + AROUND.random()
+
+
+class Augmented(Plain):
+    """Numbers that go through several augmentations, one of them a function."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__(length)
+        draw = random.Random(7)
+        drawn = partial(lambda scale, number: scale * number + draw.random(), 2)
+        self.steps: list[Callable[[Any], Any]] = [Noise(), drawn]
+
+    def __getitem__(self, index: int) -> Any:
+        number: Any = index
+        for step in self.steps:
+            number = step(number)
+        return number
+
+
+class Around(Sampler[int]):
+    """The order of another sampler, which it has by a name of its own."""
+
+    def __init__(self) -> None:
+        self.numbers = RandomSampler(Plain(10), generator=torch.Generator().manual_seed(3))
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.numbers)
+
+
 def by_own_generator() -> Any:
     return DataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(3))
 
 
+KEPT: Any = {"num_workers": 1, "persistent_workers": True}
 LOADERS: dict[str, Callable[[], Any]] = {
     "in order": lambda: DataLoader(Numbers(), 2),
     "shuffled by the process's generator": lambda: DataLoader(Numbers(), 2, shuffle=True),
@@ -108,9 +171,14 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "with replacement": lambda: DataLoader(Numbers(), 2, sampler=RandomSampler(Numbers(), replacement=True)),
     "one share of two": lambda: DataLoader(Numbers(20), 2, sampler=DistributedSampler(Numbers(20), 2, 1)),
     "without batches": lambda: DataLoader(Numbers(), None, shuffle=True),
-    "a worker": lambda: DataLoader(Plain(10), 2, shuffle=True, num_workers=1, persistent_workers=True),
+    "a worker": lambda: DataLoader(Plain(10), 2, shuffle=True, **KEPT),
+    "a worker, a generator of the sampler": lambda: DataLoader(Plain(10), 2, sampler=Around(), **KEPT),
+    "a worker, a sampler with a state": lambda: DataLoader(Plain(10), 2, sampler=Giving(), **KEPT),
     "a stream": lambda: DataLoader(Stream(), 2),
     "a stream with a length": lambda: DataLoader(Sized(), 2),
+    "a stream that draws its order": lambda: DataLoader(Turning(), 2),
+    "augmentations": lambda: DataLoader(Augmented(10), 2),
+    "a sampler around another": lambda: DataLoader(Plain(10), 2, sampler=Around()),
     "stateful": lambda: StatefulDataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(3)),
 }
 
@@ -334,12 +402,59 @@ def shuffled() -> Any:
     return HuggingFaceDataset.from_dict({"a": [*range(40)]}).to_iterable_dataset().shuffle(buffer_size=16)
 
 
+class Holding(Stream):
+    """A stream of the user's that holds one of datasets."""
+
+    def __init__(self, held: Any) -> None:
+        super().__init__()
+        self.held = held
+
+
+class Lazy(Sampler[int]):
+    """Draws each index when it is asked for."""
+
+    def __len__(self) -> int:
+        return 10
+
+    def __iter__(self) -> Iterator[int]:
+        left = [*range(10)]
+        while left:
+            yield left.pop(int(torch.randint(len(left), ())))
+
+
+def noisy(row: dict[str, int]) -> dict[str, Any]:
+    return {"a": row["a"] + random.random()}
+
+
+def noisy_rows(rows: dict[str, list[int]]) -> dict[str, Any]:
+    return {"a": [number + random.random() for number in rows["a"]]}
+
+
+def noisy_generator(shards: list[int]) -> Iterator[dict[str, float]]:
+    yield from ({"a": shard + random.random()} for shard in shards)
+
+
+def counted() -> Any:
+    draw = random.Random(3)
+    return numbers().map(lambda row: {"a": row["a"] + draw.random()})
+
+
+_AGAIN = "it reads examples once more after a resume"
+
+
 @pytest.mark.parametrize(
     ("loader", "fault"),
     [
         (lambda: DataLoader(Numbers(), 2, sampler=Counting()), r"sampler .*Counting: its code sets self\.epochs"),
         (lambda: DataLoader(shuffled().map(dict), 2), r"leaves out the buffer of shuffle\(\)"),
         (lambda: StatefulDataLoader(shuffled(), 2), r"leaves out the buffer of shuffle\(\)"),
+        (lambda: StatefulDataLoader(Plain(9), 2, sampler=RandomSampler(Plain(9))), r"Random.*does not hold its order"),
+        (lambda: StatefulDataLoader(Plain(9), 2, sampler=Counting()), r"Counting: a StatefulDataLoader does not hold"),
+        (lambda: DataLoader(Holding(shuffled()), 2), r"leaves out the buffer of shuffle\(\)"),
+        (lambda: DataLoader(numbers().map(noisy_rows, batched=True, batch_size=4), 2), f"MappedExamples.*{_AGAIN}"),
+        (lambda: DataLoader(interleave_datasets([numbers().map(noisy)]), 2), f"CyclingMultiSources.*{_AGAIN}"),
+        (lambda: DataLoader(Streamed.from_generator(noisy_generator, gen_kwargs={"shards": [1, 2]})), _AGAIN),
+        (lambda: DataLoader(counted(), 2), "function of a stream .*counted.*it draws from draw, a Random"),
     ],
 )
 def test_what_would_continue_elsewhere_is_refused_and_can_be_allowed(loader: Callable[[], Any], fault: str) -> None:
@@ -361,6 +476,11 @@ def doubled(rows: dict[str, list[int]]) -> dict[str, list[int]]:
 
 
 STREAMS: dict[str, Callable[[], Any]] = {
+    "a map that draws": lambda: numbers().map(noisy),
+    "a filter that draws": lambda: numbers().filter(lambda _: random.random() < 0.7),
+    "a map of a generator that draws": lambda: Streamed.from_generator(generated, gen_kwargs={"shards": [0, 1, 2]}).map(
+        noisy
+    ),
     "map": lambda: numbers().map(lambda row: {"a": row["a"] * 2}),
     "a batched map": lambda: numbers().map(doubled, batched=True, batch_size=4),
     "filter": lambda: numbers().filter(lambda row: row["a"] % 3 != 1),
@@ -411,6 +531,41 @@ def test_a_loop_of_ones_own_refuses_a_shuffled_stream_too() -> None:
     for data in (shuffled(), StatefulDataLoader(shuffled(), 2)):
         with pytest.raises(ConfigError, match=r"leaves out the buffer of shuffle\(\)"):
             CheckpointManager(CheckpointConfig(), model_parts=[torch.nn.Linear(1, 1)], dataloader=data)
+
+
+@pytest.mark.parametrize("over", [lambda stream: stream, lambda stream: StatefulDataLoader(stream, None)])
+def test_later_epochs_of_a_loop_of_ones_own_begin_at_the_start(over: Callable[[Any], Any], tmp_path: Path) -> None:
+    """A position is one of an epoch; datasets would begin each later epoch there too."""
+
+    def manager(data: Any) -> CheckpointManager:
+        config = CheckpointConfig(save=SaveConfig(interval=1))
+        return CheckpointManager(config, model_parts=[torch.nn.Linear(1, 1)], dataloader=data, base_folder=tmp_path)
+
+    data = over(numbers())
+    with manager(data) as first:
+        first.load()
+        run = iter(data)
+        assert [next(run)["a"] for _ in range(5)] == [*range(5)]
+        first.save(1)
+    resumed = over(numbers())
+    with manager(resumed) as second:
+        second.load()
+        assert [[row["a"] for row in resumed] for _ in range(3)] == [[*range(5, 12)], [*range(12)], [*range(12)]]
+
+
+def test_a_sampler_that_draws_in_the_middle_of_an_order_is_refused() -> None:
+    """Steps draw from the same numbers in between."""
+    run = steps(PositionedLoader(DataLoader(Plain(10), 2, sampler=Lazy())))
+    next(run)  # an order may be drawn whole, at its first index
+    with pytest.raises(ConfigError, match=r"Lazy: it draws from the process's random numbers in the middle"):
+        next(run)
+
+
+def test_a_sampler_of_another_class_is_another_order() -> None:
+    loader = PositionedLoader(by_own_generator())
+    next(steps(loader))
+    with pytest.raises(LoadMismatchError, match=r"sampler was .*RandomSampler, now .*SequentialSampler"):
+        PositionedLoader(DataLoader(Numbers(), 2)).load_state_dict(loader.state_dict())
 
 
 def test_every_sampler_of_the_installed_libraries_is_listed() -> None:

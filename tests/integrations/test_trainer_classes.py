@@ -5,9 +5,10 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+import random
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from tests.integrations import trainer_grid
-from tests.integrations.trainer_cases import CASES, Counting, Giving, judge, plain
-from titan_ckpt import CheckpointConfig, SaveConfig
+from tests.integrations.trainer_cases import CASES, UNDIVIDED, Counting, Giving, Weighted, judge, plain, stream
+from titan_ckpt import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.transformers import attach
 from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
 
@@ -109,8 +111,34 @@ def summing() -> Any:
     return around, attribute
 
 
+def drawing(out: Any, labels: Any, num_items_in_batch: Any = None, draw: Any = None) -> Any:
+    return draw.random() * out.logits.sum()
+
+
 class Unknown(TrainerCallback):
     __module__ = "transformers.new_callbacks"
+
+
+class Shared(TrainerCallback):
+    """Keeps what it has seen in its class."""
+
+    seen: list[int] = []  # noqa: RUF012 - that is what is looked at
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self.seen.append(state.global_step)
+
+
+class Numbered(TrainerCallback):
+    """Counts in its class."""
+
+    number = 0
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        Numbered.number += 1
+
+
+class Mixed(PrinterCallback, JITCheckpointCallback):
+    """Extends a class that is refused, behind one that is exact."""
 
 
 @pytest.mark.parametrize(
@@ -118,10 +146,17 @@ class Unknown(TrainerCallback):
     [
         ({"callbacks": [Counting]}, "callback .*Counting: its code sets self.counted, and no step holds it"),
         ({"callbacks": [Unknown]}, r"callback transformers\.new_callbacks\.Unknown: it was not proved to continue"),
+        ({"callbacks": [Shared]}, r"Shared: Shared\.seen is a list, which can change"),
+        ({"callbacks": [Numbered]}, r"Numbered: its code sets self\.number"),
+        ({"callbacks": [Mixed]}, "Mixed: it writes checkpoints of its own: leave it out"),
         ({"kind": Storing}, "trainer .*Storing: its code sets self.newest"),
         (
             {"compute_loss_func": partial(summing()[0])},
             r"compute_loss_func .*around: its code sets seen, which is outside of it(?s:.*)allow = \[\".*around\"\]",
+        ),
+        (
+            {"compute_loss_func": partial(drawing, draw=random.Random(1))},
+            "drawing: it draws from a Random that it is given",
         ),
         ({"compute_metrics": summing()[1]}, r"compute_metrics .*: its code sets attribute\.best"),
         ({"ignore_data_skip": True}, "ignore_data_skip is True: a resumed run would read batches again: leave it out"),
@@ -159,6 +194,54 @@ def test_a_callback_that_is_added_moves_no_state_of_another(tmp_path: Path) -> N
         attach(trainer, CONFIG)
         trainer.train()
         assert next(c for c in trainer.callback_handler.callbacks if isinstance(c, Giving)).counted == steps
+
+
+def test_a_callback_that_is_added_later_leaves_a_trainer_of_ones_own_alone(tmp_path: Path) -> None:
+    trainer = plain(tmp_path, kind=Weighted)
+    attach(trainer, CONFIG)
+    trainer.add_callback(PrinterCallback)
+    trainer.train()
+
+
+class Short(TrainerCallback):
+    """Leaves the rest of each epoch out."""
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step % 2 == 0
+
+
+class StopAtEpochEnd(TrainerCallback):
+    def on_epoch_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_training_stop = True
+
+
+@pytest.mark.parametrize(
+    ("make", "last"),
+    [
+        (partial(plain, callbacks=[Short]), 4),
+        (partial(UNDIVIDED, data=partial(stream, 6), callbacks=[StopAtEpochEnd], gradient_accumulation_steps=1), 3),
+    ],
+)
+def test_a_run_whose_epochs_end_early_saves_its_last_step(make: Any, last: int, tmp_path: Path) -> None:
+    """With its exports; started again, it takes no step."""
+    for _ in range(2):
+        trainer = make(tmp_path)
+        attach(trainer, CheckpointConfig(save=SaveConfig(interval=100), export=(ExportConfig("hf"),)))
+        trainer.train()
+        assert trainer.state.global_step == last
+        assert [path.name for path in tmp_path.glob("*/step-*")] == [f"step-{last}"] * 2
+
+
+def test_steps_of_other_batches_are_refused(tmp_path: Path) -> None:
+    """A run that accumulates more batches, or shares them among more ranks, would leave gradients out of a save."""
+    refused = pytest.raises(LoadMismatchError, match="ended after 6 batches of its epoch, and steps of 4 batches")
+    cases: Any = ((3, 2, nullcontext()), (5, 4, refused))
+    for steps, accumulated, expected in cases:
+        trainer: Any = plain(tmp_path, gradient_accumulation_steps=accumulated)
+        trainer.args.max_steps = steps
+        attach(trainer, CONFIG)
+        with expected:
+            trainer.train()
 
 
 class StopAt4(TrainerCallback):

@@ -95,8 +95,9 @@ def trainer(**changed: Any) -> Any:
     )
     plugin = SimpleNamespace(fsdp_version=changed.pop("fsdp_version", 2))
     state = SimpleNamespace(distributed_type=SimpleNamespace(value="NO"), fsdp_plugin=plugin)
+    accelerator = SimpleNamespace(state=state, parallelism_config=changed.pop("parallelism_config", None))
     values = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, **dict.fromkeys(HOOKS), **changed}
-    return SimpleNamespace(args=arguments, accelerator=SimpleNamespace(state=state), **values)
+    return SimpleNamespace(args=arguments, accelerator=accelerator, **values)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +106,10 @@ def trainer(**changed: Any) -> Any:
         ({"is_fsdp_enabled": True, "fsdp_version": 1}, 'FSDP1: .* use FSDP2, fsdp_config={"version": 2}'),
         ({"is_deepspeed_enabled": True}, "DeepSpeed: .* use FSDP2"),
         ({"is_fsdp_xla_enabled": True}, "only DDP, FSDP2 and a single process"),
+        (
+            {"parallelism_config": SimpleNamespace(cp_enabled=True, sp_enabled=False)},
+            "context and sequence parallelism",
+        ),
     ],
 )
 def test_what_has_no_named_shards_is_refused_by_name(changed: dict[str, Any], message: str) -> None:
@@ -164,12 +169,15 @@ def share(rank: int, size: int, *, split: bool) -> TrainerLoader:
 def test_another_number_of_ranks_goes_on_after_what_all_ranks_have_read(split: bool) -> None:
     """If accelerate splits each batch among the ranks, together they read as many batches as one of them."""
     loaders = [share(rank, 2, split=split) for rank in range(2)]
+    for loader in loaders:
+        loader.set_epoch(0)
     runs = [iter(loader) for loader in loaders]
     read = [number for _ in range(2) for run in runs for number in next(run).tolist()]
     for size in (1, 4):
         resumed = [share(rank, size, split=split) for rank in range(size)]
         for loader in resumed:
             loader.load_state_dicts([old.state_dict() for old in loaders])
+            loader.set_epoch(0)
         rest = [number for loader in resumed for batch in loader for number in batch.tolist()]
         assert sorted(read + rest) == [*range(64)]
 

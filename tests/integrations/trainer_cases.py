@@ -365,6 +365,59 @@ def stream(number: int) -> Any:
     return rows.map(lambda some: {**some, "labels": some["input_ids"]}, batched=True, batch_size=5)
 
 
+class Looking(TrainerCallback):
+    """Looks at the data when the training begins, and within it."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        next(iter(train_dataloader))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **_: Any) -> None:
+        if state.global_step == 2:
+            self.on_train_begin(args, state, control, train_dataloader)
+
+
+class Still(Tokens):
+    """Sequences that are read without drawing, as worker processes may read them."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index]}
+
+
+class Uneven(Tokens):
+    """Sequences each of which draws another number of times, so that ranks draw other numbers."""
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        torch.rand(index)
+        return super().__getitem__(index)
+
+
+class Estimated(torch.utils.data.BatchSampler):
+    """Says that there are fewer batches than there are."""
+
+    def __len__(self) -> int:
+        return 5
+
+
+class Batched(Trainer):
+    """A user's trainer with that sampler."""
+
+    def get_train_dataloader(self) -> Any:
+        data: Any = self.train_dataset
+        sampler = Estimated(torch.utils.data.RandomSampler(data), 2, drop_last=False)
+        loader = torch.utils.data.DataLoader(data, batch_sampler=sampler, collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
+KEPT: dict[str, Any] = {"dataloader_num_workers": 1, "dataloader_persistent_workers": True}
+
+
+def evaluated(folder: Path) -> Trainer:
+    """Return a Trainer that evaluates after each step, by workers that it keeps."""
+    trainer = plain(folder, data=partial(Still, 18), **KEPT, **_EVALUATED)
+    trainer.eval_dataset = Still(4)
+    return trainer
+
+
 UNDIVIDED = partial(plain, accelerator_config={"dispatch_batches": False})
 OWN: dict[str, Case] = {
     "a sampler with state_dict": partial(plain, kind=Sampled, gradient_accumulation_steps=1),
@@ -373,6 +426,13 @@ OWN: dict[str, Case] = {
     "a stream": partial(UNDIVIDED, data=partial(stream, 18), gradient_accumulation_steps=1),
     "a stream, accumulation": partial(UNDIVIDED, data=partial(stream, 14)),
     "a stream that ends at the save": partial(UNDIVIDED, data=partial(stream, 6), gradient_accumulation_steps=1),
+    "a callback that looks at the data": partial(plain, callbacks=[Looking], data=partial(Still, 18)),
+    "a look at the data of kept workers": partial(plain, callbacks=[Looking], data=partial(Still, 18), **KEPT),
+    "evaluations by workers that are kept": evaluated,
+    "batch_rebalance, two ranks": partial(
+        plain, data=partial(Uneven, 18), train_sampling_strategy="batch_rebalance", logging_steps=5
+    ),
+    "a length that is an estimate": partial(plain, kind=Batched, data=partial(Tokens, 12)),
     "a trainer that stores nothing": partial(plain, kind=Weighted),
     "a trainer with state_dict": partial(plain, kind=Averaging),
     "a callback that is an ExportableState": partial(plain, callbacks=[Exporting]),

@@ -11,7 +11,6 @@ import dis
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from inspect import unwrap
 from io import IOBase
@@ -21,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.rng import is_random
+from titan_ckpt.rng import held_generators, is_random, used_by
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +68,28 @@ def faults(
             yield from unless_allowed(f"{role} {class_name(value)}", class_name(value), reason, allow)
 
 
+def function_faults(
+    functions: Iterable[tuple[str, Any]],
+    allow: Collection[str],
+    *,
+    live: Iterable[nn.Module] = (),
+    others: Collection[Any] = (),
+) -> Iterator[str]:
+    """Yield the same for functions, methods and callable objects; what libraries keep in those of theirs is theirs.
+
+    `others`: objects that are looked at themselves, whose methods are none of these.
+    """
+    for role, given in functions:
+        function = given.func if isinstance(given, partial) else given
+        for generator in held_generators([given.args, given.keywords]) if isinstance(given, partial) else ():
+            reason = f"it draws from a {type(generator).__qualname__} that it is given, and no step holds that"
+            yield from unless_allowed(f"{role} {class_name(function)}", class_name(function), reason, allow)
+        owner = getattr(function, "__self__", function)
+        if owner is not None and not isinstance(owner, nn.Module) and not any(owner is other for other in others):
+            of_libraries = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in type(owner).__mro__}
+            yield from faults([(role, owner)], of_libraries, allow, live=live)
+
+
 def unless_allowed(what: str, name: str, reason: str, allow: Collection[str]) -> Iterator[str]:
     """Yield the line that refuses `what`, with the way to allow it by `name`; if it is allowed, log that instead."""
     if name in allow:
@@ -81,13 +102,14 @@ def _reason(
     value: Any, known: Mapping[str, str], saved: Collection[int], gives_state: Callable[[Any], bool]
 ) -> str | None:
     """Return why an object is not exact and the next step, or None."""
-    of_library = next((kind for kind in type(value).__mro__ if _package(kind) in LIBRARIES), None)
-    if of_library is not None:
-        listed = known.get(f"{of_library.__module__}.{of_library.__qualname__}")
-        if listed:
+    bases = [kind for kind in type(value).__mro__ if _package(kind) in LIBRARIES]
+    of_library = bases[0] if bases else None
+    for base in bases:
+        listed = known.get(name := f"{base.__module__}.{base.__qualname__}")
+        if listed and not any(issubclass(other, base) for other in bases[: bases.index(base)]):
             return listed
-        if listed is None:
-            what = "it" if of_library is type(value) else f"its base {of_library.__module__}.{of_library.__qualname__}"
+        if listed is None and base is of_library:
+            what = "it" if base is type(value) else f"its base {name}"
             return f"{what} was not proved to continue exactly after a resume: leave it out"
     if of_library is type(value) or gives_state(value):
         return None
@@ -105,8 +127,12 @@ def _changing(value: Any, of_library: type | None, saved: Collection[int], path:
         yield from _kept_by(value)
     kinds = type(value).__mro__
     own = kinds if of_library is None else kinds[: kinds.index(of_library)]
+    own = tuple(kind for kind in own if _package(kind) != "titan_ckpt")
     where = f" of self{path}" if path else ""
     yield from (f"its code{where} sets {name}" for name in stored_by_code_of(own))
+    yield from (f"{name} is a {kind}, which can change" for name, kind in _shared_by_objects(own))
+    methods = (method for kind in own for method in vars(kind).values() if isinstance(method, FunctionType))
+    yield from (fault for method in methods for fault in _drawn_by(method))
     inherited = {name for kind in kinds[len(own) :] for method in vars(kind).values() for name in _stored(method)}
     for name, item in getattr(value, "__dict__", {}).items():
         if f"self.{name}" not in inherited:
@@ -121,7 +147,7 @@ def _changing_item(item: Any, saved: Collection[int], path: str, depth: int) -> 
             yield from _changing_item(part, saved, path, depth + 1)
     elif _holds_data(item):
         yield f"self{path} is a {type(item).__qualname__}, which can change"
-    elif _package(type(item)) in LIBRARIES or _package(type(item)) in sys.stdlib_module_names:
+    elif _package(type(item)) in LIBRARIES | sys.stdlib_module_names | {"titan_ckpt"}:
         return  # a tokenizer, a dataset, a path, a logger: what libraries keep in it is theirs
     elif depth >= MAX_DEPTH:
         yield f"self{path} is nested too deeply to be looked at"
@@ -154,10 +180,22 @@ def stored_by_code_of(kinds: Iterable[type], builds: Collection[str] = ()) -> It
 
     `builds`: further methods that build the object.
     """
+    kinds = [*kinds]
+    classes = {kind.__name__ for kind in kinds}
     for kind in kinds:
         for name, method in vars(kind).items():
             if name not in _BUILDS and name not in builds:
-                yield from _stored(method)
+                yield from _stored(method, classes)
+
+
+def _shared_by_objects(kinds: Collection[type]) -> Iterator[tuple[str, str]]:
+    """Yield the attributes of classes that hold data, as far as the code of the classes uses them."""
+    methods = [method for kind in kinds for method in vars(kind).values()]
+    used = {name for method in methods for code in _codes(method) for name in code.co_names}
+    for kind in kinds:
+        for name in sorted(used & vars(kind).keys()):
+            if _holds_data(vars(kind)[name]):
+                yield f"{kind.__name__}.{name}", type(vars(kind)[name]).__qualname__
 
 
 def _kept_by(function: FunctionType) -> Iterator[str]:
@@ -171,25 +209,36 @@ def _kept_by(function: FunctionType) -> Iterator[str]:
         if instruction.opname == "STORE_ATTR" and before.argval == function.__name__:
             yield f"its code sets {before.argval}.{name}"
         before = instruction
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # an empty cell
-            if is_random(cell.cell_contents):
-                yield f"it draws from {name}, a {type(cell.cell_contents).__qualname__}"
+    yield from _drawn_by(function)
 
 
-def _stored(method: Any) -> Iterator[str]:
-    """Yield what the code of a function, method or property sets or deletes: attributes of its object, and globals."""
+def _drawn_by(function: FunctionType) -> Iterator[str]:
+    """Yield the generators around a function, which it draws from."""
+    for name, value in used_by(function).items():
+        if is_random(value):
+            yield f"it draws from {name}, a {type(value).__qualname__}"
+
+
+def _stored(method: Any, classes: Collection[str] = ()) -> Iterator[str]:
+    """Yield what the code of a function, method or property sets or deletes: attributes of its object, and globals.
+
+    `classes`: names of the object's classes, whose attributes count too.
+    """
+    pending = _codes(method)
+    owners = {code.co_varnames[0] for code in pending} | {"__class__", *classes}
+    for code in pending:
+        pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+        yield from _stored_by(code, owners)
+
+
+def _codes(method: Any) -> list[CodeType]:
+    """Return the code of a function, method or property of a class."""
     members: tuple[Any, ...] = (method,)
     if isinstance(method, property):
         members = (method.fget, method.fset, method.fdel)
     # torch wraps the step() of each class of an optimizer
     codes = (getattr(unwrap(getattr(member, "__func__", member)), "__code__", None) for member in members)
-    pending = [code for code in codes if isinstance(code, CodeType) and code.co_varnames]
-    owners = {code.co_varnames[0] for code in pending}
-    while pending:
-        code = pending.pop()
-        pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        yield from _stored_by(code, owners)
+    return [code for code in codes if isinstance(code, CodeType) and code.co_varnames]
 
 
 def _stored_by(code: CodeType, owners: Collection[str]) -> Iterator[str]:

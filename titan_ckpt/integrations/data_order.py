@@ -17,6 +17,8 @@ import numpy as np
 import torch
 
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, stored_by_code_of, unless_allowed
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.rng import process_state
 
 SAMPLERS: Mapping[str, str] = {
     **{
@@ -83,6 +85,7 @@ def sampler_faults(samplers: Collection[Any], allow: Collection[str]) -> Iterato
             yield from unless_allowed(f"sampler {name}", name, reason, allow)
 
 
+_END = object()
 _VALUES = (list, dict, set, tuple, str, bytes, np.ndarray, torch.Tensor)
 
 
@@ -90,8 +93,28 @@ class OrderWatch:
     """Says whether an order that is drawn changes the user's own samplers that give no state."""
 
     def __init__(self, samplers: Collection[Any]) -> None:
-        own = (sampler for sampler in samplers if class_name(sampler) not in SAMPLERS and not has_state(sampler))
+        others = (sampler for sampler in samplers if not class_name(sampler).startswith("titan_ckpt."))
+        own = (sampler for sampler in others if class_name(sampler) not in SAMPLERS and not has_state(sampler))
         self._before = [(sampler, _content(sampler)) for sampler in own]
+
+    def watched(self, order: Iterator[Any], allow: Collection[str]) -> Iterator[Any]:
+        """Yield the rest of an order.
+
+        Raises: ConfigError if the user's own sampler draws from the process's random state, in which a step draws too.
+        """
+        names = [class_name(sampler) for sampler, _ in self._before]
+        if not names or set(names) & set(allow):
+            yield from order
+            return
+        while True:
+            before = process_state()
+            entry = next(order, _END)
+            if process_state() != before:
+                reason = f"it draws from the process's random numbers in the middle of an order, so {_ADVICE}"
+                raise ConfigError([*unless_allowed(f"sampler {names[0]}", names[0], reason, allow)])
+            if entry is _END:
+                return
+            yield entry
 
     def faults(self, allow: Collection[str]) -> Iterator[str]:
         """Yield one line for each sampler that has changed."""

@@ -19,10 +19,12 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.data_position import DataRank
-from titan_ckpt.components.known.streams import stream_faults
+from titan_ckpt.components.known.loaders import samplers_of, stateful_faults
+from titan_ckpt.components.known.streams import resume_once, stream_faults
+from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.data_order import OrderWatch, has_state, sampler_faults
-from titan_ckpt.rng import RandomState, get_random, is_random, set_random
+from titan_ckpt.rng import RandomState, get_random, held_generators, set_random
 
 _END, _UNREAD = object(), object()
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
@@ -56,15 +58,17 @@ class PositionedLoader:
         self._allow = allow
         self._goes_on = False
         """Whether this epoch has more batches than its length says."""
+        self._of_data = self._look_for_generators()
         faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
         if faults:
             raise ConfigError(faults)
+        resume_once(getattr(self.inner, "dataset", None))
 
     # for subclasses
 
     def begin_epoch(self) -> None:
         """Do what the trainer does before it iterates: tell every sampler the epoch, as DistributedSampler requires."""
-        for sampler in _samplers(self.inner):
+        for sampler in samplers_of(self.inner):
             if callable(set_epoch := getattr(sampler, "set_epoch", None)):
                 set_epoch(self.epoch)
 
@@ -93,7 +97,7 @@ class PositionedLoader:
     @property
     def at_end(self) -> bool:
         """Return whether every batch of this epoch was returned; False while the length is unknown."""
-        return not self._goes_on and self.num_batches > 0 and self.num_batches == _length_of(self.loader)
+        return not self._goes_on and self.num_batches > 0 and self.num_batches == length_of(self.loader)
 
     def next_epoch(self) -> None:
         """Leave the rest of this epoch out."""
@@ -112,6 +116,7 @@ class PositionedLoader:
         self.begin_epoch()
         batches = self._begin(resumed)
         batch = next(batches, _END)
+        self._of_data = self._look_for_generators()  # an epoch or the first batch may have made them
         while batch is not _END:
             self.num_batches += 1
             following = _UNREAD
@@ -136,11 +141,15 @@ class PositionedLoader:
         dataset: Any = getattr(self.inner, "dataset", None)
         if resumed and resumed["source"] is not None:
             source.load_state_dict(resumed["source"])
-        elif self.epoch and hasattr(dataset, "_starting_state_dict"):  # datasets would begin there in each epoch again
-            dataset.load_state_dict(None)
         batches = iter(self.inner)
         if resumed and self.num_batches:
             self._set_random(resumed["now"])
+        elif resumed and self._keeps_state and source is dataset:
+            self._set_random(resumed["now"])
+            if next(batches, _END) is not _END:  # else that was the end of the epoch before
+                source.load_state_dict(resumed["source"])
+                self._set_random(resumed["now"])
+            batches = iter(self.inner)
         yield from batches
 
     def _in_order(self, sampler: Any) -> Iterator[Any]:
@@ -155,7 +164,7 @@ class PositionedLoader:
             self._set_random(resumed["start"] if skipped else resumed["now"])
         self._start = self._get_random()
         order = iter(sampler)
-        watch = OrderWatch(_samplers(self.inner))
+        watch = OrderWatch(samplers_of(self.inner))
         first = next(order, _END)
         if faults := [*watch.faults(self._allow)]:
             raise ConfigError(faults)
@@ -167,7 +176,7 @@ class PositionedLoader:
             pass
         if resumed and skipped and resumed["now"]["random"] is not None:
             self._random.load_state_dict(resumed["now"]["random"])
-        yield from order
+        yield from watch.watched(order, self._allow)
 
     # its position
 
@@ -187,7 +196,7 @@ class PositionedLoader:
         done = self.at_end
         within = not done and self.num_batches > 0
         source = self._source
-        if not within and not (source is self.inner and isinstance(self.inner.dataset, IterableDataset)):
+        if not within and not self._keeps_state:
             source = None  # the next epoch begins afresh
         return {
             "epoch": self.epoch + done,
@@ -197,7 +206,7 @@ class PositionedLoader:
             "at_once": self.num_batches_at_once,
             "is_kept": getattr(self.inner, "persistent_workers", False) and self._start is not None,
             "source": None if source is None else source.state_dict(),
-            "of_data": [get_random(generator) for generator in self._of_data()],
+            "of_data": [get_random(generator) for generator in self._of_data],
             "facts": self._facts(),
         }
 
@@ -205,9 +214,9 @@ class PositionedLoader:
         """Continue at a position. Raises: LoadMismatchError for a position in different batches."""
         self._check_facts(state_dict, self._facts())
         self._resumed = state_dict
-        self._goes_on = state_dict["batches"] == _length_of(self.loader)  # else it would be the end
+        self._goes_on = state_dict["batches"] == length_of(self.loader)  # else it would be the end
         self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
-        for generator, state in zip(self._of_data(), state_dict["of_data"], strict=True):
+        for generator, state in zip(self._of_data, state_dict["of_data"], strict=True):
             set_random(generator, state)
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
@@ -252,16 +261,24 @@ class PositionedLoader:
         return self.inner.dataset if isinstance(self.inner.dataset, IterableDataset) else None
 
     @property
+    def _keeps_state(self) -> bool:
+        """Return whether the state of a stream at the end of an epoch decides the next one; none of datasets does."""
+        dataset = getattr(self.inner, "dataset", None)
+        is_of_datasets = hasattr(dataset, "_starting_state_dict") and self._source is dataset
+        return isinstance(dataset, IterableDataset) and not is_of_datasets
+
+    @property
     def _has_own_order(self) -> bool:
         """Return whether the order depends on seeds and generators alone, not on the process's random state."""
-        samplers = _samplers(self.inner)
+        samplers = samplers_of(self.inner)
         random = [s for s in samplers if getattr(s, "generator", 0) is None and not hasattr(s, "initial_seed")]
         return not random
 
     def _order_faults(self) -> Iterator[str]:
         yield from stream_faults(getattr(self.inner, "dataset", None), self._allow)
+        yield from stateful_faults(self.inner, self._allow)
         if not has_state(self.inner):
-            yield from sampler_faults(_samplers(self.inner), self._allow)
+            yield from sampler_faults(samplers_of(self.inner), self._allow)
 
     def _fault(self) -> str | None:
         if has_state(self.inner):
@@ -287,16 +304,22 @@ class PositionedLoader:
             )
         return None
 
+    def _look_for_generators(self) -> list[Any]:
+        """Return the generators that the data draws from, which a step holds."""
+        return held_generators(getattr(self.inner, "dataset", None))
+
     def _facts(self) -> dict[str, Any]:
-        samplers = _samplers(self.inner)
+        samplers = samplers_of(self.inner)
         seeds = [getattr(s, name) for s in samplers for name in ("initial_seed", "seed") if hasattr(s, name)]
         sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
         size = sizes[0] if sizes else getattr(self.inner, "batch_size", None)
         return {
-            "length": _length_of(self.loader),
-            "samples": _length_of(getattr(self.inner, "dataset", None)),
+            "length": length_of(self.loader),
+            "samples": length_of(getattr(self.inner, "dataset", None)),
             "batch_size": size,
             "seed": [seed for seed in seeds if isinstance(seed, int)],
+            "sampler": class_name(samplers[-1]) if samplers else None,
+            "number of random generators in the dataset (made in its constructor)": len(self._of_data),
         }
 
     def _get_random(self) -> dict[str, Any]:
@@ -316,39 +339,17 @@ class PositionedLoader:
 
     def _stateful_samplers(self) -> list[Any]:
         """Return the samplers that give their state, which is set as it was before an epoch's order was drawn."""
-        return [] if has_state(self.inner) else [sampler for sampler in _samplers(self.inner) if has_state(sampler)]
+        return [] if has_state(self.inner) else [sampler for sampler in samplers_of(self.inner) if has_state(sampler)]
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that decide the order; one that is seeded anew for each epoch is none of them."""
-        owners = [self.inner, *_samplers(self.inner)]
+        owners = [self.inner, *samplers_of(self.inner)]
         found = [getattr(o, "generator", None) for o in owners if not hasattr(o, "initial_seed")]
         return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
 
-    def _of_data(self) -> list[Any]:
-        """Return the generators that a map-style dataset of the user's own, and those that it wraps, draw from."""
-        waiting, found = [getattr(self.inner, "dataset", None)], []
-        while waiting:
-            dataset = waiting.pop()
-            if dataset is not None and not isinstance(dataset, IterableDataset):
-                found += [value for value in getattr(dataset, "__dict__", {}).values() if is_random(value)]
-                waiting += [getattr(dataset, "dataset", None), *(getattr(dataset, "datasets", None) or ())]
-        return [*{id(generator): generator for generator in found}.values()]
 
-
-def _samplers(loader: Any) -> list[Any]:
-    """Return a loader's samplers, from the outermost to the innermost."""
-    found: list[Any] = []
-    waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
-    while waiting:
-        sampler = waiting.pop(0)
-        if sampler is not None and not any(sampler is other for other in found):
-            found.append(sampler)
-            waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
-            waiting.append(getattr(getattr(sampler, "dataset", None), "_sampler", None))  # of Lightning's wrapper
-    return found
-
-
-def _length_of(data: Any) -> int | None:
+def length_of(data: Any) -> int | None:
+    """Return how many batches or samples there are, if that is known."""
     try:
         return len(data)
     except TypeError:  # an IterableDataset without a length
@@ -357,7 +358,7 @@ def _length_of(data: Any) -> int | None:
 
 def _share_of(loader: Any) -> DataRank:
     """Return the share that a distributed sampler takes, which ranks of tensor parallelism have in common."""
-    for sampler in _samplers(loader):
+    for sampler in samplers_of(loader):
         if isinstance(sampler, DistributedSampler) and not hasattr(loader, "dp_rank"):
             return DataRank(sampler.rank, sampler.num_replicas)
     is_alone = not torch.distributed.is_initialized()
@@ -369,13 +370,13 @@ class _Through:
     """A sampler whose entries go through a function. Workers that are kept use the same one in every epoch."""
 
     def __init__(self, sampler: Any, function: Callable[[Any], Iterator[Any]]) -> None:
-        self._sampler, self._function = sampler, function
+        self.sampler, self._function = sampler, function
 
     def __len__(self) -> int:
-        return len(self._sampler)
+        return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
-        yield from self._function(self._sampler)
+        yield from self._function(self.sampler)
 
 
 @contextmanager

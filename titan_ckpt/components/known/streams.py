@@ -5,10 +5,16 @@ Owns the table of the parts that a stream is made of. datasets itself is not imp
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Collection, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-from titan_ckpt.components.unsaved_state import unless_allowed
+from torch.utils.data import IterableDataset
+
+from titan_ckpt.components.unsaved_state import MAX_DEPTH, class_name, function_faults, unless_allowed
+from titan_ckpt.rng import generators_kept, process_state
 
 _EXACT = (
     "Examples", "ArrowExamples", "RebatchedArrowExamples", "StepExamples", "CyclingMultiSourcesExamples",
@@ -25,15 +31,101 @@ PARTS = {f"{_HOME}.{name}Iterable": "" for name in _EXACT} | {
 """Full name of a part's class -> "" if it continues exactly, or why it does not, with the next step."""
 
 
-def stream_faults(dataset: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield one line for each part of a stream that loses examples at a resume; none for other data."""
-    pending: list[Any] = [getattr(dataset, "_ex_iterable", None)]
+_READS_AHEAD = frozenset(
+    f"{_HOME}.{name}Iterable"
+    for name in (
+        "Examples", "RebatchedArrowExamples", "CyclingMultiSourcesExamples", "RandomlyCyclingMultiSourcesExamples",
+        "HorizontallyConcatenatedMultiSourcesExamples", "MappedExamples", "FilteredExamples",
+    )
+)  # fmt: skip
+"""Parts that read examples once more after a resume: all from the start of a shard, of a batch, or of the next one."""
+
+
+_DRAWS = (
+    "it reads examples once more after a resume, and the random numbers that are drawn while it reads would be others: "
+    "draw them in a map() that is not batched and comes last, or in the collator"
+)
+
+
+def stream_faults(data: Any, allow: Collection[str]) -> Iterator[str]:
+    """Yield one line for each part of a stream that loses examples at a resume; none for other data.
+
+    `data`: a stream, or an object of the user's that holds one.
+    """
+    for stream in _streams(data):
+        parts = [*_parts(stream)]
+        for part in parts:
+            name = class_name(part)
+            if reason := PARTS.get(name, "it was not proved to continue exactly after a resume: leave it out"):
+                yield from unless_allowed(f"data: {name}", name, reason, allow)
+        functions = [part.function for part in parts if hasattr(part, "function")]
+        yield from function_faults([("function of a stream", function) for function in functions], allow)
+        for part in _parts(stream, within=False):
+            if _reads_again(part) and _draws(part):
+                name = class_name(part)
+                yield from unless_allowed(f"data: {name}", name, _DRAWS, allow)
+
+
+def resume_once(data: Any) -> None:
+    """Let streams begin at a position that is loaded once, and not in each later epoch again.
+
+    Source: datasets 5.2, iterable_dataset.py `_prepare_ex_iterable_for_iteration`.
+    """
+    for stream in _streams(data):
+        stream.load_state_dict = partial(_load, stream)
+
+
+def _load(stream: Any, state_dict: dict[str, Any]) -> None:
+    stream._starting_state_dict = _Once(state_dict)  # noqa: SLF001 - what its own load_state_dict sets
+
+
+class _Once(dict[str, Any]):
+    """The state of a stream, which is empty when it has been used."""
+
+    def __getitem__(self, name: str) -> Any:
+        return self.pop(name) if name == "examples_iterable" else super().__getitem__(name)
+
+    def __bool__(self) -> bool:
+        return "examples_iterable" in self
+
+
+def _streams(data: Any) -> Iterator[Any]:
+    """Yield the streams of datasets that an object is, or holds in its attributes and those of what it wraps."""
+    pending, seen = [data], set[int]()
+    while pending:
+        value = pending.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if hasattr(value, "_ex_iterable"):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            pending += value[:MAX_DEPTH]
+        elif value is data or isinstance(value, IterableDataset):
+            pending += getattr(value, "__dict__", {}).values()
+
+
+def _parts(stream: Any, *, within: bool = True) -> Iterator[Any]:
+    """Yield the parts of a stream from the last one on; `within`: also those that are read again with another."""
+    pending = [stream._ex_iterable]  # noqa: SLF001 - datasets has no public name for it
     while pending:
         part = pending.pop()
-        if part is None:
-            continue
-        pending += [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
-        name = f"{type(part).__module__}.{type(part).__qualname__}"
-        reason = PARTS.get(name, "it was not proved to continue exactly after a resume: leave it out")
-        if reason:
-            yield from unless_allowed(f"data: {name}", name, reason, allow)
+        if part is not None:
+            if within or not _reads_again(part):
+                pending += [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
+            yield part
+
+
+def _reads_again(part: Any) -> bool:
+    """Return whether a part reads again what it had read before a save: a map does if it is batched or async."""
+    is_ahead = getattr(part, "batched", True) or inspect.iscoroutinefunction(part.function)
+    return class_name(part) in _READS_AHEAD and is_ahead
+
+
+def _draws(part: Any) -> bool:
+    """Return whether the process draws random numbers while the first example is read."""
+    with generators_kept():
+        before = process_state()
+        with suppress(Exception):  # the first step will raise it
+            next(iter(part), None)
+        return process_state() != before

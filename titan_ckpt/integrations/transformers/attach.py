@@ -24,12 +24,12 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 from titan_ckpt.components.known.peft_adapters import adapter_states
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.integrations.begun import Groups, Restored
 from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, is_adapter_model, needs_base
 from titan_ckpt.integrations.transformers.followers import Followers
-from titan_ckpt.integrations.transformers.loader import TrainerLoader
+from titan_ckpt.integrations.transformers.loader import TrainerLoader, draw_alike
 from titan_ckpt.integrations.transformers.progress import RankProgress, RunProgress
 from titan_ckpt.integrations.transformers.refusals import gives_state, problems, unsaved
 from titan_ckpt.manager import CheckpointManager
@@ -74,6 +74,8 @@ class TitanCheckpoint:
 
     manager: CheckpointManager
     """The manager of the current or last call of train()."""
+    prepared: tuple[Any, Any]
+    """What the Trainer's own _prepare_for_training() has returned."""
 
     def __init__(self, trainer: Trainer, config: CheckpointConfig, *, only_adapter: bool) -> None:
         self._trainer: Any = trainer
@@ -126,9 +128,17 @@ class TitanCheckpoint:
                 f"nothing is left to train: a callback ended the run at step {step}. To train on, change the callback "
                 "and resume from a step before (checkpoint.resume.step)"
             )
-        if step >= max_steps or self._run.ended:
+        self._is_done = step >= max_steps or self._run.ended
+        if self._is_done:
             self.manager.save(step, last_step=True)  # its exports may be missing
             return num_epochs, 0
+        accumulated = trainer.args.gradient_accumulation_steps
+        if self.loader.num_batches % accumulated:
+            raise LoadMismatchError(
+                f"step {step} ended after {self.loader.num_batches} batches of its epoch, and steps of {accumulated} "
+                "batches do not begin there: resume with gradient_accumulation_steps that divide "
+                f"{self.loader.num_batches}, or with the number of ranks and the batches per step of the run that saved"
+            )
         return self.loader.epoch, self.loader.num_batches
 
     @property
@@ -182,6 +192,13 @@ class TitanCheckpoint:
         if not (self.loader.at_end or control.should_training_stop or control.should_epoch_stop):
             self._complete(is_last=False)
 
+    def ended(self) -> None:
+        """Make the last save of a run that has ended before its last step, because its epochs had fewer batches."""
+        assert self._guard is not None
+        if self._completed and not self._is_done and self._guard.stopped is None:
+            self._run.ended = self._trainer.control.should_training_stop
+            self.manager.save(self._completed, last_step=True, metrics=self._metrics(self._completed))
+
     def ask(self) -> None:
         """Save the current step, because a callback has set control.should_save."""
         self._is_asked = True
@@ -194,7 +211,7 @@ class TitanCheckpoint:
         self._completed = step
         metrics = self._metrics(step)
         self._run.ended = is_last and step < self._trainer.state.max_steps
-        is_last = is_last or step >= self._trainer.state.max_steps
+        is_last = self._is_done = is_last or step >= self._trainer.state.max_steps
         self.manager.save(step, last_step=is_last, force=self._is_asked and not is_last, metrics=metrics)
         self._is_asked = False
         if self._guard.step_ended(step, metrics):
@@ -294,6 +311,13 @@ class _Attached(Trainer):
     def get_train_dataloader(self) -> Any:
         return self.titan_ckpt.wrap(super().get_train_dataloader())
 
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Let each evaluation draw the same from generators of its own: workers that are kept draw a seed only once."""
+        loader = super().get_eval_dataloader(*args, **kwargs)
+        if self.args.dataloader_persistent_workers:
+            draw_alike(loader)
+        return loader
+
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
         with self.titan_ckpt.running():
             return super()._inner_training_loop(*args, **kwargs)
@@ -304,11 +328,13 @@ class _Attached(Trainer):
         """Prepare everything now, because only a load can tell where the training begins."""
         super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial)
         own: Any = super()
-        self._prepared = own._prepare_for_training(max_steps, self.titan_ckpt.loader, None)  # noqa: SLF001 - its own
+        self.titan_ckpt.prepared = own._prepare_for_training(  # noqa: SLF001 - its own
+            max_steps, self.titan_ckpt.loader, None
+        )
         return self.titan_ckpt.resume(max_steps, num_train_epochs)
 
     def _prepare_for_training(self, *_: Any) -> Any:
-        return self._prepared
+        return self.titan_ckpt.prepared
 
     def _evaluate(self, trial: Any, ignore_keys_for_eval: Any, skip_scheduler: bool = False) -> dict[str, float]:
         """Leave out the evaluation of `eval_on_start` in a resumed run, which has made it."""
@@ -318,8 +344,9 @@ class _Attached(Trainer):
         return own._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[no-any-return]  # noqa: SLF001 - its own
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Set what was loaded, if there was nothing left to train."""
+        """Set what was loaded, if there was nothing left to train, and save what is the last step."""
         self.titan_ckpt.begin()
+        self.titan_ckpt.ended()
         own: Any = super()
         return own._finalize_training(*args, **kwargs)  # noqa: SLF001 - its own
 

@@ -7,17 +7,20 @@ Source: accelerate, data_loader.py DataLoaderShard.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, IterableDatasetShard
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.components.known.loaders import samplers_of
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.loader_position import PositionedLoader
+from titan_ckpt.integrations.loader_position import PositionedLoader, length_of
 
+_END = object()
 _DIVIDED = (
     "data: accelerate divides an IterableDataset among ranks while it is read, and it cannot return to a position: "
     'with one process, set accelerator_config={"dispatch_batches": False}; with more, override get_train_dataloader to '
@@ -39,9 +42,33 @@ class TrainerLoader(PositionedLoader):
         if is_dispatched or isinstance(getattr(inner, "dataset", None), IterableDatasetShard):
             raise ConfigError([_DIVIDED])
         super().__init__(loader, inner, _share(inner, is_prepared=self._is_prepared), allow)
+        self._is_told = False
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate as the Trainer does after set_epoch; a callback that looks at the data moves no position."""
+        is_told, self._is_told = self._is_told, False
+        return super().__iter__() if is_told else self._look()
+
+    def _look(self) -> Iterator[Any]:
+        """Iterate without a position, and leave the workers and the state of the training's iteration as they are."""
+        kept, self.inner._iterator = getattr(self.inner, "_iterator", None), None  # noqa: SLF001 - where torch keeps it
+        batches = iter(self.loader)
+        try:
+            first = next(batches, _END)
+        finally:
+            self.inner._iterator = kept  # noqa: SLF001 - as above
+        if first is not _END:
+            yield first
+            yield from batches
+
+    @property
+    def at_end(self) -> bool:
+        """Return whether the Trainer reads no more batches of this epoch; False while the length is unknown."""
+        return self.num_batches > 0 and self.num_batches == length_of(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Remember the epoch, as the Trainer says it before it iterates."""
+        self._is_told = True
         self.epoch = epoch
         if self._resumed is None:
             self.num_batches, self._goes_on = 0, False
@@ -76,6 +103,16 @@ class TrainerLoader(PositionedLoader):
         """Leave accelerate's list of loaders in use."""
         if self._is_prepared:
             self.loader.end()
+
+
+def draw_alike(loader: Any) -> None:
+    """Let a loader draw from generators of its own, which begin anew now, and not from the process's."""
+    inner = getattr(loader, "base_dataloader", loader)
+    owners = [inner, *samplers_of(inner)]
+    inner.generator = getattr(inner, "generator", None) or torch.Generator()
+    for generator in (getattr(owner, "generator", None) for owner in owners):
+        if isinstance(generator, torch.Generator):
+            generator.manual_seed(generator.initial_seed())
 
 
 def _sharding(inner: Any) -> BatchSamplerShard | None:

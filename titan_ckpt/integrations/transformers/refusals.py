@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from dataclasses import MISSING, fields
-from functools import partial
 from typing import Any
 
 import transformers
-from torch import nn
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.unsaved_state import LIBRARIES, faults
+from titan_ckpt.components.unsaved_state import LIBRARIES, faults, function_faults
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
 
@@ -52,6 +50,9 @@ def _of_the_strategy(trainer: Any) -> Iterator[str]:
             "FSDP1: it flattens parameters, so none of them has a shard with a name: use FSDP2, "
             'fsdp_config={"version": 2}, or fsdp_version: 2 in the file of accelerate'
         )
+    parallel = trainer.accelerator.parallelism_config
+    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
+        yield "parallelism_config: context and sequence parallelism were not proved to resume exactly: use TP and FSDP2"
     if getattr(trainer, "is_fsdp_xla_enabled", False) or state.distributed_type.value in {"XLA", "MEGATRON_LM"}:
         yield f"{state.distributed_type.value}: only DDP, FSDP2 and a single process are supported"
 
@@ -88,12 +89,9 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool) -> Ite
         names.append("compute_metrics")
     functions = [(name, getattr(trainer, name, None)) for name in names]
     functions += [("reward function", function) for function in getattr(trainer, "reward_funcs", None) or []]
-    for role, given in functions:
-        function = given.func if isinstance(given, partial) else given
-        owner = getattr(function, "__self__", function)
-        if owner is not None and owner is not trainer and not isinstance(owner, nn.Module):
-            of_libraries = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in type(owner).__mro__}
-            yield from faults([(role, owner)], of_libraries, config.allow, live=live)
+    functions += [("tool", tool) for tool in getattr(trainer, "tools", None) or []]
+    functions.append(("rollout_func", getattr(trainer, "rollout_func", None)))
+    yield from function_faults(functions, config.allow, live=live, others=[trainer])
     if getattr(trainer.data_collator, "seed", None) is not None:
         yield "data_collator: its seed gives it random numbers of its own, which no step holds: leave the seed out"
     moves_base = has_adapter and any(getattr(callback, "update_ref_model", False) for _, callback in callbacks)

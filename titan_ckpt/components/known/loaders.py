@@ -1,0 +1,55 @@
+"""Decides whether a loader that gives its state itself, as torchdata's does, holds the order of its samplers in it.
+
+Owns the way from a loader to its samplers, and the samplers whose order torchdata draws anew after a resume.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset, Sampler
+
+from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, stored_by_code_of, unless_allowed
+
+_DRAWN_ANEW = frozenset(
+    {
+        *(f"torch.utils.data.sampler.{name}Sampler" for name in ("Random", "SubsetRandom", "WeightedRandom")),
+        "transformers.trainer_pt_utils.LengthGroupedSampler",
+        "trl.trainer.utils.RepeatSampler",
+    }
+)
+
+
+def samplers_of(loader: Any) -> list[Any]:
+    """Return a loader's samplers, from the outermost to the innermost."""
+    found: list[Any] = []
+    waiting = [getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None)]
+    while waiting:
+        sampler = waiting.pop(0)
+        if sampler is not None and not any(sampler is other for other in found):
+            found.append(sampler)
+            waiting += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+            waiting.append(getattr(getattr(sampler, "dataset", None), "_sampler", None))  # of Lightning's wrapper
+            for value in getattr(sampler, "__dict__", {}).values():
+                several = value if isinstance(value, (list, tuple)) else [value]
+                waiting += several if several and isinstance(several[0], Sampler) else []
+    return found
+
+
+def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
+    """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew."""
+    if not type(loader).__module__.startswith("torchdata.") or isinstance(loader.dataset, IterableDataset):
+        return
+    for sampler in samplers_of(loader):
+        kinds, name = type(sampler).__mro__, class_name(sampler)
+        base = next(kind for kind in kinds if kind.__module__.partition(".")[0] in LIBRARIES or kind is object)
+        changes = not hasattr(sampler, "state_dict") and any(
+            stored_by_code_of(kinds[: kinds.index(base)], ["set_epoch"])
+        )
+        if changes or f"{base.__module__}.{base.__qualname__}" in _DRAWN_ANEW:
+            reason = (
+                "a StatefulDataLoader does not hold its order, and a resumed run would go on in another one: give the "
+                "loader shuffle=True, or take a sampler of torchdata or a DistributedSampler"
+            )
+            yield from unless_allowed(f"sampler {name}", name, reason, allow)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
+import importlib
 import io
 import logging
 import random
@@ -243,6 +244,17 @@ def test_an_attribute_of_the_class_is_watched_too() -> None:
     watch.refuse(1)
     value.seen.append(1)
     with pytest.raises(SaveError, match=r"OfClass: self\.seen changed"):
+        watch.refuse(2)
+
+
+def test_an_object_of_an_installed_package_is_watched_whatever_its_code_could_set() -> None:
+    """A configuration does not change; what is refused at once is code of the user's own."""
+    numbers = importlib.import_module("sortedcontainers").SortedList([1])
+    value, watch = Plain(numbers), Watch()
+    assert found(value, watch=watch) == []
+    watch.refuse(1)
+    numbers.add(2)
+    with pytest.raises(SaveError, match=r"Plain: self\.held changed"):
         watch.refuse(2)
 
 

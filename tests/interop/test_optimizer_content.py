@@ -13,7 +13,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from lightning_fabric import Fabric
-from schedulefree import ScheduleFreeWrapper
+from schedulefree import AdamWScheduleFree, ScheduleFreeWrapper
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -230,6 +230,15 @@ def test_what_an_optimizer_keeps_comes_back(kind: type[Any], dtype: torch.dtype,
     """State under other keys, in attributes, deques, column-major memory or twice: the next steps are the same."""
     case = Case(kind.__name__, lambda model: kind(model.parameters()), dtype, "plain")
     assert judge(case, tmp_path) == ("exact", "")
+
+
+def test_a_group_without_parameters_keeps_its_settings(tmp_path: Path) -> None:
+    """transformers makes one for an adapter, whose weights all decay; schedulefree counts the steps in each group."""
+
+    def build(model: nn.Module) -> Any:
+        return AdamWScheduleFree([{"params": [*model.parameters()]}, {"params": []}], lr=0.01)
+
+    assert judge(Case("an empty group", build, kind="plain"), tmp_path) == ("exact", "")
 
 
 def test_hooks_of_a_state_dict_are_called(tmp_path: Path) -> None:

@@ -178,6 +178,8 @@ class OptimizerState:
             for i, group in enumerate(optimizer.param_groups):
                 fqns = [self._names[p] for p in group["params"]]
                 known = list({id(of_fqn[f]): of_fqn[f] for f in fqns if f in of_fqn}.values())
+                if not fqns:  # such as the one that transformers makes for weights without decay
+                    known = [g for stored in groups[o : o + 1] for g in stored[i : i + 1] if not g["fqns"]]
                 matches[-1].append(known)
                 where = f"group {i} of optimizer {o}"
                 if fqns and not known:

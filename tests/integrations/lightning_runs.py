@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from datasets import Dataset
+from datasets.distributed import split_dataset_by_node
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -37,7 +43,31 @@ def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
 
 
-def run_fabric(folder: str, interval: int, killed_at: int | None, **settings: Any) -> None:
+def die_at(step: int, killed_at: int | None, interval: int, folder: Path) -> None:
+    """End the process by SIGKILL, when the newest save before the step is committed."""
+    if step == killed_at:
+        saved = folder / "checkpoints" / f"step-{(step - 1) // interval * interval}"
+        while not saved.is_dir():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def shuffled(data: Samples) -> DataLoader[torch.Tensor]:
+    return DataLoader(data, batch_size=2, shuffle=True)
+
+
+def streamed(data: Samples) -> DataLoader[torch.Tensor]:
+    """Return a rank's share of the samples as a stream of datasets."""
+    rank, ranks = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    rows = Dataset.from_dict({"at": [*range(len(data))]}).to_iterable_dataset(num_shards=2)
+    read = split_dataset_by_node(rows, rank, ranks).map(lambda row: {"vector": data[row["at"]]})
+    stacked: Any = lambda rows: torch.stack([row["vector"] for row in rows])  # noqa: E731 - a collate function
+    return DataLoader(read, batch_size=2, collate_fn=stacked)
+
+
+def run_fabric(
+    folder: str, interval: int, killed_at: int | None, loader_of: Callable[[Samples], Any] = shuffled, **settings: Any
+) -> None:
     """Train with a loop of Fabric."""
     data = Samples(26)
     fabric = L.Fabric(accelerator="cpu", devices=int(os.environ.get("WORLD_SIZE", "1")), **settings)
@@ -45,7 +75,7 @@ def run_fabric(folder: str, interval: int, killed_at: int | None, **settings: An
     fabric.seed_everything(0, verbose=False)
     network = fabric.setup_module(bare := model())  # before its optimizer, as ModelParallelStrategy demands
     optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(network.parameters(), lr=1e-2))
-    loader: Any = fabric.setup_dataloaders(DataLoader(data, batch_size=2, shuffle=True))
+    loader: Any = fabric.setup_dataloaders(loader_of(data))
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer.optimizer, T_max=20)
     config = CheckpointConfig(save=SaveConfig(interval=interval))
     with fabric_manager(
@@ -57,7 +87,7 @@ def run_fabric(folder: str, interval: int, killed_at: int | None, **settings: An
         dataloader=loader,
         base_folder=folder,
     ) as manager:
-        step, steps = manager.load().step, 2 * len(loader)
+        step, steps = manager.load().step, 2 * math.ceil(13 / fabric.world_size)
         while step < steps:
             for batch in loader:
                 die_at(step, killed_at, interval, Path(folder))
@@ -69,6 +99,11 @@ def run_fabric(folder: str, interval: int, killed_at: int | None, **settings: An
                 step += 1
                 manager.save(step, last_step=step == steps)
     write(Path(folder), bare, [scheduler.get_last_lr()], data.num_read)
+
+
+def run_fabric_stream(folder: str, interval: int, killed_at: int | None) -> None:
+    """Do the same over a stream."""
+    run_fabric(folder, interval, killed_at, streamed)
 
 
 def run_fabric_mixed(folder: str, interval: int, killed_at: int | None) -> None:

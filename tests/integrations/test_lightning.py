@@ -27,6 +27,7 @@ from titan_ckpt.integrations.lightning import attach, fabric_manager
 RUNS = {
     "fabric within an epoch": Run("run_fabric", 1, 3, 17),
     "fabric after an epoch, 2 ranks": Run("run_fabric", 2, 7, 9),
+    "fabric, a stream within an epoch, 2 ranks": Run("run_fabric_stream", 2, 3, 9),
     "fabric, mixed precision": Run("run_fabric_mixed", 1, 3, 17),
     "fabric, half precision": Run("run_fabric_half", 1, 3, 17),
     "fabric, double precision": Run("run_fabric_double", 1, 3, 17),

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -41,15 +39,6 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
 
 def model() -> torch.nn.Module:
     return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(0.1), torch.nn.Linear(8, 1))
-
-
-def die_at(step: int, killed_at: int | None, interval: int, folder: Path) -> None:
-    """End the process by SIGKILL, when the newest save before the step is committed."""
-    if step == killed_at:
-        saved = folder / "checkpoints" / f"step-{(step - 1) // interval * interval}"
-        while not saved.is_dir():
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def shuffled(data: Samples) -> DataLoader[torch.Tensor]:

@@ -80,7 +80,7 @@ def test_a_bucket_that_is_not_there_is_one_line(
         raise StoreError(errno.ENOENT, "s3://b/run: rank 0 could not list it. Create the bucket", is_final=True)
 
     monkeypatch.setattr(command, "build_trainer", refuse)
-    assert main([str(tmp_path / "run.toml")]) == 1
+    assert main([str(tmp_path / "run.toml")]) == 2
     assert capsys.readouterr().err == "StoreError: s3://b/run: rank 0 could not list it. Create the bucket\n"
 
 

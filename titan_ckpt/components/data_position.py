@@ -18,6 +18,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from titan_ckpt.components.known.loaders import is_of_torchdata
+from titan_ckpt.components.known.streams import forget_end
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.types import Stateful
 
@@ -57,7 +59,14 @@ def restorer(dataloader: Stateful, data_rank: DataRank, positions: Sequence[Any]
     Raises: LoadMismatchError if their number is not this run's and the dataloader cannot divide them anew.
     """
     if len(positions) == data_rank.size:
-        return lambda: dataloader.load_state_dict(positions[data_rank.rank])
+
+        def restore() -> None:
+            dataloader.load_state_dict(positions[data_rank.rank])
+            if is_of_torchdata(dataloader):
+                dataloader.state_dict()  # it makes its iterator now, which draws a seed, and not after the load
+                forget_end(dataloader)
+
+        return restore
     divide = getattr(dataloader, "load_state_dicts", None)
     if callable(divide):
         return lambda: divide(positions)

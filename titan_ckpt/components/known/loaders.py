@@ -37,9 +37,14 @@ def samplers_of(loader: Any) -> list[Any]:
     return found
 
 
+def is_of_torchdata(loader: Any) -> bool:
+    """Return whether a loader is torchdata's StatefulDataLoader, or extends it."""
+    return any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
+
+
 def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew."""
-    if not type(loader).__module__.startswith("torchdata.") or isinstance(loader.dataset, IterableDataset):
+    if not is_of_torchdata(loader) or isinstance(loader.dataset, IterableDataset):
         return
     for sampler in samplers_of(loader):
         kinds, name = type(sampler).__mro__, class_name(sampler)

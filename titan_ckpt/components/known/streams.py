@@ -77,6 +77,16 @@ def resume_once(data: Any) -> None:
         stream.load_state_dict = partial(_load, stream)
 
 
+def forget_end(loader: Any) -> None:
+    """Let streams that had ended begin the next epoch at their start: torchdata's loader does not ask them for the end.
+
+    `loader`: a StatefulDataLoader that has made its iterator after its load; any other one is left alone.
+    """
+    if getattr(getattr(getattr(loader, "_iterator", None), "_dataset_fetcher", None), "ended", False):
+        for stream in _streams(getattr(loader, "dataset", None)):
+            stream._starting_state_dict = None  # noqa: SLF001 - as below
+
+
 def _load(stream: Any, state_dict: dict[str, Any]) -> None:
     stream._starting_state_dict = _Once(state_dict)  # noqa: SLF001 - what its own load_state_dict sets
 

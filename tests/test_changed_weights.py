@@ -178,6 +178,8 @@ def test_the_last_export_holds_the_weights_of_evaluation_and_the_step_those_of_t
         of_evaluation = model.weight.detach().clone()
         manager.load(3)
         assert torch.equal(model.weight, of_training)
+        manager.save(3, last_step=True)  # as a run that is started again when it is done
+        assert torch.equal(model.weight, of_evaluation)
     assert not torch.equal(of_training, of_evaluation)
     found = []
     for name in names[: len(exports)]:

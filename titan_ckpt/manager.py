@@ -328,6 +328,8 @@ class CheckpointManager:
             _raise(self._failures.verdict("exported", step, error, is_last=last_step))
         if todo:
             self.export_step(todo, step, last_step)
+        if last_step and any(not export.training_state for export in due):
+            self._evaluate()  # also if all exports are there, as in a run that is started again when it is done
         return bool(due)
 
     def export_step(self, exports: Sequence[ExportConfig], step: int, last_step: bool) -> None:

@@ -160,6 +160,10 @@ class Unknown(IterableDataset[int]):
     ("loader", "fault"),
     [
         (lambda: DataLoader(Unknown()), "Unknown is an IterableDataset without state_dict"),
+        (
+            lambda: StatefulDataLoader(numbers(), 2, num_workers=1, persistent_workers=True),
+            "persistent_workers: .* would begin each later epoch of the stream at the position of the resume",
+        ),
         (lambda: DataLoader(Stream(), num_workers=1), "Stream is read by 1 worker processes"),
         (lambda: [1, 2], "list is no DataLoader"),
     ],
@@ -272,3 +276,47 @@ def test_a_sampler_of_another_class_is_another_order() -> None:
     next(steps(loader))
     with pytest.raises(LoadMismatchError, match=r"samplers was .*RandomSampler.*, now .*SequentialSampler"):
         PositionedLoader(DataLoader(Numbers(), 2)).load_state_dict(loader.state_dict())
+
+
+def values_of(rows: list[dict[str, int]]) -> list[int]:
+    return [row["a"] for row in rows]
+
+
+@pytest.mark.parametrize(
+    "kind", ["indices", "indices, a worker", "a stream", "a stream, a worker", "the stream itself"]
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_loop_over_torchdatas_loader_or_a_stream_goes_on_exactly(kind: str, tmp_path: Path) -> None:
+    """With the random numbers of the whole run, and with all of each later epoch.
+
+    torchdata's iterator draws a seed when it is made; datasets would begin every epoch at the position that was loaded.
+    """
+
+    def run(folder: str, steps: int) -> list[Any]:
+        torch.manual_seed(0)
+        streamed, workers = "stream" in kind, int("worker" in kind)
+        data: Any = numbers() if streamed else Plain(10)
+        loader: Any = StatefulDataLoader(
+            data, 2, shuffle=not streamed, num_workers=workers, collate_fn=values_of if streamed else None
+        )
+        position = loader
+        if kind == "the stream itself":
+            position = data
+            loader = DataLoader(data, 2, collate_fn=values_of, generator=torch.Generator())
+        config = CheckpointConfig(save=SaveConfig(interval=1))
+        parts: Any = {"model_parts": [torch.nn.Linear(1, 1)], "base_folder": tmp_path / folder}
+        with CheckpointManager(config, dataloader=position, **parts) as manager:
+            step, seen = manager.load().step, []
+            while step < steps:
+                for batch in loader:
+                    step += 1
+                    seen.append(([*map(int, batch)], float(torch.rand(()))))
+                    manager.save(step)
+                    if step == steps:
+                        break
+        return seen
+
+    whole = run("whole", 13)
+    for step in (3, 5, 8):
+        run(f"resumed-{step}", step)
+        assert run(f"resumed-{step}", 13) == whole[step:], f"after step {step}"

@@ -44,7 +44,14 @@ def is_of_torchdata(loader: Any) -> bool:
 
 def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew."""
-    if not is_of_torchdata(loader) or isinstance(loader.dataset, IterableDataset):
+    if not is_of_torchdata(loader):
+        return
+    if isinstance(loader.dataset, IterableDataset):
+        if loader.persistent_workers and hasattr(loader.dataset, "_starting_state_dict"):
+            yield (
+                "data: persistent_workers: a worker that is kept would begin each later epoch of the stream at the "
+                "position of the resume: leave it out"
+            )
         return
     for sampler in samplers_of(loader):
         kinds, name = type(sampler).__mro__, class_name(sampler)

@@ -6,12 +6,13 @@ Owns the table of the parts that a stream is made of. datasets itself is not imp
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, class_name, function_faults, unless_allowed
 from titan_ckpt.rng import generators_kept, process_state
@@ -88,7 +89,8 @@ def forget_end(loader: Any) -> None:
 
 
 def _load(stream: Any, state_dict: dict[str, Any]) -> None:
-    stream._starting_state_dict = _Once(state_dict)  # noqa: SLF001 - what its own load_state_dict sets
+    in_worker = get_worker_info() is not None  # it reads one epoch, and asks for the position several times
+    stream._starting_state_dict = state_dict if in_worker else _Once(state_dict)  # noqa: SLF001 - what its own load_state_dict sets
 
 
 class _Once(dict[str, Any]):
@@ -136,7 +138,8 @@ def _reads_again(part: Any) -> bool:
 
 def _draws(part: Any) -> bool:
     """Return whether the process draws random numbers while the first example is read."""
-    with generators_kept():
+    with generators_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)  # datasets leaves files open if the rest is not read
         before = process_state()
         with suppress(Exception):  # the first step will raise it
             next(iter(part), None)

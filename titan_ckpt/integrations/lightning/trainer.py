@@ -106,7 +106,6 @@ class TitanCheckpoint:
         loaders.flattened = [self._loader]
         self.manager = self._opened.enter_context(self._new_manager(trainer, pl_module))
         self._completed = step = self.manager.load().step
-        self._groups = Groups(trainer.optimizers)
         self._counted = trainer.global_step
         iter(fit._data_fetcher)  # noqa: SLF001 - as above
         for loop, name, then, unless in (
@@ -117,7 +116,8 @@ class TitanCheckpoint:
             _extend(loop, name, then, unless)
             self._opened.callback(vars(loop).pop, name, None)
         if step and fit.done:
-            self.manager.save(step, last_step=True)  # its exports may be missing
+            self.manager.save(step, last_step=True)  # its exports may be missing, and set an optimizer's mode
+        self._groups = Groups(trainer.optimizers)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Watch for signals, after Lightning has installed handlers of its own."""

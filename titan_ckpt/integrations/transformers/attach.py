@@ -120,7 +120,6 @@ class TitanCheckpoint:
         self._followers = Followers(self._trainer)
         self.manager = self._opened.enter_context(self._new_manager())
         step = self.manager.load().step
-        self._groups = Groups([trainer.optimizer.optimizer])
         self._guard = self._opened.enter_context(RunGuard(self.manager))
         self._trainer.state.global_step = self._completed = step
         trainer.add_callback(last := _Begun(self))
@@ -132,7 +131,9 @@ class TitanCheckpoint:
             )
         self._is_done = step >= max_steps or self._run.ended
         if self._is_done:
-            self.manager.save(step, last_step=True)  # its exports may be missing
+            self.manager.save(step, last_step=True)  # its exports may be missing, and set an optimizer's mode
+        self._groups = Groups([trainer.optimizer.optimizer])
+        if self._is_done:
             return num_epochs, 0
         accumulated = trainer.args.gradient_accumulation_steps
         if self.loader.num_batches % accumulated:

@@ -20,7 +20,7 @@ from titan_ckpt import policy
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.known import peft_adapters
 from titan_ckpt.components.known.loaders import stateful_faults
-from titan_ckpt.components.known.streams import resume_once, stream_faults
+from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import (
@@ -109,7 +109,6 @@ class CheckpointManager:
         data = getattr(dataloader, "dataset", dataloader)
         if faults := [*stream_faults(data, config.allow), *stateful_faults(dataloader, config.allow)]:
             raise ConfigError(faults)
-        resume_once(data)
         self.config = config
         self.base_folder = Path(base_folder)
         self._hooks = model_converters

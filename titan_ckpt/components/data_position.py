@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_ckpt.components.known.loaders import is_of_torchdata
-from titan_ckpt.components.known.streams import forget_end
+from titan_ckpt.components.known.streams import begin_once
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.types import Stateful
 
@@ -64,7 +64,7 @@ def restorer(dataloader: Stateful, data_rank: DataRank, positions: Sequence[Any]
             dataloader.load_state_dict(positions[data_rank.rank])
             if is_of_torchdata(dataloader):
                 dataloader.state_dict()  # it makes its iterator now, which draws a seed, and not after the load
-                forget_end(dataloader)
+            begin_once(dataloader)
 
         return restore
     divide = getattr(dataloader, "load_state_dicts", None)

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.data_position import DataRank
 from titan_ckpt.components.known.loaders import samplers_of, stateful_faults
-from titan_ckpt.components.known.streams import forget_end, resume_once, stream_faults
+from titan_ckpt.components.known.streams import begin_once, stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.data_order import OrderWatch, has_state, sampler_faults
@@ -74,7 +74,6 @@ class PositionedLoader:
         faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
         if faults:
             raise ConfigError(faults)
-        resume_once(getattr(self.inner, "dataset", None))
 
     # for subclasses
 
@@ -154,7 +153,6 @@ class PositionedLoader:
         if resumed and resumed["source"] is not None:
             source.load_state_dict(resumed["source"])
         batches = iter(self.inner)
-        forget_end(self.inner)
         if resumed and self.num_batches:
             self._set_random(resumed["now"])
         elif resumed and self._keeps_state and source is dataset:
@@ -163,6 +161,7 @@ class PositionedLoader:
                 source.load_state_dict(resumed["source"])
                 self._set_random(resumed["now"])
             batches = iter(self.inner)
+        begin_once(self.inner)
         yield from batches
 
     def _in_order(self, sampler: Any) -> Iterator[Any]:

@@ -9,10 +9,9 @@ import inspect
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, class_name, function_faults, unless_allowed
 from titan_ckpt.rng import generators_kept, process_state
@@ -69,28 +68,16 @@ def stream_faults(data: Any, allow: Collection[str]) -> Iterator[str]:
                 yield from unless_allowed(f"data: {name}", name, _DRAWS, allow)
 
 
-def resume_once(data: Any) -> None:
-    """Let streams begin at a position that is loaded once, and not in each later epoch again.
+def begin_once(data: Any) -> None:
+    """Let streams begin at a position that was loaded once, and not in each later epoch again.
 
-    Source: datasets 5.2, iterable_dataset.py `_prepare_ex_iterable_for_iteration`.
+    `data`: a stream or a loader, which has made its iterator by now, if it will. Torchdata's loader does not ask a
+    stream for its end once more. Source: datasets 5.2, iterable_dataset.py `_prepare_ex_iterable_for_iteration`.
     """
-    for stream in _streams(data):
-        stream.load_state_dict = partial(_load, stream)
-
-
-def forget_end(loader: Any) -> None:
-    """Let streams that had ended begin the next epoch at their start: torchdata's loader does not ask them for the end.
-
-    `loader`: a StatefulDataLoader that has made its iterator after its load; any other one is left alone.
-    """
-    if getattr(getattr(getattr(loader, "_iterator", None), "_dataset_fetcher", None), "ended", False):
-        for stream in _streams(getattr(loader, "dataset", None)):
-            stream._starting_state_dict = None  # noqa: SLF001 - as below
-
-
-def _load(stream: Any, state_dict: dict[str, Any]) -> None:
-    in_worker = get_worker_info() is not None  # it reads one epoch, and asks for the position several times
-    stream._starting_state_dict = state_dict if in_worker else _Once(state_dict)  # noqa: SLF001 - what its own load_state_dict sets
+    is_ended = getattr(getattr(getattr(data, "_iterator", None), "_dataset_fetcher", None), "ended", False)
+    for stream in _streams(getattr(data, "dataset", data)):
+        if position := getattr(stream, "_starting_state_dict", None):
+            stream._starting_state_dict = None if is_ended else _Once(position)  # noqa: SLF001 - datasets has no name for it
 
 
 class _Once(dict[str, Any]):

@@ -6,7 +6,6 @@ Owns the table of the parts that a stream is made of. datasets itself is not imp
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
@@ -125,8 +124,7 @@ def _reads_again(part: Any) -> bool:
 
 def _draws(part: Any) -> bool:
     """Return whether the process draws random numbers while the first example is read."""
-    with generators_kept(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", ResourceWarning)  # datasets leaves files open if the rest is not read
+    with generators_kept():
         before = process_state()
         with suppress(Exception):  # the first step will raise it
             next(iter(part), None)

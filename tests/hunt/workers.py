@@ -244,6 +244,10 @@ class _Writer:
             self.returncode = self._zygote.status(self.pid, wait=False)  # type: ignore[assignment]
         return self.returncode
 
+    def kill(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGKILL)
+
     def wait(self, timeout: float | None = None) -> int:
         if self.returncode is None:
             self.returncode = self._zygote.status(self.pid, wait=True)  # type: ignore[assignment]

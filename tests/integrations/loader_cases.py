@@ -333,12 +333,15 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
     return {"b": row["a"]}
 
 
-STREAMS: dict[str, Callable[[], Any]] = {
+DRAWING: dict[str, Callable[[], Any]] = {
     "a map that draws": lambda: numbers().map(noisy),
     "a filter that draws": lambda: numbers().filter(lambda _: random.random() < 0.7),
     "a map of a generator that draws": lambda: Streamed.from_generator(generated, gen_kwargs={"shards": [0, 1, 2]}).map(
         noisy
     ),
+}
+"""Streams that draw while they are read."""
+STREAMS: dict[str, Callable[[], Any]] = {
     "add_column": lambda: numbers().add_column("b", [*range(12)]),
     "batch": lambda: numbers().batch(2).map(lambda row: {"a": sum(row["a"])}),
     "cast": lambda: numbers().cast(Features({"a": Value("int32")})),

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Ra
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests.integrations.loader_cases import (
+    DRAWING,
     LOADERS,
     SAMPLED,
     STREAMS,
@@ -44,9 +45,9 @@ def test_a_resumed_loader_returns_the_same_batches(kind: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # datasets leaves a .csv file open
-@pytest.mark.parametrize("kind", STREAMS)
+@pytest.mark.parametrize("kind", [*STREAMS, *DRAWING])
 def test_a_resumed_stream_returns_the_same_examples(kind: str) -> None:
-    verdict, note = judge_stream(STREAMS[kind])
+    verdict, note = judge_stream((STREAMS | DRAWING)[kind])
     gc.collect()  # such a file is this test's and not the next one's
     assert verdict == ("refused" if kind == "shuffle" else "exact"), note
 

@@ -83,23 +83,24 @@ def test_the_commands_on_a_page_are_understood(page: Path, monkeypatch: pytest.M
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The run that the pages speak of, and the folder in which it is."""
+    """The runs that the pages speak of, in the folder where their commands are given."""
     folder = tmp_path_factory.mktemp("docs")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         listings.make_run()
+        listings.make_run("outputs/debug_pretrain", 200)  # a small one of that name, with its last step
     return folder
 
 
 def test_a_block_that_is_not_marked_runs(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the run of this module, with its steps; `save` finds no running job, and diff no difference."""
+    """As it stands on the page; `save` finds no running job, and diff no difference."""
     monkeypatch.chdir(run)
     blocks = [
         b for page in PAGES if page.name not in RUN_ELSEWHERE for why, b in SHELL.findall(page.read_text()) if not why
     ]
     assert blocks
     for block in blocks:
-        for words in commands(block.replace("outputs/debug_pretrain", "outputs/run").replace("step-200", "step-12")):
+        for words in commands(block):
             assert words[0] == "titan-ckpt", f"{words}: mark the block"
             assert main(words[1:]) == (2 if words[1] == "save" else 0), words
 

@@ -22,9 +22,9 @@ PAGE = Path(__file__).parents[1] / "tools.md"
 _BLOCK = re.compile(r"^```console\n\$ titan-ckpt ([^\n]*)\n(.*?)^```$", flags=re.MULTILINE | re.DOTALL)
 
 
-def make_run(output_folder: str = "outputs/run") -> None:
-    """Train 6 steps, go on to 12, and export twice each time."""
-    for steps in (6, 12):
+def make_run(output_folder: str = "outputs/run", num_steps: int = 12) -> None:
+    """Train half of the steps, go on to the end, save six times, and export twice each time."""
+    for steps in (num_steps // 2, num_steps):
         settings = {
             "output_folder": output_folder,
             "model": {"flavor": "debug-0.5m"},
@@ -32,7 +32,7 @@ def make_run(output_folder: str = "outputs/run") -> None:
             "training": {"steps": steps, "batch_size": 1, "device": "cpu"},
             "optimizer": {"lr": 1e-3},
             "checkpoint": {
-                "save": {"interval": 2, "keep": {"latest": 2, "best": 1}},
+                "save": {"interval": num_steps // 6, "keep": {"latest": 2, "best": 1}},
                 "export": [{"format": "hf"}, {"format": "dcp", "folder": "dcp-exports"}],
             },
         }

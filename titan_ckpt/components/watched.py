@@ -6,11 +6,18 @@ optimizers say what is watched.
 
 from __future__ import annotations
 
-from collections import deque
+import pickle
+from array import array
+from collections import ChainMap, UserDict, UserList, deque
 from collections.abc import Callable, Collection, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from functools import partial
-from types import FunctionType, SimpleNamespace
+from pathlib import PurePath
+from types import FunctionType, MemberDescriptorType, SimpleNamespace
 from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -21,9 +28,11 @@ from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.rng import get_random, is_random
 
-_ATOMS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+_CONSTANTS = (PurePath, Decimal, Fraction, date, time, timedelta, UUID, range, slice)
+"""Classes of Python whose objects never change."""
 _COMPARED = 1 << 20
-"""Elements of a tensor or an array that are compared: all of a smaller one, each n-th of a larger one."""
+"""Elements of a tensor that are compared: all of a smaller one, each n-th of a larger one."""
 
 
 class _Watched(NamedTuple):
@@ -79,6 +88,21 @@ class Watch:
             raise SaveError(f"step {step} is not saved: {listed(lines)}")
 
 
+class _Same:
+    """An object that is not looked into: it is the same as itself, and as an equal constant of Python's own kinds."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value  # a reference: its id might be given to another object
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Same):
+            return False
+        mine, theirs = self._value, other._value
+        return mine is theirs or (type(mine) is type(theirs) and isinstance(mine, _CONSTANTS) and mine == theirs)
+
+    __hash__ = None  # type: ignore[assignment]  # compared alone
+
+
 def trace(value: Any, live: Collection[int] = (), depth: int = 0, seen: set[int] | None = None) -> Any:
     """Return what shows by == whether a value has changed: the content of data, the identity of anything else.
 
@@ -89,17 +113,23 @@ def trace(value: Any, live: Collection[int] = (), depth: int = 0, seen: set[int]
         return id(value)
     if isinstance(value, torch.Tensor):
         return _of_tensor(value)
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, xxhash.xxh3_128_digest(_some(value.reshape(-1)).tobytes())
-    if isinstance(value, _ATOMS):
-        return type(value), value
-    if isinstance(value, bytearray):
-        return bytes(value)
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        flat: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
+        return value.dtype.str, value.shape, xxhash.xxh3_128_digest(flat)
+    if type(value) in _ATOMS:
+        return type(value), repr(value) if isinstance(value, (float, complex)) else value  # one NaN is as another
+    if isinstance(value, (bytearray, memoryview, array, np.generic)):
+        content: Any = value
+        return type(value), bytes(content)
     if is_random(value):
         return trace(get_random(value))
     if id(value) in seen or depth >= MAX_DEPTH or (parts := _parts(value)) is None:
-        return id(value)
+        return _Same(value)
     seen.add(id(value))
+    if isinstance(value, (set, frozenset)) and {*map(type, value)} <= {*_ATOMS}:
+        return type(value), frozenset(value)  # the order in which it was filled does not count
+    if isinstance(value, (list, tuple)) and {*map(type, value)} <= {int, float, bool}:
+        return type(value), len(value), xxhash.xxh3_128_digest(pickle.dumps([*value]))
     return type(value), [trace(part, live, depth + 1, seen) for part in parts]
 
 
@@ -109,20 +139,38 @@ def _parts(value: Any) -> list[Any] | None:
         return [value.func, value.args, value.keywords]
     if isinstance(value, FunctionType):
         return [value.__code__, vars(value), *(get() for get in variables_of(value).values())]
-    found = []
+    found: list[Any] = []
     if isinstance(value, (list, tuple, deque, set, frozenset, dict)):
         found += [*value, *(value.values() if isinstance(value, dict) else ())]
-    elif not (isinstance(value, SimpleNamespace) or is_own(value)):
+    elif isinstance(value, np.ndarray):
+        return value.tolist() if value.ndim else [value.item()]
+    elif isinstance(value, (str, bytes, int, float, complex)):  # of a class derived from one of them
+        kind: Any = next(kind for kind in type(value).__mro__ if kind in _ATOMS)
+        found += [kind.__repr__(value)]
+    elif not (isinstance(value, (SimpleNamespace, UserDict, UserList, ChainMap)) or is_own(value)):
         return None
-    own = getattr(value, "__dict__", {})
-    return [*found, *own, *own.values()]
+    elif hasattr(type(value), "__array__"):  # such as a table of pandas
+        found += [np.asarray(value)]
+    try:
+        own = dict(getattr(value, "__dict__", {}))
+    except Exception:  # a property of that name
+        return None
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    return [*found, *own, *own.values(), *(getattr(value, name, None) for name in slots)]
+
+
+def _slots(kind: type) -> list[str]:
+    names = vars(kind).get("__slots__", ())
+    return [
+        n for n in ([names] if isinstance(names, str) else names) if isinstance(vars(kind).get(n), MemberDescriptorType)
+    ]
 
 
 def _of_tensor(value: torch.Tensor) -> Any:
     local = local_tensor(value).detach()
     version = None if value.is_inference() else value._version  # noqa: SLF001 - torch has no other name for it
-    if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_meta:
-        return id(value), version
+    if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_meta or local.is_nested:
+        return _Same(value), version
     part = _some(local.resolve_conj().resolve_neg().reshape(-1)).contiguous()
     digest = xxhash.xxh3_128_digest(part.view(torch.uint8).cpu().numpy())
     return value.dtype, value.shape, digest, None if part.numel() == local.numel() else version

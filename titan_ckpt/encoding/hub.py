@@ -29,7 +29,7 @@ def hub_folder(name: str | os.PathLike[str], revision: str | None = None) -> Pat
         return Path(text)
     wanted = revision or "main"
     ref = downloaded / "refs" / wanted
-    snapshot = downloaded / "snapshots" / (ref.read_text().strip() if ref.is_file() else wanted)
+    snapshot = downloaded / "snapshots" / ((ref.read_text().strip() if ref.is_file() else "") or wanted)
     if not snapshot.is_dir():
         found = sorted(path.name for path in downloaded.glob("snapshots/*"))
         raise CheckpointNotFoundError(

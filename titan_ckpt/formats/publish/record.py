@@ -183,8 +183,11 @@ def _why_unknown(run: Path, name: str) -> str | None:
     """Return why a folder is not one that this run has published, whatever has become of it; None if it is."""
     if not posix.is_real_folder(run / name):
         return "it is no folder of its own"
-    if not isinstance(_read_record(run, name).get("content"), dict):
+    written = _read_record(run, name).get("content")
+    if not isinstance(written, dict):
         return "there is no record that this run made it"
+    if not any(written.get(path) == mark for path, mark in _content(run / name).items()):
+        return "nothing in it is as this run has written it"
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from types import CodeType, FunctionType, MethodType
@@ -75,7 +75,12 @@ _CLOSED = frozenset(
 
 
 def held_generators(value: Any) -> list[Any]:
-    """Return the generators that an object or function draws from: in its attributes, in what they hold, around it.
+    """Return the generators that an object or function draws from: in its attributes, in what they hold, around it."""
+    return held_by(value, is_random)
+
+
+def held_by(value: Any, is_wanted: Callable[[Any], bool]) -> list[Any]:
+    """Return the objects of a kind that an object or function has: in its attributes, in what they hold, around it.
 
     Objects of libraries are not looked into, but for the datasets of torch, and a transform of datasets.
     """
@@ -85,13 +90,13 @@ def held_generators(value: Any) -> list[Any]:
         item = waiting.pop()
         if id(item) not in seen:
             seen[id(item)] = item
-            waiting += reversed([*_held(item)])
-    return [item for item in seen.values() if is_random(item)]
+            waiting += reversed([*_held(item, is_wanted)])
+    return [item for item in seen.values() if is_wanted(item)]
 
 
-def _held(value: Any) -> Iterator[Any]:
-    """Yield the objects in which something that draws may be."""
-    if is_random(value):
+def _held(value: Any, is_wanted: Callable[[Any], bool]) -> Iterator[Any]:
+    """Yield the objects in which one that is wanted may be."""
+    if is_wanted(value):
         return
     if isinstance(value, (list, tuple, dict)):
         yield from (value.values() if isinstance(value, dict) else value) if len(value) <= _MAX_ITEMS else ()
@@ -100,7 +105,7 @@ def _held(value: Any) -> Iterator[Any]:
     elif isinstance(value, partial):
         yield from (value.func, *value.args, *value.keywords.values())
     elif isinstance(value, FunctionType):
-        yield from used_by(value).values()
+        yield from used_by(value, is_wanted).values()
     elif hasattr(value, "_format_kwargs"):
         yield value._format_kwargs  # noqa: SLF001 - where datasets keeps the transform
     elif not isinstance(value, type) and not any(map(_is_closed, type(value).__mro__)):
@@ -113,8 +118,11 @@ def _is_closed(kind: type) -> bool:
     return package in _CLOSED and not kind.__module__.startswith("torch.utils.data")
 
 
-def used_by(function: FunctionType) -> dict[str, Any]:
-    """Return what a function uses beside its arguments: variables around it, defaults, and generators of its module."""
+def used_by(function: FunctionType, is_wanted: Callable[[Any], bool] = is_random) -> dict[str, Any]:
+    """Return what a function uses beside its arguments: variables around it, defaults, and globals that are wanted.
+
+    `is_wanted`: absent, generators of random numbers.
+    """
     found: dict[str, Any] = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         with suppress(ValueError):  # an empty cell
@@ -125,7 +133,7 @@ def used_by(function: FunctionType) -> dict[str, Any]:
     pending = [function.__code__]
     for code in pending:
         pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        found |= {n: function.__globals__[n] for n in code.co_names if is_random(function.__globals__.get(n))}
+        found |= {n: function.__globals__[n] for n in code.co_names if is_wanted(function.__globals__.get(n))}
     return found
 
 

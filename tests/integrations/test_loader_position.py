@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +218,19 @@ def counted() -> Any:
     return numbers().map(lambda row: {"a": row["a"] + draw.random()})
 
 
+def read_once() -> Any:
+    """Return a stream of an iterator that was made outside of it."""
+    numbers = iter([*range(5)])
+    return Streamed.from_generator(lambda: ({"a": number} for number in numbers))
+
+
+COUNT = count()
+
+
+def joined(row: dict[str, int]) -> dict[str, int]:
+    return {"a": row["a"] + next(COUNT)}
+
+
 _AGAIN = "it reads examples once more after a resume"
 
 
@@ -232,6 +246,8 @@ _AGAIN = "it reads examples once more after a resume"
         (lambda: DataLoader(numbers().map(noisy_rows, batched=True, batch_size=4), 2), f"MappedExamples.*{_AGAIN}"),
         (lambda: DataLoader(interleave_datasets([numbers().map(noisy)]), 2), f"CyclingMultiSources.*{_AGAIN}"),
         (lambda: DataLoader(Streamed.from_generator(noisy_generator, gen_kwargs={"shards": [1, 2]})), _AGAIN),
+        (lambda: DataLoader(read_once(), 2), r"list_iterator: a function of the stream reads from it"),
+        (lambda: DataLoader(numbers().map(joined), 2), "count: a function of the stream reads from it"),
         (lambda: DataLoader(counted(), 2), "function of a stream .*counted.*it draws from draw, a Random"),
     ],
 )
@@ -239,6 +255,11 @@ def test_what_would_continue_elsewhere_is_refused_and_can_be_allowed(loader: Cal
     with pytest.raises(ConfigError, match=f'{fault}(?s:.*)checkpoint.allow = \\["(.*)"\\]') as refused:
         PositionedLoader(loader())
     PositionedLoader(loader(), allow=[str(refused.value).rpartition('["')[2].partition('"]')[0]])
+
+
+def test_no_example_is_read_to_judge_a_stream_that_reads_each_once() -> None:
+    loader = PositionedLoader(DataLoader(read_once(), None), allow=["builtins.list_iterator"])
+    assert [row["a"] for row in loader] == [*range(5)]
 
 
 def test_a_loop_of_ones_own_refuses_a_shuffled_stream_too() -> None:

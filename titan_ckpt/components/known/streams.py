@@ -13,7 +13,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, class_name, function_faults, unless_allowed
-from titan_ckpt.rng import generators_kept, process_state
+from titan_ckpt.rng import generators_kept, held_by, process_state
 
 _EXACT = (
     "Examples", "ArrowExamples", "RebatchedArrowExamples", "StepExamples", "CyclingMultiSourcesExamples",
@@ -48,6 +48,12 @@ _DRAWS = (
 )
 
 
+_READ_ONCE = (
+    "a function of the stream reads from it, and a resumed run would read it from its start: make it in the function "
+    "that reads it"
+)
+
+
 def stream_faults(data: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each part of a stream that loses examples at a resume; none for other data.
 
@@ -61,9 +67,15 @@ def stream_faults(data: Any, allow: Collection[str]) -> Iterator[str]:
                 yield from unless_allowed(f"data: {name}", name, reason, allow)
         functions = [part.function for part in parts if hasattr(part, "function")]
         yield from function_faults([("function of a stream", function) for function in functions], allow)
+        read_once = [found for part in parts for found in held_by(_functions_of(part), _is_read_once)]
+        for found in read_once:
+            reason = (
+                "a function of the stream reads from it, and a resumed run would read it from its start: " + _WITHIN
+            )
+            yield from unless_allowed(f"data: {class_name(found)}", class_name(found), reason, allow)
         for part in _parts(stream, within=False):
-            if _reads_again(part) and _draws(part):
-                name = class_name(part)
+            name = class_name(part)
+            if _reads_again(part) and not read_once and (name in allow or _draws(part)):
                 yield from unless_allowed(f"data: {name}", name, _DRAWS, allow)
 
 
@@ -114,6 +126,18 @@ def _parts(stream: Any, *, within: bool = True) -> Iterator[Any]:
             if within or not _reads_again(part):
                 pending += [getattr(part, "ex_iterable", None), *getattr(part, "ex_iterables", ())]
             yield part
+
+
+def _functions_of(part: Any) -> list[Any]:
+    """Return the functions of the user's that a part calls, and what a generator is called with."""
+    generate = getattr(part, "generate_examples_fn", None)
+    config = getattr(getattr(generate, "__self__", None), "config", None)
+    return [getattr(part, "function", None), getattr(config, "generator", None), getattr(part, "kwargs", None)]
+
+
+def _is_read_once(value: Any) -> bool:
+    """Return whether what is read from an object is gone, as of an iterator, an open file or a queue."""
+    return isinstance(value, Iterator) or (callable(getattr(value, "get", None)) and hasattr(value, "put"))
 
 
 def _reads_again(part: Any) -> bool:

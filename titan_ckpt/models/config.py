@@ -156,3 +156,12 @@ def check_config(
         if any("is not supported" in problem for problem in problems):
             problems[-1] += '; or set model.name = "hf", which takes it as it is'
         raise ConfigError(problems, source)
+
+
+def written_config(config: Any, architecture: str) -> dict[str, Any]:
+    """Return the config.json that save_pretrained writes; whether weights are tied is always in it.
+
+    `config`: of transformers. `architecture`: the class that opens the model.
+    """
+    tied = {name: value for name, value in config.to_dict().items() if name == "tie_word_embeddings"}
+    return {**config.to_diff_dict(), **tied, "architectures": [architecture]}

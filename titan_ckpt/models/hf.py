@@ -16,7 +16,7 @@ from torch import nn
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.models.config import read_config_json
+from titan_ckpt.models.config import read_config_json, written_config
 from titan_ckpt.models.hf_keys import find_key_map
 from titan_ckpt.models.language_model import LanguageModel
 
@@ -151,9 +151,7 @@ class HuggingFaceModel(LanguageModel):
         return self.table
 
     def hf_config(self) -> dict[str, Any]:
-        """Return the config.json that save_pretrained writes; whether weights are tied is always in it."""
-        tied = {name: value for name, value in self.config.to_dict().items() if name == "tie_word_embeddings"}
-        return {**self.config.to_diff_dict(), **tied, "architectures": [self.architecture]}
+        return written_config(self.config, self.architecture)
 
 
 def transformers_config(source: str | Path | Mapping[str, Any]) -> PretrainedConfig:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from titan_ckpt.errors import ConfigError, KeyMapError
+from titan_ckpt.models.config import written_config
 from titan_ckpt.models.hf_keys import find_key_map
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import unwrapped
@@ -36,7 +37,13 @@ def transforms_of(model: nn.Module) -> StateDictTransforms:
     if getattr(inner, "hf_quantizer", None) is not None:
         next_step = "load the model without quantization_config to export it"
         raise ConfigError([f"{what} has weights that transformers has quantised: {next_step}"])
-    config = inner.config.to_dict() | {"architectures": [_architecture(inner)]}
+    parameters = dict(inner.named_parameters(remove_duplicate=False))
+    ties = getattr(inner, "all_tied_weights_keys", None) if inner.config.tie_word_embeddings else None
+    for key, other in (ties or {}).items():
+        if key in parameters and other in parameters and parameters[key] is not parameters[other]:
+            next_step = "set model.config.tie_word_embeddings = False, or tie them again (model.tie_weights())"
+            raise ConfigError([f"{what} has {key} of its own, and its config ties it to {other}: {next_step}"])
+    config = written_config(inner.config, _architecture(inner))
     settings = inner.generation_config if inner.can_generate() else None
     generation = None if settings is None else json.loads(settings.to_json_string())
     return StateDictTransforms(find_key_map(inner), config, generation_config=generation)

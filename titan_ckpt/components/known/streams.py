@@ -69,10 +69,7 @@ def stream_faults(data: Any, allow: Collection[str]) -> Iterator[str]:
         yield from function_faults([("function of a stream", function) for function in functions], allow)
         read_once = [found for part in parts for found in held_by(_functions_of(part), _is_read_once)]
         for found in read_once:
-            reason = (
-                "a function of the stream reads from it, and a resumed run would read it from its start: " + _WITHIN
-            )
-            yield from unless_allowed(f"data: {class_name(found)}", class_name(found), reason, allow)
+            yield from unless_allowed(f"data: {class_name(found)}", class_name(found), _READ_ONCE, allow)
         for part in _parts(stream, within=False):
             name = class_name(part)
             if _reads_again(part) and not read_once and (name in allow or _draws(part)):

@@ -182,10 +182,14 @@ class Corpus:
     def _choose(self, row: Mapping[str, Any]) -> str:
         if self.messages:
             return "name the right one in data.messages"
-        chats = (name for name, value in row.items() if _no_conversation(value) is None)
-        return next(
-            (f'for conversations, set data.messages = "{name}"' for name in chats), "name the right one in data.field"
-        )
+        named = (f'for conversations, set data.messages = "{name}"' for name in _chats_among(row))
+        return next(named, "name the right one in data.field")
+
+
+def _chats_among(row: Mapping[str, Any]) -> list[str]:
+    """Return the fields that hold lists of messages, or of what may be meant as such; real conversations come first."""
+    listed = [n for n, value in row.items() if isinstance(value, list) and all(isinstance(m, Mapping) for m in value)]
+    return sorted(listed, key=lambda name: _no_conversation(row[name]) is not None)
 
 
 def _no_text(value: Any) -> str | None:
@@ -274,7 +278,7 @@ def fields_of(name: str, setting: str = "data.corpus") -> tuple[list[str], list[
         row = {}
     known = row if isinstance(row, Mapping) else {}
     texts = [name for name, value in known.items() if _no_text(value) is None]
-    return texts, [name for name, value in known.items() if _no_conversation(value) is None]
+    return texts, _chats_among(known)
 
 
 def _wrong_column(file: Path, field: str, *, messages: bool) -> str | None:

@@ -1,4 +1,4 @@
-"""What a run does with its adapters in training: switched, scaled, merged. A resumed run goes on bit for bit."""
+"""A resumed run goes on bit for bit with adapters that were switched, scaled or merged in training."""
 
 from __future__ import annotations
 

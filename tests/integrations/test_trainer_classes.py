@@ -207,7 +207,7 @@ def test_a_copy_of_weights_that_every_start_makes_is_refused_before_the_first_st
 
 
 def test_a_callback_that_is_added_later_is_judged_when_the_training_begins(tmp_path: Path) -> None:
-    """What attach has added to a trainer of the user's own counts for nothing."""
+    """A trainer of the user's own is not refused for what attach has added to it."""
     trainer = plain(tmp_path, kind=Weighted)
     attach(trainer, CONFIG)
     trainer.add_callback(Counting())

@@ -150,7 +150,7 @@ KINDS = ("lora", "finetune", "qat", "pretrain")
 def fault(kind: str, model: str, data: str, folder: Path, cache: Path) -> str | None:
     """Return in words how `train` refuses what `init` has written; None if it runs, or if `init` has written nothing.
 
-    What every draw needs is copied: models and tokenizers are made once.
+    Models and tokenizers are made once, and copied for each draw.
     """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""What a newer version of a library adds is refused by name until it is listed, and the scripts find it."""
+"""A class that a newer version of a library adds is refused by name until it is listed, and the scripts find it."""
 
 from __future__ import annotations
 

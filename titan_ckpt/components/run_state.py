@@ -73,7 +73,7 @@ class RunState:
     own_settings: Callable[[Mapping[str, Any]], frozenset[str]] = lambda _: frozenset()
     """Returns, by the stored `states`, the settings of optimizer groups of which a load leaves this run's values."""
     watch: Watch = field(default_factory=Watch)
-    """What objects keep in attributes that no step holds, and that must not change."""
+    """Compares what objects keep in attributes: no step holds it, so it must not change."""
 
     def __post_init__(self) -> None:
         """Check that all objects can be asked for their state.

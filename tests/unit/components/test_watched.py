@@ -1,4 +1,4 @@
-"""What a watch sees of the values that objects hold."""
+"""A watch sees every change of the values that objects hold, and takes nothing else for one."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_an_id_leads_where_the_hubs_own_library_finds_it(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An id means the snapshot of a branch, a tag or a commit, wherever the cache is; a folder of that name comes first."""
+    """An id means the snapshot of a branch, a tag or a commit, wherever the cache is; a folder comes first."""
     download(cache, OLD, "v1")
     newest = download(cache, NEW, "main", seed=1)
     for revision, commit in ((None, NEW), ("main", NEW), ("v1", OLD), (OLD, OLD)):

@@ -236,6 +236,8 @@ class Case:
     batches: int = 6
     """In an epoch of each rank."""
     logs: bool = False
+    keeps_workers: bool = False
+    """Whether a worker that is kept reads the data of validations."""
 
     @property
     def run(self) -> Run:
@@ -305,6 +307,7 @@ CASES = {
     ),
     "validation every second epoch, after one": Case(12, {"max_epochs": 4, "check_val_every_n_epoch": 2}),
     "validation every second epoch, without": Case(6, {"max_steps": 20, "check_val_every_n_epoch": 2}),
+    "validation by a worker that is kept, at an epoch's end": Case(6, {"max_epochs": 4}, keeps_workers=True),
     "limited batches, within": Case(5, {"max_epochs": 3, "limit_train_batches": 4}),
     "limited batches, at an epoch's end": Case(4, {"max_steps": 11, "limit_train_batches": 4}),
     "a limited share of the batches": Case(3, {"max_epochs": 3, "limit_train_batches": 0.5}),
@@ -364,7 +367,11 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
         folder, interval, callbacks=callbacks, logger=logger, log_every_n_steps=1, **shown, **case.settings
     )
     data = DataLoader(Samples(2 * case.batches * case.ranks, "read"), batch_size=2, shuffle=True)
-    trainer.fit(module, data, DataLoader(Samples(4, "validate"), batch_size=2))
+    validated = DataLoader(Samples(4, "validate"), batch_size=2)
+    if case.keeps_workers:  # what they draw is their own
+        still: Any = [*Samples(4, "validate").values]
+        validated = DataLoader(still, batch_size=2, num_workers=1, persistent_workers=True)
+    trainer.fit(module, data, validated)
     rank = os.environ.get("RANK", 0)
     (path / f"events-{rank}.txt").write_text("\n".join(map(json.dumps, EVENTS)))
     callbacks_of: Any = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it where mypy does not look

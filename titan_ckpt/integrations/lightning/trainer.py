@@ -12,6 +12,8 @@ import importlib
 from contextlib import ExitStack
 from typing import Any
 
+import torch
+
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
@@ -112,6 +114,7 @@ class TitanCheckpoint:
             (fit.epoch_loop, "on_advance_end", self._batch_ended, _skips_validation),
             (fit, "on_advance_end", self._epoch_ended, _never),
             (fit, "on_run_start", self._run_started, _never),
+            (fit.epoch_loop.val_loop, "setup_data", self._validation_set_up, _never),
         ):
             _extend(loop, name, then, unless)
             self._opened.callback(vars(loop).pop, name, None)
@@ -141,6 +144,13 @@ class TitanCheckpoint:
         trainer = self._trainer
         if faults := [*own_faults(trainer, trainer.lightning_module, self._config.allow, self.manager.watch)]:
             raise ConfigError(faults)
+
+    def _validation_set_up(self) -> None:
+        loaders = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader  # noqa: SLF001 - as above
+        for loader in () if loaders is None else loaders.flattened:
+            # workers that are kept draw a seed once in a process, so a resumed run would draw once more
+            if getattr(loader, "persistent_workers", False) and loader.generator is None:
+                loader.generator = torch.Generator()
 
     def _batch_ended(self) -> None:
         loop = self._trainer.fit_loop

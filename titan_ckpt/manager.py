@@ -477,7 +477,8 @@ class CheckpointManager:
             return take_snapshot(self._run, step, self._content.whole(model_only), model_only=True)
         self.watch.refuse(step)
         unused = self._gradients.unused() if mark is None else mark.unused
-        if unused.unreduced or not any(getattr(s, "holds_gradients", False) for s in self._run.states.values()):
+        held = any(getattr(s, "holds_gradients", False) for s in self._run.states.values())
+        if unused.parameters and (unused.unreduced or not held):
             self._gradients.refuse(unused, step, self._model.parameter_names())
         if mark is None:
             return take_snapshot(self._run, step, self._content.state())

@@ -82,7 +82,7 @@ class AdapterState:
         self._modules = [found for model in models for found in model.named_modules() if is_of_peft(found[1])]
         self._allocators = [(m, m.rankallocator) for _, m in self._modules if "rankallocator" in vars(m)]
         self._names = frozenset(self._tensors())
-        self._switches = Switches(switch for model in models for switch in switches_of(model) if self._modules)
+        self._switches = Switches(switch for model in models if self._modules for switch in switches_of(model))
         self.is_needed = bool(self._modules)
 
     def state_dict(self) -> dict[str, Any]:

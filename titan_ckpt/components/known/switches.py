@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -53,4 +54,9 @@ def switches_of(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 def is_of_peft(value: Any) -> bool:
     """Return whether the class of an object, or one that it extends, is PEFT's."""
-    return any(kind.__module__.startswith("peft.") for kind in type(value).__mro__)
+    return _extends_peft(type(value))
+
+
+@cache
+def _extends_peft(own: type) -> bool:
+    return any(kind.__module__.startswith("peft.") for kind in own.__mro__)

@@ -87,6 +87,28 @@ def test_an_export_that_a_user_has_changed_stays_and_is_named(tmp_path: Path, ca
     assert "step-6 (changed since: .metadata)" in caplog.text
 
 
+def test_a_folder_of_the_users_in_the_place_of_a_recorded_export_is_the_users(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Retention leaves it, and a run that goes back refuses it by name and renames nothing."""
+    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp", interval=1, keep=1),))
+    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+        for step in (1, 2):
+            manager.save(step)
+        manager.wait()
+        shutil.rmtree(tmp_path / "exports/step-2")
+        (tmp_path / "exports/step-2").mkdir()
+        (tmp_path / "exports/step-2/results.txt").write_text("42")
+        manager.save(3)
+        manager.wait()
+        assert names(tmp_path) == ["step-2", "step-3"]
+        assert "step-2 (nothing in it is as this run has written it)" in caplog.text
+        with pytest.raises(ExportError, match=r"step-2 \(nothing in it is as this run has written it\)"):
+            manager.load(1)
+    assert names(tmp_path) == ["step-2", "step-3"]
+    assert (tmp_path / "exports/step-2/results.txt").read_text() == "42"
+
+
 def test_a_record_that_cannot_be_read_makes_nothing_ours(tmp_path: Path) -> None:
     """Damaged, foreign and oddly shaped records are no reason to delete or to end the run."""
     export(tmp_path, 1, 2, 3, 4, keep=9)

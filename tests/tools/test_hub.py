@@ -71,6 +71,34 @@ def test_an_id_leads_where_the_hubs_own_library_finds_it(cache: Path, monkeypatc
     assert hub_folder(ID) == Path(ID)
 
 
+@pytest.mark.parametrize("files", [(), ("README.md",)])
+def test_an_interrupted_download_is_told_from_one_that_was_never_begun(
+    cache: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, ...]
+) -> None:
+    """What the snapshot holds is said, with the command that fetches the rest; a link without a target is not there."""
+    snapshot = download(cache, NEW, "main")
+    (cache / f"models--{ID.replace('/', '--')}" / "blobs" / "1111-0-tokenizer.json").unlink()
+    (snapshot / "README.md").write_text("tiny")
+    for path in snapshot.iterdir():
+        if path.name not in (*files, "tokenizer.json"):
+            path.unlink()
+    Path("run.toml").write_text(f'output_folder = "run"\nmodel = {{ folder = "{ID}" }}\n')
+    Path("data.jsonl").write_text('{"text": "hello"}\n')
+    for command in (["train", "run.toml"], ["init", "lora", "--model", ID, "--data", "data.jsonl", "--file", "x.toml"]):
+        assert main(command) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        there = ", ".join(files) or "nothing"
+        assert f"the snapshot in the cache holds {there}: hf download {ID} --revision {NEW}" in said
+
+
+def test_an_empty_ref_is_no_commit(cache: Path) -> None:
+    """A download that was interrupted while it wrote the ref names nothing; the error says what is there."""
+    download(cache, NEW, "main")
+    (cache / f"models--{ID.replace('/', '--')}" / "refs" / "main").write_text("")
+    with pytest.raises(CheckpointNotFoundError, match=rf"its revision main, and has {NEW}: hf download {ID}$"):
+        hub_folder(ID)
+
+
 def test_an_id_is_taken_wherever_a_folder_is(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """init, train with model and tokenizer, plan, an own base for the adapter, convert and diff."""
     folder = download(cache, NEW, "main")

@@ -241,10 +241,12 @@ def _base(value: Json) -> dict[str, Any] | None:
     if value is None:
         return None
     base = _object(value)
-    if base.keys() != {"path", "revision", "format", "digest"}:
+    if base.keys() - {"merged"} != {"path", "revision", "format", "digest"}:
         raise ValueError(f"expected path, revision, format and digest, found {', '.join(base):.80}")
-    if not all(text is None or isinstance(text, str) for text in base.values()):
+    if not all(text is None or isinstance(text, str) for name, text in base.items() if name != "merged"):
         raise TypeError(f"expected texts or null, found {base!r:.200}")
+    if "merged" in base:
+        base["merged"] = [as_str(path) for path in as_list(base["merged"])]
     return {**base, "digest": base["digest"] if base["digest"] is None else _digest(base["digest"])}
 
 

@@ -40,10 +40,16 @@ def hub_folder(name: str | os.PathLike[str], revision: str | None = None) -> Pat
 
 
 def how_to_get(path: str | os.PathLike[str]) -> str:
-    """Return what fetches a model, as the end of an error about a path; empty if the path is no id and no snapshot."""
+    """Return what fetches a model, as the end of an error about a path; empty if the path is no id and no snapshot.
+
+    Of an id whose download was interrupted, it says what is there.
+    """
     text = os.fspath(path)
-    if known := snapshot_of(text):
-        return f"; {_download(*known)}"
+    if known := snapshot_of(snapshot := hub_folder(text)):
+        is_cut = os.fspath(snapshot) != text and snapshot.is_dir()
+        has = listed(sorted(entry.name for entry in snapshot.iterdir() if entry.exists()), ", ") if is_cut else ""
+        found = f"the snapshot in the cache holds {has or 'nothing'}: " if is_cut else ""
+        return f"; {found}{_download(*known)}"
     is_id = "/" in text and _ID.fullmatch(text) and not os.path.isdir(text.partition("/")[0])
     return f"; if it is a model of the Hugging Face hub: {_download(text)}" if is_id else ""
 

@@ -6,6 +6,7 @@ Owns when to save out of turn and when to stop. CheckpointManager saves; notices
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import threading
@@ -36,7 +37,10 @@ TIME_IS_UP = "the time of [checkpoint.stop] is up"
 
 
 class StopRun(BaseException):
-    """Raised on all ranks by `RunGuard.check` to stop the run, and caught by its `with`, not by `except Exception`."""
+    """Raised by `RunGuard.check`, or your own code, on all ranks to stop the run; the guard's `with` catches it.
+
+    The last completed step is saved. `except Exception` does not catch it.
+    """
 
 
 class RunGuard:
@@ -297,6 +301,8 @@ class RunGuard:
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> bool:
         try:
             if isinstance(value, StopRun):
+                if self._stop is None:
+                    self._take(Notice("stop", "the run's own code has raised StopRun", self._line.rank, math.inf))
                 if self._manager.config.save is not None:
                     marked = self._line.gather("stopped within a step", self._last.marked)
                     if self._is_whole(marked):

@@ -478,7 +478,7 @@ class Restorer:
             check_base(base, recorded, str(path), merged)
         # a pipeline stage may train nothing of its base
         is_trained = self._coordinator.anywhere("trained base", self._run.model.trained_base)
-        return None if is_trained or was_trained else base
+        return None if is_trained or was_trained else base | ({"merged": merged} if merged else {})
 
     def _describe(self, source: InitialLoadConfig) -> tuple[Location, Format, bool]:
         try:

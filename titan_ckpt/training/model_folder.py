@@ -81,11 +81,14 @@ def other_choices(config: RunConfig, tokenizer: Path | None, *, resumed: bool) -
     if tokenizer is not None and own is not None and not _same_file(own / TOKENIZER, tokenizer / TOKENIZER):
         yield f"data.tokenizer: this run uses and exports the tokenizer in {tokenizer}, and not that of {own}"
     folder = config.model.folder
-    if resumed or config.checkpoint.external or folder is None or not is_huggingface(hub_folder(folder)):
+    if resumed or config.checkpoint.external or folder is None:
         return
     sources = [hub_folder(s.path, s.revision).resolve() for s in checkpoint_settings(config).initial_load]
-    if hub_folder(folder).resolve() not in sources:
-        start = "the sources of [[checkpoint.initial_load]]" if sources else "random values"
+    start = "the sources of [[checkpoint.initial_load]]" if sources else "random values"
+    if not is_huggingface(hub_folder(folder)):
+        if not sources and config.model.load_weights:
+            yield f"model.folder: {folder} holds no weights; this run starts from {start}"
+    elif hub_folder(folder).resolve() not in sources:
         yield f"model.folder: the weights in {folder} are not loaded; this run starts from {start}"
 
 

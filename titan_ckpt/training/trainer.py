@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
+from titan_ckpt.components.optimizer_content import switches
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import RunGuard
@@ -238,6 +239,8 @@ class Trainer(BuildSteps):
         batches = checked(iter(self.dataloader), self.model.vocab_size)
         for part in self.model_parts:
             part.train()
+        for optimizer in switches([self.optimizer]):
+            optimizer.train()
         self.callbacks.on_train_begin(self)
         epoch = self.epoch
         self.callbacks.on_epoch_begin(self, epoch)

@@ -20,7 +20,8 @@ from titan_ckpt.weights.wrapper import ModelWrapper
 
 BaseIdentity = dict[str, Any]
 """{"path": str | None, "revision": str | None, "format": str | None, "digest": hex | None}; path is None for a base
-that the run initialised and never loaded, digest for that of a converted adapter which names its base alone."""
+that the run initialised and never loaded, digest for that of a converted adapter which names its base alone.
+"merged": [path], only if the run has merged adapters into it."""
 BASE_RECORD = "titan_ckpt_base"
 """Key of the base's identity in an adapter folder's metadata."""
 Description = Mapping[str, Any]
@@ -69,15 +70,17 @@ def another_base(
 ) -> BaseMismatchError:
     """Return the error that an adapter records another base than the one found; a merge may be all the difference."""
     where = expected.get("path") or "a base initialised by its own run"
-    after = f", after the merge of {listed(merged, ', ')}" if merged else ""
-    merges = (
-        f"without {listed(merged, ', ')}, unless its run had merged the same (merge)"
-        if merged
-        else "with what its run had merged into it (merge)"
-    )
+    recorded = expected.get("merged", ())  # not in the steps of earlier versions
+    before, after = (f", after the merge of {listed(paths, ', ')}" if paths else "" for paths in (recorded, merged))
+    if recorded:
+        merges = f"with {listed(recorded, ', ')} merged into it, in this order, and nothing else (merge)"
+    elif merged:
+        merges = f"without {listed(merged, ', ')}, unless its run had merged the same (merge)"
+    else:
+        merges = "with what its run had merged into it (merge)"
     return BaseMismatchError(
         f"{adapter} was trained on another base\n"
-        f"  expected {where} (revision {expected.get('revision')}), weights {expected.get('digest')}\n"
+        f"  expected {where} (revision {expected.get('revision')}), weights {expected.get('digest')}{before}\n"
         f"  found    {found['path']} (revision {found.get('revision')}), weights {found['digest']}{after}\n"
         f"  Load that base, in the dtype it had then (see cast) and {merges}, {otherwise}",
         expected,

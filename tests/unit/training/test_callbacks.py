@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 
@@ -30,6 +31,7 @@ from titan_ckpt.config import ResumeConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.errors import ConfigError, GradientError
+from titan_ckpt.guard.run_guard import StopRun
 from titan_ckpt.models.qwen3_moe import Qwen3Moe, RouterLoad
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics, monitors
@@ -38,6 +40,7 @@ from titan_ckpt.training.callbacks.evaluation import Evaluation
 from titan_ckpt.training.data.batch import IGNORED, Batch, collate
 from titan_ckpt.training.data.sequences import PackedDataset
 from titan_ckpt.training.loss import num_predicted
+from titan_ckpt.training.outcome import Outcome
 from titan_ckpt.training.trainer import Trainer
 
 EVERYTHING: dict[str, dict[str, Any]] = {
@@ -673,3 +676,29 @@ def test_rows_that_a_full_disk_refuses_are_written_before_the_next_one(
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3], "it waits, whole"
     assert report._write({"step": 5})
     assert [*read_metrics(path)][3:] == [{"step": 4, "late": 0.5}, {"step": 5}]
+
+
+class Stops(Callback):
+    """Stops the run after step 2."""
+
+    def on_step_end(self, trainer: Any, metrics: StepMetrics) -> None:
+        if metrics.step == 2:
+            raise StopRun
+
+
+@pytest.mark.parametrize("name", ["adamw", "schedulefree:AdamWScheduleFree", "schedulefree:SGDScheduleFree"])
+def test_a_callback_that_raises_stop_run_ends_the_run_with_its_step_saved(tmp_path: Path, name: str) -> None:
+    """As a signal does: the step is saved, the reason is known, and the same command goes on, bit for bit.
+
+    The trainer sets the mode in which a schedule-free optimizer steps.
+    """
+    tables: dict[str, Any] = {"optimizer": {"name": name}, "checkpoint": {"save": {"interval": 100}}}
+    trainer = Trainer(settings(tmp_path / "a", **tables))
+    trainer.add_callback(Stops())
+    trainer.run()
+    assert trainer.outcome == Outcome(2, 3, 2, "the run's own code has raised StopRun")
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        Trainer(settings(folder, **tables)).run()
+    assert losses(tmp_path / "a") == losses(tmp_path / "b")
+    one, other = (load_file(tmp_path / f"{n}/run/checkpoints/step-3/rank-00000.safetensors") for n in "ab")
+    assert all(torch.equal(value, other[name]) for name, value in one.items())

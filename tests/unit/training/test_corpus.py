@@ -265,7 +265,7 @@ def bad(folder: Path) -> None:
         ("x.csv", {}, [r"x\.csv: expected a \.txt.*, found the suffix '\.csv'"]),
         ("binary.txt", {}, [r"binary\.txt is not UTF-8"]),
         ("blank.txt", {}, [r"blank\.txt holds no text"]),
-        ("no.parquet", {}, [r"no\.parquet is no parquet file: "]),
+        ("no.parquet", {}, [r"no\.parquet: no parquet file: "]),
         ("body.parquet", {}, [r"body\.parquet: expected a column 'text', found body; name .* data\.field"]),
         (
             "bad.jsonl",
@@ -333,3 +333,14 @@ def test_d8_what_cannot_be_read_is_one_error_that_names_file_and_row(
         assert problem.startswith("data.corpus: ")
         with pytest.raises(ConfigError, match=pattern):
             raise ConfigError([problem])
+
+
+def test_d8_a_mistake_of_many_rows_is_said_once(tmp_path: Path) -> None:
+    """With the number of rows and the first places; mistakes of other kinds have lines of their own."""
+    file = jsonl(tmp_path / "a.jsonl", *[{"body": "x"}] * 500, {"text": 1}, {"text": "good"})
+    with pytest.raises(ConfigError) as caught:
+        texts(file)
+    many, one = caught.value.problems
+    assert many.startswith(f"data.corpus: {file}:1, {file}:2, {file}:3 and 497 more (500 in all): expected")
+    assert "found the fields body" in many
+    assert one.startswith(f"data.corpus: {file}:501: expected") and one.endswith("found int")

@@ -75,6 +75,19 @@ def test_other_choices_are_explicit_and_warned_about(
     assert "data.tokenizer" not in caplog.text, "the tokenizer is the same"
 
 
+def test_a_folder_that_holds_a_shape_alone_is_no_silent_random_start(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is warned about, unless the config asks for random values; a resume is not warned."""
+    shape = shutil.copytree(base, tmp_path / "shape", ignore=shutil.ignore_patterns("*.safetensors*"))
+    Trainer(over(shape, tmp_path / "a")).run()
+    assert f"model.folder: {shape} holds no weights; this run starts from random values" in caplog.text
+    caplog.clear()
+    Trainer(over(shape, tmp_path / "a", training={"steps": 4})).run()
+    Trainer(over(shape, tmp_path / "b", model={"load_weights": False})).run()
+    assert "holds no weights" not in caplog.text
+
+
 def test_an_adapter_finds_its_base_again_without_being_told(tmp_path: Path, base: Path) -> None:
     """A step that holds an adapter alone resumes over the folder that its run started from by default."""
     for steps in (1, 2):

@@ -306,9 +306,11 @@ def _is_record(value: object) -> bool:
     if not isinstance(value, dict):
         return False
     ranks = all(isinstance(v, list) and all(type(rank) is int for rank in v) for v in value.values())
-    return ranks or (
-        isinstance(value.get("digest"), str) and all(v is None or isinstance(v, str) for v in value.values())
-    )
+    merged = value.get("merged", [])
+    if ranks or not isinstance(value.get("digest"), str) or not isinstance(merged, list):
+        return ranks
+    texts = [text for name, text in value.items() if name != "merged" and text is not None] + merged
+    return all(isinstance(text, str) for text in texts)
 
 
 def _config_faults(config: Mapping[str, Any]) -> Iterator[str]:

@@ -36,6 +36,10 @@ class Row:
     """Why the row cannot be used."""
 
 
+Problem = tuple[str, str]
+"""The place of a row or a file that cannot be used, and why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Corpus:
     """Documents, or conversations, in a fixed order."""
@@ -91,11 +95,11 @@ class Corpus:
 
     def documents(self) -> Iterator[str]:
         """Yield the value of every row. Raises: ConfigError after the last one, listing those that cannot be used."""
-        problems: list[str] = []
+        problems: list[Problem] = []
         yield from (row.value for row in self.all_rows(problems))
         self.refuse(problems)
 
-    def all_rows(self, problems: list[str]) -> Iterator[Row]:
+    def all_rows(self, problems: list[Problem]) -> Iterator[Row]:
         """Yield the rows of all sources, and add to `problems` why others cannot be used.
 
         Raises: ConfigError after the last one if there was none.
@@ -106,16 +110,24 @@ class Corpus:
             if row.problem is None:
                 yield row
             else:
-                problems.append(row.problem)
+                problems.append((row.place, row.problem))
         if empty:
             what = "conversation" if self.messages else "text"
             raise ConfigError([f"{self.setting}: {self.name} holds no {what}; name a file or a folder that does"])
 
-    def refuse(self, problems: Sequence[str]) -> None:
-        """Raise a ConfigError for rows that cannot be used, if there are any: the first eight, and how many more."""
-        if problems:
-            more = [f"and {len(problems) - 8} more rows"] if len(problems) > 8 else []
-            raise ConfigError([f"{self.setting}: {problem}" for problem in [*problems[:8], *more]])
+    def refuse(self, problems: Sequence[Problem]) -> None:
+        """Raise a ConfigError for rows that cannot be used, if there are any: the first eight causes, each once."""
+        places: dict[str, list[str]] = {}
+        for place, cause in problems:
+            places.setdefault(cause, []).append(place)
+        lines = []
+        for cause, found in list(places.items())[:8]:
+            more = f" and {len(found) - 3} more ({len(found)} in all)" if len(found) > 3 else ""
+            lines.append(f"{self.setting}: {', '.join(found[:3])}{more}: {cause}")
+        if num_more := len(problems) - sum(map(len, list(places.values())[:8])):
+            lines.append(f"{self.setting}: and {num_more} more rows")
+        if lines:
+            raise ConfigError(lines)
 
     def _read(self, kind: str, files: tuple[Path, ...], start: int) -> Iterator[tuple[int, dict[str, Any]]]:
         from datasets import load_dataset  # it takes seconds to import
@@ -154,7 +166,7 @@ class Corpus:
         try:
             value = json.loads(line)
         except (ValueError, RecursionError) as error:
-            return Row(number, None, None, place, f"{place}: not JSON: {error}; expected {self._expected}")
+            return Row(number, None, None, place, f"not JSON: {error}; expected {self._expected}")
         return self._row(number, value, place)
 
     def _row(self, number: int, value: Any, place: str) -> Row:
@@ -165,13 +177,13 @@ class Corpus:
         else:
             found = _no_conversation(value[self.field]) if self.messages else _no_text(value[self.field])
         if found is not None:
-            return Row(number, None, None, place, f"{place}: expected {self._expected}, found {found}")
+            return Row(number, None, None, place, f"expected {self._expected}, found {found}")
         tools = value.get("tools") if self.messages else None
         if isinstance(tools, str) and tools:  # parquet has no other place for schemas that differ between rows
             try:
                 tools = json.loads(tools)
             except (ValueError, RecursionError) as error:
-                return Row(number, None, None, place, f'{place}: "tools" is a text that is not JSON: {error}')
+                return Row(number, None, None, place, f'"tools" is a text that is not JSON: {error}')
         return Row(number, value[self.field], tools or None, place)
 
     @property
@@ -247,13 +259,12 @@ def open_corpus(name: str, setting: str = "data.corpus", *, field: str = "text",
         try:
             file.open("rb").close()
             if file.suffix == ".parquet" and (wrong := _wrong_column(file, field, messages=messages)):
-                problems.append(
-                    f"{file}: {wrong}; name the right one in {'data.messages' if messages else 'data.field'}"
-                )
+                right = f"name the right one in {'data.messages' if messages else 'data.field'}"
+                problems.append((str(file), f"{wrong}; {right}"))
         except OSError as error:
-            problems.append(f"{file} cannot be read: {error.strerror or error}")
+            problems.append((str(file), f"cannot be read: {error.strerror or error}"))
         except ValueError as error:  # pyarrow's errors are ValueErrors
-            problems.append(f"{file} is no parquet file: {str(error).splitlines()[0]}")
+            problems.append((str(file), f"no parquet file: {str(error).splitlines()[0]}"))
     Corpus(name, setting).refuse(problems)
     return Corpus(name, setting, field, messages, tuple(sources_of(files)))
 

@@ -100,7 +100,7 @@ class StreamDataset(OrderedDataset):
             ids = marked_ids(content, self.encode)
             kept = fitted(ids, self.sequence_length + 1, self.too_long)
         except ChatError as error:
-            self.corpus.refuse([f"{content.place}: {error}"])
+            self.corpus.refuse([(content.place, str(error))])
             raise
         return as_sequence(torch.tensor([min(i, -1 - i) for i in ids[:2]] if kept is None else kept))
 

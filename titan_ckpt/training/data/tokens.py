@@ -17,7 +17,7 @@ from titan_ckpt.errors import counted
 from titan_ckpt.training.data.batch import IGNORED, Batch
 from titan_ckpt.training.data.cache import cached_folder
 from titan_ckpt.training.data.chat import ChatError, ChatTemplate
-from titan_ckpt.training.data.corpus import Corpus, Row
+from titan_ckpt.training.data.corpus import Corpus, Problem, Row
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def tokenise_conversations(
     """
 
     def build(folder: Path) -> None:
-        problems: list[str] = []
+        problems: list[Problem] = []
         num_longer, end, ends = 0, 0, array("q")
         with (folder / "labels.int32").open("wb") as file:
             for row in corpus.all_rows(problems):
@@ -99,7 +99,7 @@ def tokenise_conversations(
                     ids = marked_ids(row, template)
                     kept = fitted(ids, longest, too_long)
                 except ChatError as error:
-                    problems.append(f"{row.place}: {error}")
+                    problems.append((row.place, str(error)))
                     continue
                 num_longer += kept is None or len(kept) < len(ids)
                 if kept is not None:
@@ -108,7 +108,7 @@ def tokenise_conversations(
                     ends.append(end)
         corpus.refuse(problems)
         if not ends:
-            corpus.refuse([f"{corpus.name}: all {num_longer} conversations are longer than {longest} tokens"])
+            corpus.refuse([(corpus.name, f"all {num_longer} conversations are longer than {longest} tokens")])
         with (folder / "ends.int64").open("wb") as file:
             ends.tofile(file)
         (folder / "counts.json").write_text(json.dumps({"num_longer": num_longer}))
@@ -131,5 +131,5 @@ def valid_rows(corpus: Corpus, source: int, start: int) -> Iterator[Row]:
     """Yield the rows of one source. Raises: ConfigError at the first one that cannot be used."""
     for row in corpus.rows(source, start):
         if row.problem is not None:
-            corpus.refuse([row.problem])
+            corpus.refuse([(row.place, row.problem)])
         yield row

@@ -38,6 +38,18 @@ def test_a_file_of_chats_becomes_a_run_that_learns_from_them(tmp_path: Path, mon
     assert sorted(path.name for path in Path("outputs/lora/exports").iterdir()) == ["step-2", "step-2-peft"]
 
 
+def test_each_run_file_has_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the second run would go on with the first, or be refused."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    for file in ("run.toml", "small.toml", "other/run.toml"):
+        Path(file).parent.mkdir(exist_ok=True)
+        assert main(["init", "pretrain", "--file", file]) == 0
+        found.append(read_run(file)[0].output_folder)
+        Path(found[-1]).mkdir(parents=True)
+    assert found == ["outputs/pretrain", "outputs/small", "outputs/pretrain-2"]
+
+
 def _no_tokenizer(folder: Path) -> None:
     write_model(folder)
     for name in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):

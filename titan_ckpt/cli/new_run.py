@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -43,7 +44,7 @@ def write_run_file(command: Init) -> str:
         problems.append(f"{command.kind} starts from random values; --model has no place in it")
     if problems:
         raise ConfigError(problems, "titan-ckpt init")
-    known = {"corpus": str(command.data or "builtin")}
+    known = {"output_folder": _free_folder(template, command.file), "corpus": str(command.data or "builtin")}
     if has_model:
         known["folder"] = str(command.model or "models/base")
     is_whole = command.model is not None or not has_model
@@ -54,6 +55,17 @@ def write_run_file(command: Init) -> str:
     command.file.write_text(text, encoding="utf-8")
     edit = "" if is_whole else "set model.folder, then "
     return f"{command.file} is written. Next: {edit}titan-ckpt train {command.file}"
+
+
+def _free_folder(template: str, file: Path) -> str:
+    """Return where the run writes: the template's folder, or one by the file's name; a number follows if it is there.
+
+    `train` would go on with the run that is there, or refuse it.
+    """
+    own = re.search(r'^output_folder = "(.*?)"', template, re.MULTILINE)
+    assert own is not None, "every template has one"
+    name = own[1] if file.stem == "run" else f"outputs/{file.stem}"
+    return next(free for free in chain([name], (f"{name}-{i}" for i in count(2))) if not Path(free).exists())
 
 
 def _filled(template: str, values: Mapping[str, object]) -> str:

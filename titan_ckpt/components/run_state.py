@@ -168,8 +168,12 @@ class RunState:
         if faults:
             raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
 
-    def check_stepped(self) -> None:
-        """Check after the first step that the state of the optimizers can be stored. Raises: StateEncodingError."""
+    def check_stepped(self, step: int) -> None:
+        """Check after the first step that the state of the optimizers can be stored, and that no other has changed.
+
+        Raises: StateEncodingError; SaveError.
+        """
+        self.watch.refuse(step)
         if (optimizer := self.optimizer) is not None:
             typed_json.encode(optimizer.split()[1], "optimizer")
 

@@ -229,6 +229,7 @@ class CheckpointManager:
         self._exporter.unsaved_in = self.config.folder if is_unsaved else None
         self._content.is_settled = False
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
+            self._run.watch_modules(self.config.allow)
             with event.phase("preflight"):
                 self._directory.preflight(self._expected_bytes())
         check_folders(self._exporter, self.config.export, fresh=restored.resumed_from is None)

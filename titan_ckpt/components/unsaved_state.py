@@ -86,13 +86,13 @@ def faults(
     before and after its load. `watch`: notes what the objects hold now, when the methods of `begins` have been called.
     """
     held = list(held)
-    saved = {id(part) for root in live for part in _parts_of(root)} | {id(value) for _, value in held}
+    saved = {id(part) for root in live for part in parts_of(root)} | {id(value) for _, value in held}
     for role, value in held:
         what, name = f"{role} {class_name(value)}", class_name(value)
-        of_library = next((kind for kind in type(value).__mro__ if _package(kind) in LIBRARIES), None)
+        of_library = next((kind for kind in type(value).__mro__ if package_of(kind) in LIBRARIES), None)
         reason = _listed(type(value), known)
         if reason is None and of_library is not type(value) and not gives_state(value):
-            own = _Own(value, of_library, saved, builds, begins)
+            own = Own(value, of_library, saved, builds, begins)
             if changing := next(own.changing(is_begun=watch is not None), None):
                 reason = f"{changing}, and no step holds it: let the object return its state and take it back"
             elif watch is not None and name not in allow:
@@ -116,7 +116,7 @@ def function_faults(
     `others`: objects that are looked at themselves, whose methods are none of these. Without `watch`, data that their
     code changes in place counts too.
     """
-    saved = {id(part) for root in live for part in _parts_of(root)}
+    saved = {id(part) for root in live for part in parts_of(root)}
     for role, given in functions:
         function = given.func if isinstance(given, partial) else given
         if isinstance(given, partial) and watch is not None and class_name(function) not in allow:
@@ -148,11 +148,16 @@ def unless_allowed(what: str, name: str, reason: str, allow: Collection[str]) ->
 
 def is_own(value: Any) -> bool:
     """Return whether an object's class, or a function, is no listed library's, none of Python's and not ours."""
-    package = _package(value if isinstance(value, FunctionType) else type(value))
+    return is_own_kind(value if isinstance(value, FunctionType) else type(value))
+
+
+def is_own_kind(kind: type | FunctionType) -> bool:
+    """Return the same of a class itself."""
+    package = package_of(kind)
     return package not in LIBRARIES and package not in sys.stdlib_module_names and package != _HERE
 
 
-def _parts_of(root: Any) -> Iterator[Any]:
+def parts_of(root: Any) -> Iterator[Any]:
     yield root
     if isinstance(root, nn.Module):
         yield from root.modules()
@@ -162,7 +167,7 @@ def _parts_of(root: Any) -> Iterator[Any]:
 
 def _listed(kind: type, known: Mapping[str, str]) -> str | None:
     """Return why a class that a library has, or that extends some of it, is not exact, and the next step, or None."""
-    bases = [base for base in kind.__mro__ if _package(base) in LIBRARIES]
+    bases = [base for base in kind.__mro__ if package_of(base) in LIBRARIES]
     for base in bases:
         listed = known.get(name := f"{base.__module__}.{base.__qualname__}")
         if listed and not any(issubclass(other, base) for other in bases[: bases.index(base)]):
@@ -173,7 +178,7 @@ def _listed(kind: type, known: Mapping[str, str]) -> str | None:
     return None
 
 
-class _Own:
+class Own:
     """An object of the user's own class, and what may change in it.
 
     `of_library`: the listed class that it extends, whose own attributes do not count.
@@ -192,7 +197,7 @@ class _Own:
         kinds = type(value).__mro__
         own = kinds if of_library is None else kinds[: kinds.index(of_library)]
         self._value, self._saved, self._builds, self._begins = value, saved, builds, begins
-        self._kinds = [kind for kind in own if _package(kind) != _HERE]  # what an integration has put before them
+        self._kinds = [kind for kind in own if package_of(kind) != _HERE]  # what an integration has put before them
         self._inherited = {
             name for kind in kinds if kind not in self._kinds for m in vars(kind).values() for name in _stored(m)
         }
@@ -264,7 +269,7 @@ def _changing_item(
     elif depth >= MAX_DEPTH:
         yield f"self{path} is nested too deeply to be looked at"
     else:
-        yield from _Own(item, None, {*saved, id(item)}, is_within=True).changing(path, depth)
+        yield from Own(item, None, {*saved, id(item)}, is_within=True).changing(path, depth)
 
 
 def _draws_or_trains(item: Any) -> bool:
@@ -285,7 +290,7 @@ def _is_installed(kind: type | FunctionType) -> bool:
     return "-packages" in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
 
 
-def _package(kind: type | FunctionType) -> str:
+def package_of(kind: type | FunctionType) -> str:
     return kind.__module__.partition(".")[0]
 
 
@@ -327,8 +332,8 @@ def _filled(owner: Any) -> Iterator[str]:
         around = {name for name, item in variables_of(owner).items() if isinstance(item, (*_CONTAINERS, *_ARRAYS))}
         yield from sorted(around & {*_filled_by(owner.__code__, "LOAD_DEREF", "LOAD_GLOBAL")})
         return
-    kinds = [kind for kind in type(owner).__mro__ if _package(kind) not in LIBRARIES | sys.stdlib_module_names]
-    codes = [code for kind in kinds for method in vars(kind).values() for code in _codes(method)]
+    kinds = [kind for kind in type(owner).__mro__ if package_of(kind) not in LIBRARIES | sys.stdlib_module_names]
+    codes = [code for kind in kinds for method in vars(kind).values() for code in codes_of(method)]
     yield from sorted({f"self.{name}" for code in codes for name in _filled_by(code, "LOAD_ATTR")})
 
 
@@ -358,14 +363,14 @@ def _stored(method: Any, classes: Collection[str] = ()) -> Iterator[str]:
 
     `classes`: names of the object's classes, whose attributes count too.
     """
-    pending = _codes(method)
+    pending = codes_of(method)
     owners = {code.co_varnames[0] for code in pending} | {"__class__", *classes}
     for code in pending:
         pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
         yield from _stored_by(code, owners)
 
 
-def _codes(method: Any) -> list[CodeType]:
+def codes_of(method: Any) -> list[CodeType]:
     """Return the code of a function, method or property of a class."""
     members: tuple[Any, ...] = (method,)
     if isinstance(method, property):

@@ -229,6 +229,7 @@ class CheckpointManager:
         self._exporter.unsaved_in = self.config.folder if is_unsaved else None
         self._content.is_settled = False
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
+            self._run.watch_modules(self.config.allow)
             with event.phase("preflight"):
                 self._directory.preflight(self._expected_bytes())
         check_folders(self._exporter, self.config.export, fresh=restored.resumed_from is None)
@@ -262,7 +263,7 @@ class CheckpointManager:
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and not self._content.is_settled:
-            self._coordinator.together("first step", self._run.check_stepped)
+            self._coordinator.together("first step", lambda: self._run.check_stepped(step))
             if not self._knows_folder and not self.config.external:  # load() was never called
                 self._base.take_as_it_is()
             self._content.settle()

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dis
 import pickle
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -133,8 +134,14 @@ def used_by(function: FunctionType, is_wanted: Callable[[Any], bool] = is_random
     pending = [function.__code__]
     for code in pending:
         pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        found |= {n: function.__globals__[n] for n in code.co_names if is_wanted(function.__globals__.get(n))}
+        found |= {n: function.__globals__[n] for n in _globals_of(code) if is_wanted(function.__globals__.get(n))}
     return found
+
+
+@cache
+def _globals_of(code: CodeType) -> list[str]:
+    """Return the names of globals that code loads; its other names are those of attributes."""
+    return [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
 
 
 def get_random(generator: Any) -> Any:

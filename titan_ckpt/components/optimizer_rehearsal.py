@@ -165,9 +165,13 @@ def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str
         yield from unless_allowed(what, what, reason, allow)
     elif what not in allow:
         names = [name for name in constant if f"self.{name}" not in of_torch]
-        values = {f"self.{name}": partial(vars(optimizer).get, name) for name in names}
+        values = partial(_named_attributes, optimizer, names)
         trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
         watch.add(optimizer, what, what, values, trained, partial(_comes_back, optimizer, fresh))
+
+
+def _named_attributes(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Any]:
+    return {f"self.{name}": vars(optimizer).get(name) for name in names}
 
 
 def _differing(one: Optimizer, other: Optimizer) -> list[str]:

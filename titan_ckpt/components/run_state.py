@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from titan_ckpt.components import schedules
 from titan_ckpt.components.data_position import DataRank, restorer
 from titan_ckpt.components.files import STATES
+from titan_ckpt.components.known.own_modules import watch_modules
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_rehearsal import rehearse
@@ -168,8 +169,18 @@ class RunState:
         if faults:
             raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
 
-    def check_stepped(self) -> None:
-        """Check after the first step that the state of the optimizers can be stored. Raises: StateEncodingError."""
+    def watch_modules(self, allow: Collection[str] = ()) -> None:
+        """Watch, after a load, what the model's own modules keep beside its state."""
+        if "model" not in self.left_out:
+            live = [*self.optimizers, *self.lr_schedulers, *self.states.values(), self.dataloader]
+            watch_modules(self.model.parts, allow, self.watch, live)
+
+    def check_stepped(self, step: int) -> None:
+        """Check after the first step that the state of the optimizers can be stored, and that no other has changed.
+
+        Raises: StateEncodingError; SaveError.
+        """
+        self.watch.refuse(step)
         if (optimizer := self.optimizer) is not None:
             typed_json.encode(optimizer.split()[1], "optimizer")
 

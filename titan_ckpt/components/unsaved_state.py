@@ -13,7 +13,6 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from inspect import unwrap
 from io import IOBase
@@ -87,17 +86,17 @@ def faults(
     before and after its load. `watch`: notes what the objects hold now, when the methods of `begins` have been called.
     """
     held = list(held)
-    saved = {id(part) for root in live for part in _parts_of(root)} | {id(value) for _, value in held}
+    saved = {id(part) for root in live for part in parts_of(root)} | {id(value) for _, value in held}
     for role, value in held:
         what, name = f"{role} {class_name(value)}", class_name(value)
-        of_library = next((kind for kind in type(value).__mro__ if _package(kind) in LIBRARIES), None)
+        of_library = next((kind for kind in type(value).__mro__ if package_of(kind) in LIBRARIES), None)
         reason = _listed(type(value), known)
         if reason is None and of_library is not type(value) and not gives_state(value):
-            own = _Own(value, of_library, saved, builds, begins)
+            own = Own(value, of_library, saved, builds, begins)
             if changing := next(own.changing(is_begun=watch is not None), None):
                 reason = f"{changing}, and no step holds it: let the object return its state and take it back"
             elif watch is not None and name not in allow:
-                watch.add(value, what, name, own.values(), saved)
+                watch.add(value, what, name, own.values, saved)
                 if numbers := own.begun():
                     logger.warning("%s: every start sets %s anew, and no step holds it", what, ", ".join(numbers))
         if reason is not None:
@@ -117,8 +116,12 @@ def function_faults(
     `others`: objects that are looked at themselves, whose methods are none of these. Without `watch`, data that their
     code changes in place counts too.
     """
+    saved = {id(part) for root in live for part in parts_of(root)}
     for role, given in functions:
         function = given.func if isinstance(given, partial) else given
+        if isinstance(given, partial) and watch is not None and class_name(function) not in allow:
+            what, name = f"{role} {class_name(function)}", class_name(function)
+            watch.add(given, what, name, partial(_arguments_of, given), saved)
         for generator in held_generators([given.args, given.keywords]) if isinstance(given, partial) else ():
             reason = f"it draws from a {type(generator).__qualname__} that it is given, and no step holds that"
             yield from unless_allowed(f"{role} {class_name(function)}", class_name(function), reason, allow)
@@ -131,6 +134,10 @@ def function_faults(
                 yield from unless_allowed(f"{role} {class_name(owner)}", class_name(owner), reason, allow)
 
 
+def _arguments_of(given: partial[Any]) -> dict[str, Any]:
+    return {"its arguments": [given.args, given.keywords]}
+
+
 def unless_allowed(what: str, name: str, reason: str, allow: Collection[str]) -> Iterator[str]:
     """Yield the line that refuses `what`, with the way to allow it by `name`; if it is allowed, log that instead."""
     if name in allow:
@@ -140,12 +147,17 @@ def unless_allowed(what: str, name: str, reason: str, allow: Collection[str]) ->
 
 
 def is_own(value: Any) -> bool:
-    """Return whether an object's class is no library's that is listed, none of Python's and none of titan_ckpt."""
-    package = _package(type(value))
+    """Return whether an object's class, or a function, is no listed library's, none of Python's and not ours."""
+    return is_own_kind(value if isinstance(value, FunctionType) else type(value))
+
+
+def is_own_kind(kind: type | FunctionType) -> bool:
+    """Return the same of a class itself."""
+    package = package_of(kind)
     return package not in LIBRARIES and package not in sys.stdlib_module_names and package != _HERE
 
 
-def _parts_of(root: Any) -> Iterator[Any]:
+def parts_of(root: Any) -> Iterator[Any]:
     yield root
     if isinstance(root, nn.Module):
         yield from root.modules()
@@ -155,7 +167,7 @@ def _parts_of(root: Any) -> Iterator[Any]:
 
 def _listed(kind: type, known: Mapping[str, str]) -> str | None:
     """Return why a class that a library has, or that extends some of it, is not exact, and the next step, or None."""
-    bases = [base for base in kind.__mro__ if _package(base) in LIBRARIES]
+    bases = [base for base in kind.__mro__ if package_of(base) in LIBRARIES]
     for base in bases:
         listed = known.get(name := f"{base.__module__}.{base.__qualname__}")
         if listed and not any(issubclass(other, base) for other in bases[: bases.index(base)]):
@@ -166,7 +178,7 @@ def _listed(kind: type, known: Mapping[str, str]) -> str | None:
     return None
 
 
-class _Own:
+class Own:
     """An object of the user's own class, and what may change in it.
 
     `of_library`: the listed class that it extends, whose own attributes do not count.
@@ -185,17 +197,26 @@ class _Own:
         kinds = type(value).__mro__
         own = kinds if of_library is None else kinds[: kinds.index(of_library)]
         self._value, self._saved, self._builds, self._begins = value, saved, builds, begins
-        self._kinds = [kind for kind in own if _package(kind) != _HERE]  # what an integration has put before them
-        inherited = {
+        self._kinds = [kind for kind in own if package_of(kind) != _HERE]  # what an integration has put before them
+        self._inherited = {
             name for kind in kinds if kind not in self._kinds for m in vars(kind).values() for name in _stored(m)
         }
-        self._attributes = {
-            name: (owner, item)
-            for owner in (*([] if is_within else reversed(self._kinds)), value)
+        self._is_within = is_within
+
+    def _attributes(self) -> dict[str, Any]:
+        """Return what the object has now: attributes of its own, and data in those of its classes."""
+        return {
+            name: item
+            for owner in (*([] if self._is_within else reversed(self._kinds)), self._value)
             for name, item in (getattr(owner, "__dict__", None) or {}).items()
-            if f"self.{name}" not in inherited and name not in _OF_MODULES
-            if owner is value or (isinstance(item, (*_CONTAINERS, *_ARRAYS)) and not name.startswith("__"))
+            if f"self.{name}" not in self._inherited and name not in _OF_MODULES
+            if owner is self._value or (isinstance(item, (*_CONTAINERS, *_ARRAYS)) and not name.startswith("__"))
         }
+
+    def _functions(self) -> list[FunctionType]:
+        if isinstance(self._value, FunctionType):
+            return [self._value]
+        return [m for kind in self._kinds for m in vars(kind).values() if isinstance(m, FunctionType)]
 
     def changing(self, path: str = "", depth: int = 0, *, is_begun: bool = False) -> Iterator[str]:
         """Yield what changes: attributes that its code sets, and those whose values can change unseen.
@@ -207,30 +228,25 @@ class _Own:
         where = f" of self{path}" if path else ""
         stored = stored_by_code_of(self._kinds, (*self._builds, *self._begins))
         yield from (f"its code{where} sets {name}" for name in stored)
-        methods = [m for kind in self._kinds for m in vars(kind).values() if isinstance(m, FunctionType)]
-        yield from (fault for method in methods for fault in _drawn_by(method))
+        yield from (fault for function in self._functions() for fault in _drawn_by(function))
         begun = self._begun() if is_begun else {}
-        for name, (_, item) in self._attributes.items():
+        for name, item in self._attributes().items():
             yield from _changing_item(item, self._saved, f"{path}.{name}", depth + 1, begun.get(name))
 
     def begun(self) -> list[str]:
         """Return the attributes that methods of `begins` have set, such as "self.start"."""
-        return [f"self.{name}" for name in self._begun() if name in self._attributes]
+        return [f"self.{name}" for name in self._begun() if name in self._attributes()]
 
-    def values(self) -> dict[str, Callable[[], Any]]:
-        """Return a getter for each value that is to be watched, by its name."""
-        found = {f"self.{name}": partial(_value_of, owner, name) for name, (owner, _) in self._attributes.items()}
-        around = variables_of(self._value) if isinstance(self._value, FunctionType) else {}
-        return found | {f"the variable {name}": get for name, get in around.items()}
+    def values(self) -> dict[str, Any]:
+        """Return the values that are to be watched, as they are now, by name."""
+        found = {f"self.{name}": item for name, item in self._attributes().items()}
+        around = [variables_of(function).items() for function in self._functions()]
+        return found | {f"the variable {name}": item for items in around for name, item in items}
 
     def _begun(self) -> dict[str, str]:
         """Return the attributes that methods of `begins` set, and which does."""
         methods = [(hook, vars(kind)[hook]) for kind in self._kinds for hook in self._begins if hook in vars(kind)]
         return {name.removeprefix("self."): hook for hook, method in methods for name in _stored(method)}
-
-
-def _value_of(owner: Any, name: str) -> Any:
-    return vars(owner).get(name)
 
 
 def _changing_item(
@@ -253,7 +269,7 @@ def _changing_item(
     elif depth >= MAX_DEPTH:
         yield f"self{path} is nested too deeply to be looked at"
     else:
-        yield from _Own(item, None, {*saved, id(item)}, is_within=True).changing(path, depth)
+        yield from Own(item, None, {*saved, id(item)}, is_within=True).changing(path, depth)
 
 
 def _draws_or_trains(item: Any) -> bool:
@@ -269,12 +285,12 @@ def _draws_or_trains(item: Any) -> bool:
     )
 
 
-def _is_installed(kind: type) -> bool:
-    """Return whether a class is of an installed package: not all that its code could set is set here."""
+def _is_installed(kind: type | FunctionType) -> bool:
+    """Return whether a class or function is of an installed package: not all that its code could set is set here."""
     return "-packages" in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
 
 
-def _package(kind: type) -> str:
+def package_of(kind: type | FunctionType) -> str:
     return kind.__module__.partition(".")[0]
 
 
@@ -291,15 +307,10 @@ def stored_by_code_of(kinds: Iterable[type], builds: Collection[str] = ()) -> It
                 yield from _stored(method, classes)
 
 
-def variables_of(function: FunctionType) -> dict[str, Callable[[], Any]]:
-    """Return a getter for each variable around a function that it uses."""
-
-    def content(cell: Any) -> Any:
-        with suppress(ValueError):  # nothing has been assigned yet
-            return cell.cell_contents
-
-    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
-    return {name: partial(content, cell) for name, cell in cells}
+def variables_of(function: FunctionType) -> dict[str, Any]:
+    """Return what a function uses beside its arguments: variables around it, defaults, and globals with data."""
+    is_users = is_own(function) and not _is_installed(function)
+    return used_by(function, lambda value: is_users and isinstance(value, (*_CONTAINERS, *_ARRAYS)))
 
 
 def _kept_by(function: FunctionType) -> Iterator[str]:
@@ -313,32 +324,31 @@ def _kept_by(function: FunctionType) -> Iterator[str]:
         if instruction.opname == "STORE_ATTR" and before.argval == function.__name__:
             yield f"its code sets {before.argval}.{name}"
         before = instruction
-    yield from _drawn_by(function)
 
 
 def _filled(owner: Any) -> Iterator[str]:
     """Yield the data of a function or of an object of the user's own class that its code changes in place."""
     if isinstance(owner, FunctionType):
-        around = {name for name, get in variables_of(owner).items() if isinstance(get(), (*_CONTAINERS, *_ARRAYS))}
-        yield from sorted(around & {*_filled_by(owner.__code__, "LOAD_DEREF")})
+        around = {name for name, item in variables_of(owner).items() if isinstance(item, (*_CONTAINERS, *_ARRAYS))}
+        yield from sorted(around & {*_filled_by(owner.__code__, "LOAD_DEREF", "LOAD_GLOBAL")})
         return
-    kinds = [kind for kind in type(owner).__mro__ if _package(kind) not in LIBRARIES | sys.stdlib_module_names]
-    codes = [code for kind in kinds for method in vars(kind).values() for code in _codes(method)]
+    kinds = [kind for kind in type(owner).__mro__ if package_of(kind) not in LIBRARIES | sys.stdlib_module_names]
+    codes = [code for kind in kinds for method in vars(kind).values() for code in codes_of(method)]
     yield from sorted({f"self.{name}" for code in codes for name in _filled_by(code, "LOAD_ATTR")})
 
 
-def _filled_by(code: CodeType, load: str) -> Iterator[str]:
+def _filled_by(code: CodeType, *loads: str) -> Iterator[str]:
     """Yield the names whose value, once it is loaded, the code changes by a method or by an item."""
     instructions = [*dis.get_instructions(code)]
     for i, instruction in enumerate(instructions[:-1]):
         method, item = instructions[i + 1], instructions[i + 2 : i + 3]
         by_method = method.opname in ("LOAD_ATTR", "LOAD_METHOD") and method.argval in _CHANGING
         by_item = any(each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "COPY") for each in item)
-        if instruction.opname == load and (by_method or by_item):
+        if instruction.opname in loads and (by_method or by_item):
             yield instruction.argval
     for inner in code.co_consts:
         if isinstance(inner, CodeType):
-            yield from _filled_by(inner, load)
+            yield from _filled_by(inner, *loads)
 
 
 def _drawn_by(function: FunctionType) -> Iterator[str]:
@@ -353,14 +363,14 @@ def _stored(method: Any, classes: Collection[str] = ()) -> Iterator[str]:
 
     `classes`: names of the object's classes, whose attributes count too.
     """
-    pending = _codes(method)
+    pending = codes_of(method)
     owners = {code.co_varnames[0] for code in pending} | {"__class__", *classes}
     for code in pending:
         pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
         yield from _stored_by(code, owners)
 
 
-def _codes(method: Any) -> list[CodeType]:
+def codes_of(method: Any) -> list[CodeType]:
     """Return the code of a function, method or property of a class."""
     members: tuple[Any, ...] = (method,)
     if isinstance(method, property):

@@ -33,58 +33,70 @@ _CONSTANTS = (PurePath, Decimal, Fraction, date, time, timedelta, UUID, range, s
 """Classes of Python whose objects never change."""
 _COMPARED = 1 << 20
 """Elements of a tensor that are compared: all of a smaller one, each n-th of a larger one."""
+_LOOKED_INTO = 1 << 14
+"""Parts of one container that are compared, likewise, and objects within one value that are looked into.
+
+What one value holds beyond them counts by its identity alone: a change within it is not seen.
+"""
+GIVE_STATE = "let the object return its state and take it back"
 
 
 class _Watched(NamedTuple):
-    """One value, and what it was."""
+    """An object, and what its values were. It is kept, because its id might be given to another object."""
 
+    owner: Any
     what: str
     allowed_as: str
-    get: Callable[[], Any]
+    values: Callable[[], Mapping[str, Any]]
     live: frozenset[int]
     comes_back: Callable[[str], bool]
-    before: Any
+    how: str
+    before: Mapping[str, Any]
+
+    def now(self) -> Mapping[str, Any]:
+        return {name: trace(value, self.live) for name, value in self.values().items()}
+
+    def changed(self) -> list[str]:
+        """Return the names of values that are others, that are new, or that are gone."""
+        now = self.now()
+        names = [name for name in {**self.before, **now} if self.before.get(name) != now.get(name)]
+        return [name for name in names if not self.comes_back(name)]
 
 
 class Watch:
-    """Attributes of objects, with what they were when they were added."""
+    """Objects, with what their attributes were when they were added."""
 
     def __init__(self) -> None:
-        self._watched: dict[tuple[int, str], _Watched] = {}
+        self._watched: dict[int, _Watched] = {}
 
     def add(
         self,
         owner: Any,
         what: str,
         allowed_as: str,
-        values: Mapping[str, Callable[[], Any]],
+        values: Callable[[], Mapping[str, Any]],
         live: Collection[int],
         comes_back: Callable[[str], bool] = lambda _: False,
+        how: str = GIVE_STATE,
     ) -> None:
-        """Watch attributes of an object from now on, if they are not watched yet.
+        """Watch values of an object from now on, if it is not watched yet.
 
-        `values`: name -> function that returns the value. `live`: ids of objects whose state steps hold themselves.
-        `comes_back`: whether a step holds a value that has changed.
+        `values`: returns them by name. `live`: ids of objects whose state steps hold themselves. `comes_back`: whether
+        a step holds a value that has changed. `how`: what lets a step hold it.
         """
-        known = frozenset(live)
-        for name, get in values.items():
-            if (id(owner), name) not in self._watched:
-                before = trace(get(), known)
-                self._watched[id(owner), name] = _Watched(what, allowed_as, get, known, comes_back, before)
+        if id(owner) not in self._watched:
+            added = _Watched(owner, what, allowed_as, values, frozenset(live), comes_back, how, {})
+            self._watched[id(owner)] = added._replace(before=added.now())
 
     def refuse(self, step: int) -> None:
         """Raises: SaveError naming every value that has changed."""
-        changed: dict[tuple[str, str], list[str]] = {}
-        for (_, name), known in self._watched.items():
-            if trace(known.get(), known.live) != known.before and not known.comes_back(name):
-                changed.setdefault((known.what, known.allowed_as), []).append(name)
-        if changed:
-            lines = [
-                f"{what}: {listed(names, ', ', ' ')} changed since the training began, and no step holds it: let the "
-                "object return its state and take it back, or allow that a resumed run loses it: "
-                f'checkpoint.allow = ["{allowed_as}"]'
-                for (what, allowed_as), names in changed.items()
-            ]
+        lines = [
+            f"{known.what}: {listed(names, ', ', ' ')} changed since the training began, and no step holds it: "
+            f'{known.how}, or allow that a resumed run loses it: checkpoint.allow = ["{known.allowed_as}"]'
+            for known in self._watched.values()
+            if (names := known.changed())
+        ]
+        if lines:
             raise SaveError(f"step {step} is not saved: {listed(lines)}")
 
 
@@ -123,14 +135,15 @@ def trace(value: Any, live: Collection[int] = (), depth: int = 0, seen: set[int]
         return type(value), bytes(content)
     if is_random(value):
         return trace(get_random(value))
-    if id(value) in seen or depth >= MAX_DEPTH or (parts := _parts(value)) is None:
+    is_deep = depth >= MAX_DEPTH or len(seen) >= _LOOKED_INTO
+    if id(value) in seen or is_deep or (parts := _parts(value)) is None:
         return _Same(value)
     seen.add(id(value))
     if isinstance(value, (set, frozenset)) and {*map(type, value)} <= {*_ATOMS}:
         return type(value), frozenset(value)  # the order in which it was filled does not count
     if isinstance(value, (list, tuple)) and {*map(type, value)} <= {int, float, bool}:
         return type(value), len(value), xxhash.xxh3_128_digest(pickle.dumps([*value]))
-    return type(value), [trace(part, live, depth + 1, seen) for part in parts]
+    return type(value), len(parts), [trace(part, live, depth + 1, seen) for part in _some(parts, _LOOKED_INTO)]
 
 
 def _parts(value: Any) -> list[Any] | None:
@@ -138,7 +151,7 @@ def _parts(value: Any) -> list[Any] | None:
     if isinstance(value, partial):
         return [value.func, value.args, value.keywords]
     if isinstance(value, FunctionType):
-        return [value.__code__, vars(value), *(get() for get in variables_of(value).values())]
+        return [value.__code__, vars(value), *variables_of(value).values()]
     found: list[Any] = []
     if isinstance(value, (list, tuple, deque, set, frozenset, dict)):
         found += [*value, *(value.values() if isinstance(value, dict) else ())]
@@ -171,10 +184,10 @@ def _of_tensor(value: torch.Tensor) -> Any:
     version = None if value.is_inference() else value._version  # noqa: SLF001 - torch has no other name for it
     if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_meta or local.is_nested:
         return _Same(value), version
-    part = _some(local.resolve_conj().resolve_neg().reshape(-1)).contiguous()
+    part = _some(local.resolve_conj().resolve_neg().reshape(-1), _COMPARED).contiguous()
     digest = xxhash.xxh3_128_digest(part.view(torch.uint8).cpu().numpy())
     return value.dtype, value.shape, digest, None if part.numel() == local.numel() else version
 
 
-def _some(flat: Any) -> Any:
-    return flat[:: 1 + len(flat) // _COMPARED]
+def _some(flat: Any, number: int) -> Any:
+    return flat[:: 1 + len(flat) // number]

@@ -231,6 +231,70 @@ def test_an_attribute_of_the_class_is_watched_too() -> None:
         watch.refuse(2)
 
 
+COLLECTED: list[int] = []
+
+
+class Elsewhere(Plain):
+    """Keeps what it has seen where reading its code shows no store."""
+
+    def late(self) -> None:
+        setattr(self, "best", 1)  # noqa: B010 - it is the mistake
+
+    def by_name(self) -> None:
+        vars(self)["held"] = 2
+
+    def in_the_module(self) -> None:
+        COLLECTED.append(1)
+
+    def by_default(self, seen: list[int] = []) -> None:  # noqa: B006 - it is the mistake
+        seen.append(1)
+
+
+@pytest.mark.parametrize(
+    ("method", "name"),
+    [
+        ("late", "self.best"),
+        ("by_name", "self.held"),
+        ("in_the_module", "the variable COLLECTED"),
+        ("by_default", "the variable seen"),
+    ],
+)
+def test_what_code_keeps_where_no_store_shows_is_watched(method: str, name: str) -> None:
+    value, watch = Elsewhere(1), Watch()
+    assert found(value, watch=watch) == []
+    watch.refuse(1)
+    getattr(value, method)()
+    with pytest.raises(SaveError, match=rf"Elsewhere: {name} changed"):
+        watch.refuse(2)
+
+
+def loss(seen: list[int], scale: float) -> float:
+    seen.append(1)
+    return scale
+
+
+def test_what_a_partial_gives_to_a_function_is_watched() -> None:
+    watch = Watch()
+    given = functools.partial(loss, [], scale=2.0)
+    assert [*function_faults([("loss", given)], (), watch=watch)] == []
+    watch.refuse(1)
+    given()
+    with pytest.raises(SaveError, match=r"loss .*loss: its arguments changed(?s:.*)allow = \[\".*\.loss\"\]"):
+        watch.refuse(2)
+
+
+def test_a_function_that_is_gone_leaves_its_place_to_no_other() -> None:
+    """Its id may be given to another function, which is watched, too."""
+    watch = Watch()
+    for _ in range(3):
+        held: list[int] = []
+        assert [*function_faults([("loss", around(held))], (), watch=watch)] == []
+    watch.refuse(1)
+    held.append(1)
+    with pytest.raises(SaveError, match="the variable held changed"):
+        watch.refuse(2)
+
+
 def test_an_object_of_an_installed_package_is_watched_whatever_its_code_could_set() -> None:
     """A configuration does not change; what is refused at once is code of the user's own."""
     numbers = importlib.import_module("sortedcontainers").SortedList([1])

@@ -106,3 +106,17 @@ def test_what_is_the_same_again_is_no_change(value: Any, change: Callable[[Any],
     before = trace(value)
     change(value)
     assert before == trace(value)
+
+
+def test_a_value_of_many_parts_is_compared_in_part() -> None:
+    """A save takes no longer for it, and sees that it has grown."""
+    value: Any = [{"loss": [number]} for number in range(300_000)]
+    looked_into: set[int] = set()
+    before = trace(value, seen=looked_into)
+    assert len(looked_into) < 20_000
+    value[0]["loss"].append(1)
+    assert before != trace(value)
+    value[0]["loss"].pop()
+    assert before == trace(value)
+    value.append({})
+    assert before != trace(value)

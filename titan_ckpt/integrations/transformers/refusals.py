@@ -13,9 +13,17 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.unsaved_state import LIBRARIES, faults, function_faults
+from titan_ckpt.components.unsaved_state import (
+    LIBRARIES,
+    class_name,
+    faults,
+    function_faults,
+    is_own_kind,
+    unless_allowed,
+)
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.errors import listed
 from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
 
 HOOKS = (
@@ -32,6 +40,11 @@ GIVEN = frozenset(
     }
 )  # fmt: skip
 """Arguments of a Trainer itself."""
+_NEVER_CALLED = (
+    "_load_rng_state", "_push_from_checkpoint", "_save_checkpoint", "_save_optimizer_and_scheduler",
+    "_save_rng_state", "_save_scaler",
+)  # fmt: skip
+"""Methods of Trainer that an attached one does not call."""
 _UNKNOWN = "this version of titan_ckpt does not know the argument: leave it out"
 _HERE = "titan_ckpt."
 _BUILDS = (
@@ -112,6 +125,12 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch:
     judged = partial(faults, live=live, builds=_BUILDS, begins=_BEGINS, watch=watch)
     held = [("trainer", trainer), *callbacks]
     yield from judged(held, TRAINERS | CALLBACKS, config.allow, gives_state=gives_state)
+    own = [vars(kind) for kind in type(trainer).__mro__ if is_own_kind(kind)]
+    if lost := [name for name in _NEVER_CALLED if any(name in methods for methods in own)]:
+        reason = (
+            f"titan_ckpt makes the steps, and never calls its {listed(lost, ', ', ' ')}: keep state in state_dict()"
+        )
+        yield from unless_allowed(f"trainer {class_name(trainer)}", class_name(trainer), reason, config.allow)
     yield from peft_adapters.faults(models, [], config.allow)
     names = ["compute_loss_func", "data_collator", "preprocess_logits_for_metrics"]
     if not trainer.args.batch_eval_metrics:  # with it, compute_metrics sums up one evaluation, and begins anew

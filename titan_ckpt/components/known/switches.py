@@ -54,9 +54,9 @@ def switches_of(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 def is_of_peft(value: Any) -> bool:
     """Return whether the class of an object, or one that it extends, is PEFT's."""
-    return _extends_peft(type(value))
+    return _any_of_peft(type(value).__mro__)
 
 
 @cache
-def _extends_peft(own: type) -> bool:
-    return any(kind.__module__.startswith("peft.") for kind in own.__mro__)
+def _any_of_peft(kinds: tuple[type, ...]) -> bool:
+    return any(kind.__module__.startswith("peft.") for kind in kinds)

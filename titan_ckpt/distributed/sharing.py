@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo, dtype_name, local_chunks
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name, local_chunks
 
 MIN_PART_BYTES = 1 << 20
 """Replicas divide a chunk into parts of at least this many bytes; one rank writes a smaller chunk alone."""
@@ -113,14 +113,14 @@ def tally(parts: Iterable[tuple[str, TensorInfo, Chunk]]) -> list[int]:
     num_bytes = marks = 0
     for fqn, info, chunk in parts:
         num_bytes += chunk.numel * info.dtype.itemsize
-        marks += (1 + zlib.crc32(fqn.encode())) * _mark(chunk)
+        marks += (1 + zlib.crc32(fqn.encode())) * _mark(chunk.offsets, chunk.sizes)
     return [num_bytes, marks % _PRIME]
 
 
 @functools.lru_cache(maxsize=4096)
-def _mark(chunk: Chunk) -> int:
+def _mark(offsets: Shape, sizes: Shape) -> int:
     """Return what a box adds to the marks of a tensor without a name."""
-    dims = enumerate(zip(chunk.offsets, chunk.sizes, strict=True), 1)
+    dims = enumerate(zip(offsets, sizes, strict=True), 1)
     powers = ((pow(dim * _GOLDEN, n, _PRIME) for n in (at, at + size)) for dim, (at, size) in dims)
     return math.prod(end - start for start, end in powers) % _PRIME
 

@@ -17,7 +17,6 @@ from tests.forked import fork
 from tests.tiny_run import settings
 from titan_ckpt.cli.main import main
 from titan_ckpt.telemetry.events import TELEMETRY, read_events
-from titan_ckpt.tools.charts import lines
 from titan_ckpt.tools.listing import list_run, size
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.trainer import Trainer
@@ -93,6 +92,9 @@ def test_the_page_has_the_figures_of_the_files(run: Path, capsys: pytest.Capture
     events = [*read_events(run / TELEMETRY)]
     assert (told["last step"], told["loss"]) == ("8", f"{rows[-1]['loss']:.4f}")
     assert told["starts"] == "2"
+    losses = [row["loss"] for row in rows]
+    assert f"loss of steps 1 to 8, from {min(losses):.4g} to {max(losses):.4g}; dashed: a resume<" in text
+    assert (text.count("resumed from step 4"), text.count('<div class="bar">')) == (2, 4)
     listing = list_run(run)
     head, *steps = page.tables["steps"]
     assert head == ["step", "kind", "saved", "loss", "size", "ranks", "remarks"]
@@ -133,13 +135,6 @@ def test_the_page_needs_nothing_from_elsewhere(run: Path) -> None:
     assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
     assert "@media print" in text
     assert "@media screen and (prefers-color-scheme: dark)" in text, "paper is white"
-
-
-def test_the_numbers_beside_a_chart_fit_their_place() -> None:
-    """A phone shows them in larger letters: six characters and a sign."""
-    for value, text in ((0.004, "0.004"), (1 / 3000, "3.3e-4"), (7.6312, "7.63"), (-123456.0, "-1.2e5"), (0, "0")):
-        chart = lines([(0, value), (1, value + 1)], "--a")
-        assert f">{text}</text>" in chart
 
 
 def test_a_run_with_hostile_names_cannot_inject_html(tmp_path: Path) -> None:

@@ -268,7 +268,7 @@ def _save(command: Save, console: Console) -> int:
 
 
 def _plan(command: Plan, console: Console) -> int:
-    from titan_ckpt.tools.planning import plan_load
+    from titan_ckpt.cli.planning import plan_load
 
     found = plan_load(command.config, command.settings)
     _json(found) if command.json else tables.plan(found, console)

@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from titan_ckpt.cli.planning import describe
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.loading.plan import resolve
 from titan_ckpt.loading.sources import prepare_load
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.tools.planning import describe
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.chat import ChatError, ChatTemplate
 from titan_ckpt.training.data.corpus import open_corpus

@@ -14,10 +14,10 @@ from titan_ckpt.errors import counted, printable
 from titan_ckpt.tools.listing import Listing, age, size
 
 if TYPE_CHECKING:
+    from titan_ckpt.cli.planning import Plan
     from titan_ckpt.tools.conversion import Written
     from titan_ckpt.tools.difference import Difference, SettingDifference, TensorDifference
     from titan_ckpt.tools.inspecting import ComponentContent, Content, TensorStatistics
-    from titan_ckpt.tools.planning import Plan
     from titan_ckpt.tools.retention import Pruned
     from titan_ckpt.tools.verifying import Verified
 

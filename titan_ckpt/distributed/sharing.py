@@ -8,6 +8,8 @@ and layouts, or only its digest if ranks have equal lists, as they mostly do.
 
 from __future__ import annotations
 
+import functools
+import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -109,19 +111,18 @@ def tally(parts: Iterable[tuple[str, TensorInfo, Chunk]]) -> list[int]:
     Source: polynomial identity testing (Schwartz 1980, Zippel 1979).
     """
     num_bytes = marks = 0
-    known: dict[tuple[Shape, Shape], tuple[int, int]] = {}
     for fqn, info, chunk in parts:
-        kind = chunk.offsets, chunk.sizes
-        if kind not in known:
-            mark = 1
-            for dim, (offset, size) in enumerate(zip(*kind, strict=True), 1):
-                x = dim * _GOLDEN % _PRIME
-                mark = mark * (pow(x, offset + size, _PRIME) - pow(x, offset, _PRIME)) % _PRIME
-            known[kind] = chunk.numel, mark
-        numel, mark = known[kind]
-        num_bytes += numel * info.dtype.itemsize
-        marks += (1 + zlib.crc32(fqn.encode())) * mark
+        num_bytes += chunk.numel * info.dtype.itemsize
+        marks += (1 + zlib.crc32(fqn.encode())) * _mark(chunk.offsets, chunk.sizes)
     return [num_bytes, marks % _PRIME]
+
+
+@functools.lru_cache(maxsize=4096)
+def _mark(offsets: Shape, sizes: Shape) -> int:
+    """Return what a box adds to the marks of a tensor without a name."""
+    dims = enumerate(zip(offsets, sizes, strict=True), 1)
+    powers = ((pow(dim * _GOLDEN, n, _PRIME) for n in (at, at + size)) for dim, (at, size) in dims)
+    return math.prod(end - start for start, end in powers) % _PRIME
 
 
 def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:

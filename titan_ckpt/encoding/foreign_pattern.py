@@ -10,9 +10,8 @@ from __future__ import annotations
 import functools
 import importlib
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, TypeAlias, assert_never
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 _parser: Any = importlib.import_module("re._parser")  # private, and the only parser of this language
 _compiler: Any = importlib.import_module("re._compiler")
@@ -33,36 +32,8 @@ _UNBOUNDED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _Test:
-    """One character (width 1) or one anchor (width 0)."""
-
-    pattern: re.Pattern[str]
-    width: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Branch:
-    ways: tuple[_Sequence, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class _Repeat:
-    least: int
-    most: int
-    inner: _Sequence
-
-
-@dataclass(frozen=True, slots=True)
-class _Look:
-    """A lookahead, or a lookbehind of `width` characters."""
-
-    inner: _Sequence
-    width: int | None
-    wanted: bool
-
-
-_Sequence: TypeAlias = "tuple[_Test | _Branch | _Repeat | _Look, ...]"
+_Ways: TypeAlias = "Callable[[_Walk, int], int]"
+"""Returns all positions at which an expression can end that starts at one of these positions."""
 
 
 class ForeignPatterns:
@@ -91,9 +62,7 @@ class ForeignPatterns:
             compiled = _compiled(rf"(.*\.)?({pattern})$", _LITERAL.fullmatch(pattern) is not None)
             if len(module) > MAX_CHARS:
                 raise ValueError(f"a module's name has {len(module)} characters; at most {MAX_CHARS} are compared")
-            if isinstance(compiled, re.Pattern):
-                return compiled.match(module) is not None
-            return walk.run(compiled, 1) != 0
+            return compiled(walk, 1) != 0
         finally:
             self._steps += walk.steps
 
@@ -108,66 +77,55 @@ def pattern_fault(pattern: str) -> str | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def _compiled(text: str, literal: bool) -> re.Pattern[str] | _Sequence:
-    """Return an expression as `re` compiles it if it is `literal`, because that is quick, else translated."""
+def _compiled(text: str, literal: bool) -> _Ways:
+    """Return an expression as `re` matches it if it is `literal`, because that is quick, else translated."""
     if len(text) > MAX_CHARS:
         raise ValueError(f"it has {len(text)} characters, at most {MAX_CHARS} are allowed")
     if literal:
-        return re.compile(text)
+        whole = re.compile(text)
+        return lambda walk, at: int(whole.match(walk.text) is not None)
     parsed = _parser.parse(text)
-    return tuple(_translated(parsed, parsed.state.flags))
+    return _sequence(parsed, parsed.state.flags)
 
 
-def _translated(nodes: Any, flags: int) -> Iterator[_Test | _Branch | _Repeat | _Look]:
-    """Yield the operations of a parsed expression. Raises: ValueError for one that needs backtracking."""
-    for operation, argument in nodes.data:
-        match operation.name:
-            case "ANY" | "AT" | "IN" | "LITERAL" | "NOT_LITERAL" as name:
-                alone = _parser.SubPattern(_parser.State(), [(operation, argument)])
-                yield _Test(_compiler.compile(alone, flags), 0 if name == "AT" else 1)
-            case "SUBPATTERN":
-                _, added, removed, inner = argument
-                yield from _translated(inner, _compiler._combine_flags(flags, added, removed))  # noqa: SLF001
-            case "BRANCH":
-                yield _Branch(tuple(tuple(_translated(way, flags)) for way in argument[1]))
-            case "MAX_REPEAT" | "MIN_REPEAT":
-                least, most, inner = argument
-                yield _Repeat(int(least), int(most), tuple(_translated(inner, flags)))
-            case "ASSERT" | "ASSERT_NOT" as name:
-                direction, inner = argument
-                width = inner.getwidth()[0] if direction < 0 else None
-                yield _Look(tuple(_translated(inner, flags)), width, name == "ASSERT")
-            case "FAILURE":
-                yield _Branch(())
-            case name:
-                raise ValueError(f"it holds {_UNBOUNDED.get(name, name)}, which is not matched in bounded time")
+def _sequence(nodes: Any, flags: int) -> _Ways:
+    """Translate a parsed expression. Raises: ValueError for one that needs backtracking."""
+    parts = [_translated(operation.name, argument, operation, flags) for operation, argument in nodes.data]
+    return lambda walk, at: functools.reduce(lambda positions, part: part(walk, positions), parts, at)
+
+
+def _translated(name: str, argument: Any, operation: Any, flags: int) -> _Ways:
+    match name:
+        case "ANY" | "AT" | "IN" | "LITERAL" | "NOT_LITERAL":
+            one = _compiler.compile(_parser.SubPattern(_parser.State(), [(operation, argument)]), flags)
+            width = 0 if name == "AT" else 1
+            return lambda walk, at: sum(1 << p for p in walk.each(at) if one.match(walk.text, p)) << width
+        case "SUBPATTERN":
+            _, added, removed, inner = argument
+            return _sequence(inner, _compiler._combine_flags(flags, added, removed))  # noqa: SLF001
+        case "BRANCH" | "FAILURE":
+            ways = [_sequence(way, flags) for way in argument[1]] if argument else []
+            return lambda walk, at: functools.reduce(int.__or__, [way(walk, at) for way in ways], 0)
+        case "MAX_REPEAT" | "MIN_REPEAT":
+            least, most, repeated = int(argument[0]), int(argument[1]), _sequence(argument[2], flags)
+            return lambda walk, at: walk.repeat(repeated, least, most, at)
+        case "ASSERT" | "ASSERT_NOT":
+            direction, inner = argument
+            behind, seen = inner.getwidth()[0] if direction < 0 else None, _sequence(inner, flags)
+            if name == "ASSERT":
+                return lambda walk, at: walk.look(seen, behind, at)
+            return lambda walk, at: at & ~walk.look(seen, behind, at)
+        case _:
+            raise ValueError(f"it holds {_UNBOUNDED.get(name, name)}, which is not matched in bounded time")
 
 
 class _Walk:
     """One comparison of an expression with a text. A set of positions is an integer: bit p stands for position p."""
 
     def __init__(self, text: str, most: int) -> None:
-        self._text = text
+        self.text = text
         self._most = most
         self.steps = 0
-
-    def run(self, sequence: _Sequence, starts: int) -> int:
-        """Return all positions at which the sequence can end that starts at one of `starts`."""
-        positions = starts
-        for node in sequence:
-            match node:
-                case _Test():
-                    positions = sum(1 << p for p in self._each(positions) if node.pattern.match(self._text, p))
-                    positions <<= node.width
-                case _Branch():
-                    positions = functools.reduce(int.__or__, [self.run(way, positions) for way in node.ways], 0)
-                case _Repeat():
-                    positions = self._repeated(node, positions)
-                case _Look():
-                    positions = self._looked(node, positions)
-                case _:
-                    assert_never(node)
-        return positions
 
     def count(self, steps: int) -> None:
         """Count steps. Raises: ValueError if they are too many."""
@@ -175,29 +133,30 @@ class _Walk:
         if self.steps > self._most:
             raise ValueError(f"its regular expressions take more than {MAX_STEPS} steps to compare with the names")
 
-    def _repeated(self, node: _Repeat, positions: int) -> int:
-        for _ in range(node.least):
-            before, positions = positions, self.run(node.inner, positions)
+    def repeat(self, inner: _Ways, least: int, most: int, positions: int) -> int:
+        """Return the ends of `least` to `most` matches, one after the other."""
+        for _ in range(least):
+            before, positions = positions, inner(self, positions)
             self.count(1)
             if positions in (0, before):  # at the latest after as many rounds as the text has characters
                 break
         ends = new = positions
-        for _ in range(node.most - node.least):
-            new = self.run(node.inner, new) & ~ends
+        for _ in range(most - least):
+            new = inner(self, new) & ~ends
             self.count(1)
             if not new:
                 break
             ends |= new
         return ends
 
-    def _looked(self, node: _Look, positions: int) -> int:
-        if node.width is None:
-            holds = sum(1 << p for p in self._each(positions) if self.run(node.inner, 1 << p))
-        else:  # a match of fixed width that ends at p began at p - width
-            holds = positions & self.run(node.inner, positions >> node.width)
-        return holds if node.wanted else positions & ~holds
+    def look(self, inner: _Ways, behind: int | None, positions: int) -> int:
+        """Return the positions at which a match begins, or at which one of `behind` characters ends."""
+        if behind is None:
+            return sum(1 << p for p in self.each(positions) if inner(self, 1 << p))
+        return positions & inner(self, positions >> behind)
 
-    def _each(self, positions: int) -> Iterator[int]:
+    def each(self, positions: int) -> Iterator[int]:
+        """Yield the positions of a set, and count each."""
         while positions:
             lowest = positions & -positions
             positions ^= lowest

@@ -1,4 +1,4 @@
-"""Python objects that settings name as "package.module:Name".
+"""Python objects that settings name as "package.module:Name", and the reader of tables that a package names.
 
 Owns the syntax of such a name, its import, and the call of what it names.
 """
@@ -10,9 +10,10 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from importlib.metadata import entry_points
 from types import MappingProxyType
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Protocol, TypeVar
 
 from titan_ckpt.encoding.toml import Check
 from titan_ckpt.errors import ConfigError
@@ -100,3 +101,23 @@ def _called(name: str, *arguments: object, settings: Mapping[str, Any], offered:
     except TypeError as error:
         raise BadNameError(f"{name!r}: {error}; its parameters: {signature}") from None
     return target(*arguments, **given)
+
+
+TABLES = "titan_ckpt.tables"
+"""Entry-point group: the name of a top-level array of tables -> an object with the methods of `Tables`."""
+
+
+class Tables(Protocol):
+    """Reads an array of tables of a run's file that this package has no settings for."""
+
+    def from_tables(self, tables: Sequence[Mapping[str, Any]], source: str) -> Any:
+        """Return what the tables describe. Raises: ConfigError with all faults."""
+
+    def kinds(self) -> Mapping[str, type[Any]]:
+        """Return the dataclass of each `kind` of table."""
+
+
+def converter_tables() -> Tables | None:
+    """Return the reader of [[converters]] that an installed package names in the group `titan_ckpt.tables`."""
+    found = [entry for entry in entry_points(group=TABLES) if entry.name == "converters"]
+    return found[0].load() if found else None

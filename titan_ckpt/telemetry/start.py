@@ -1,4 +1,4 @@
-"""Describe how a process was started: versions, command line, git revision, settings. Starts no program."""
+"""Describe how a process was started: versions, command line, git revision, settings."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import socket
+import subprocess
 import sys
 import time
 from dataclasses import asdict, is_dataclass
@@ -46,28 +47,11 @@ def _versions() -> dict[str, str]:
 
 
 def git_revision(path: Path) -> str | None:
-    """Return the commit that is checked out where a path is; None if there is none that plain files name."""
+    """Return the commit that is checked out where a path is; None without one, and where git is not installed."""
+    folder = path.resolve() if path.is_dir() else path.resolve().parent
+    command = ["git", "-c", "safe.directory=*", "rev-parse", "--verify", "HEAD"]  # also of another owner's repository
     try:
-        for folder in (path.resolve(), *path.resolve().parents):
-            git = folder / ".git"
-            if git.is_file():  # a worktree or a submodule
-                git = (folder / git.read_text().removeprefix("gitdir: ").strip()).resolve()
-            if git.is_dir():
-                return _head(git)
-    except (OSError, UnicodeDecodeError):
-        pass
-    return None
-
-
-def _head(git: Path) -> str | None:
-    head = (git / "HEAD").read_text().strip()
-    if not head.startswith("ref: "):
-        return head
-    name = head.removeprefix("ref: ")
-    common = git / (git / "commondir").read_text().strip() if (git / "commondir").is_file() else git
-    for place in (git, common):
-        if (place / name).is_file():
-            return (place / name).read_text().strip()
-    packed = common / "packed-refs"
-    lines = packed.read_text().splitlines() if packed.is_file() else []
-    return next((line.split()[0] for line in lines if line.endswith(f" {name}")), None)
+        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return None if found.returncode else found.stdout.strip()

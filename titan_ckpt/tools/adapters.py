@@ -17,6 +17,7 @@ import torch
 
 from titan_ckpt import progress
 from titan_ckpt.converting import stored_tensor, translated_tensors
+from titan_ckpt.encoding.named import converter_tables
 from titan_ckpt.errors import (
     ConfigError,
     KeyMapError,
@@ -30,7 +31,6 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import LazyTensor, info_of
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.tools.models import ModelTable, require_table
-from titan_ckpt.training.run_file import converter_tables
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights import lora_names
 from titan_ckpt.weights.digest import digest_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import json
+import math
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -11,12 +12,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.tools.charts import Bar, bars, lines
 from titan_ckpt.tools.figures import Figures, Session, phase, read_figures, waited
 from titan_ckpt.tools.listing import size
 
 _MAX_ROWS = 60
 """Rows of a table; the newest are shown, and a sentence says how many there are."""
+_MAX_STRETCHES = 300
+"""Of a line that is drawn; each has two points."""
+_RESUME = '<path class="dashed" d="M{:.1f} 0V200"><title>resumed from step {}</title></path>'
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6778; --line: #d9dee6; --page: #fff; --card: #f6f8fa;
   --a: #2563c9; --b: #c2571a; --c: #2e8b57; --d: #8b5cb5; }
@@ -35,9 +38,10 @@ th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px so
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 td.w { white-space: normal; overflow-wrap: anywhere; min-width: 10rem; }
 figure { margin: 0; }
-svg { width: 100%; height: auto; display: block; } svg text { fill: var(--soft); font-size: 12px; }
+svg { width: 100%; height: auto; display: block; fill: none; stroke-width: 2; }
+.dashed { stroke: var(--b); stroke-dasharray: 4 3; }
+.bar { display: flex; height: 1.3rem; font-size: .85rem; print-color-adjust: exact; } .bar span { flex: 0 0 6rem; }
 .bad { color: var(--b); } pre { background: var(--card); padding: .8rem; overflow-x: auto; font-size: .8rem; }
-@media (max-width: 40rem) { svg text { font-size: 20px; } }
 @media print { body { max-width: none; padding: 0; font-size: 11pt; } .wide { overflow: visible; }
   table { font-size: 8pt; } th, td { white-space: normal; padding-right: .5rem; } td.w { min-width: 0; }
   details > pre { white-space: pre-wrap; }
@@ -119,34 +123,43 @@ def _section(title: str, parts: Iterable[str]) -> list[str]:
 
 
 def _training(figures: Figures) -> Iterator[str]:
-    series = {
-        name: [(row["step"], float(row[name])) for row in figures.metrics if isinstance(row.get(name), (int, float))]
-        for name in ("loss", "lr")
-    }
     resumed = [s.resumed_step for s in figures.sessions[1:] if s.resumed_step]
     for name, title, color in (("loss", "loss", "--a"), ("lr", "learning rate", "--c")):
-        if len(series[name]) > 1:
-            caption = f"{title} by step" + ("; dashed: a resume" if resumed else "")
-            yield _figure(lines(series[name], color, marks=resumed, height=220 if name == "loss" else 120), caption)
+        known = [(row["step"], float(row[name])) for row in figures.metrics if isinstance(row.get(name), (int, float))]
+        points = [(x, y) for x, y in known if math.isfinite(y)]
+        if len(points) > 1:
+            yield _line(points, title, color, resumed)
+
+
+def _line(points: Sequence[tuple[int, float]], title: str, color: str, resumed: Iterable[int]) -> str:
+    """Return a line through points, of each stretch the lowest and the highest, so that no spike is lost."""
+    width = len(points) // _MAX_STRETCHES + 1
+    shown = [points[at : at + width] for at in range(0, len(points), width)]
+    kept = [point for few in shown for point in sorted({min(few, key=lambda p: p[1]), max(few, key=lambda p: p[1])})]
+    (first, _), (last, _) = points[0], points[-1]
+    low, high = min(y for _, y in kept), max(y for _, y in kept)
+    across, down = (last - first) or 1, (high - low) or 1
+    path = " ".join(f"{(x - first) / across * 1000:.1f},{(high - y) / down * 200:.1f}" for x, y in kept)
+    inside = [step for step in resumed if first <= step <= last]
+    marks = "".join(_RESUME.format((step - first) / across * 1000, step) for step in inside)
+    drawn = f'<polyline points="{path}" stroke="var({color})"/>{marks}'
+    caption = f"{title} of steps {first} to {last}, from {low:.4g} to {high:.4g}" + "; dashed: a resume" * bool(inside)
+    return f'<figure><svg viewBox="-2 -2 1004 204">{drawn}</svg><figcaption>{_text(caption)}</figcaption></figure>'
 
 
 def _saves(figures: Figures) -> Iterator[str]:
     shown = figures.saves[-_MAX_ROWS:]
     if not shown:
         return
-    rows = [
-        Bar(
-            f"step {save.get('step')}",
-            (
-                ("training waits", waited(save), "--b"),
-                ("copy", phase(save, "staging"), "--d"),
-                ("write", phase(save, "write"), "--a"),
-                ("commit", phase(save, "commit") + phase(save, "expire"), "--c"),
-            ),
+    longest = max(sum(seconds for _, seconds, _ in _parts(save)) for save in shown[-20:]) or 1.0
+    for save in shown[-20:]:
+        parts = "".join(
+            f'<i style="width:{seconds / longest:.1%};background:var({color})" title="{name}: {seconds:.3f} s"></i>'
+            for name, seconds, color in _parts(save)
         )
-        for save in shown[-20:]
-    ]
-    yield _figure(bars(rows, "s"), "seconds of the last saves; all but the first part run beside training")
+        yield f'<div class="bar"><span>step {_text(save.get("step"))}</span>{parts}</div>'
+    names = ", ".join(f'<b style="color:var({color})">{name}</b>' for name, _, color in _parts(shown[-1]))
+    yield f'<p class="soft">Seconds of the last saves: {names}; all but the first part run beside training.</p>'
     columns = ("step", "kind", "begun", "size", "waited s", "queued s", "blocking s", "stall s", "copy s", "write s")
     yield _table(
         (*columns, "commit s", "result"),
@@ -222,8 +235,14 @@ def _start(start: Mapping[str, Any]) -> Iterator[str]:
     yield f"<details><summary>Settings as resolved</summary><pre>{_text(config)}</pre></details>"
 
 
-def _figure(svg: str, caption: str) -> str:
-    return f"<figure>{svg}<figcaption>{_text(caption)}</figcaption></figure>"
+def _parts(save: Mapping[str, Any]) -> tuple[tuple[str, float, str], ...]:
+    """Return the parts of a save as (name, seconds, CSS colour)."""
+    return (
+        ("training waits", waited(save), "--b"),
+        ("copy", phase(save, "staging"), "--d"),
+        ("write", phase(save, "write"), "--a"),
+        ("commit", phase(save, "commit") + phase(save, "expire"), "--c"),
+    )
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[object]], total: int) -> str:

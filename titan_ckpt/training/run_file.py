@@ -1,32 +1,16 @@
-"""Read a run's TOML file: the settings, and the converters of its [[converters]] tables.
-
-Owns how an installed package is found that reads those tables. Knows no converter.
-"""
+"""Read a run's TOML file: the settings, and the converters of its [[converters]] tables. Knows no converter."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from importlib.metadata import entry_points
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.encoding.named import converter_tables
 from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.toml import from_dict, read_toml
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import RunConfig
-
-TABLES = "titan_ckpt.tables"
-"""Entry-point group: the name of a top-level array of tables -> an object with the methods of `Tables`."""
-
-
-class Tables(Protocol):
-    """Reads an array of tables of a run's file that this package has no settings for."""
-
-    def from_tables(self, tables: Sequence[Mapping[str, Any]], source: str) -> Any:
-        """Return what the tables describe. Raises: ConfigError with all faults."""
-
-    def kinds(self) -> Mapping[str, type[Any]]:
-        """Return the dataclass of each `kind` of table."""
 
 
 def read_run(path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Any]:
@@ -57,9 +41,3 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Any]:
     if config is None or problems:
         raise ConfigError(problems, path)
     return config, converters
-
-
-def converter_tables() -> Tables | None:
-    """Return the reader of [[converters]] that an installed package names in the group `titan_ckpt.tables`."""
-    found = [entry for entry in entry_points(group=TABLES) if entry.name == "converters"]
-    return found[0].load() if found else None

@@ -57,7 +57,7 @@ class Trainer(BuildSteps):
     optional part is left out if its step returns None.
     """
 
-    _untold_seconds = 0.0
+    _unreported_seconds = 0.0
     """Time in steps since the newest exchange began, which the next exchange tells to all ranks."""
     _since_measured: tuple[int, float] = (0, 0.0)
     """Number of steps, and their time, since the newest one that was measured."""
@@ -280,13 +280,13 @@ class Trainer(BuildSteps):
         divisor = predicted.divisor(self.config.training.loss_average)
         share = self.accumulate_gradients(micro_batches, divisor) / divisor
         num_tokens, told = predicted.num_tokens, time.perf_counter()
-        self._untold_seconds += told - started
+        self._unreported_seconds += told - started
         loss = grad_norm = math.nan
         if self.is_measured:
-            spent = torch.full_like(share, self._untold_seconds)
+            spent = torch.full_like(share, self._unreported_seconds)
             grad_norm, (loss, of_ranks) = self.clip_gradients(torch.stack([share, spent]))
             self.state.seconds += of_ranks / self.ranks.size
-            self._untold_seconds = 0.0
+            self._unreported_seconds = 0.0
         else:
             complete_gradients(self.trainable())
         num_tokens = int(predicted.everywhere if num_tokens is None else num_tokens)
@@ -306,7 +306,7 @@ class Trainer(BuildSteps):
         self.state.num_tokens += num_tokens
         steps, seconds = self._since_measured[0] + 1, self._since_measured[1] + time.perf_counter() - started
         self._since_measured = (0, 0.0) if self.is_measured else (steps, seconds)
-        self._untold_seconds += time.perf_counter() - told
+        self._unreported_seconds += time.perf_counter() - told
         self.manager.last_step.complete(step)
         return StepMetrics(step, loss, grad_norm, lr, num_tokens, seconds / steps)
 

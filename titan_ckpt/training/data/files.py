@@ -115,10 +115,10 @@ def _is_folder(path: Path, setting: str) -> bool:
 def _inside(folders: Iterable[Path], setting: str) -> list[Path]:
     """Return the files in folders at any depth, each once. Raises: ConfigError for a folder that cannot be read."""
     try:
-        return sorted({file for folder in folders for file in _files_in(folder)})
+        return sorted({Path(file) for folder in folders for file in _files_in(_below(str(folder), set()))})
     except OSError as error:
-        problem = f"{error.filename} cannot be read: {error.strerror}; give the run the right to, or name files by a"
-        raise ConfigError([f'{setting}: {problem} pattern such as "data/*.jsonl"']) from None
+        problem = f"{os.path.normpath(error.filename)} cannot be read: {error.strerror}; give the run the right to"
+        raise ConfigError([f'{setting}: {problem}, or name files by a pattern such as "data/*.jsonl"']) from None
 
 
 def _matched(pattern: str, setting: str) -> list[Path]:
@@ -149,7 +149,7 @@ def _matches(pattern: str) -> Iterable[Path]:
         for folder in folders:
             os.stat(os.path.join(folder, "."))  # asks for the right to go into it
     if is_deep:
-        found = folders + [entry for folder in folders for entry in _named(folder, "*") if not os.path.isdir(entry)]
+        found = [*folders, *_files_in(folders)]
     else:
         found = _step(folders, parts[-1])
     return map(Path, filter(os.path.isdir if pattern.endswith(os.sep) else None, found))
@@ -183,21 +183,9 @@ def _named(folder: str, part: str) -> list[str]:
     return [os.path.join(folder, name) for name in sorted(fnmatch.filter(names, part))]
 
 
-def _files_in(path: Path) -> Iterator[Path]:
-    """Yield what is no folder at any depth and not hidden, in linked folders too; each folder comes once.
-
-    Raises: OSError for a folder that cannot be read.
-    """
-
-    def refuse(error: OSError) -> None:
-        raise error
-
-    seen: set[str] = set()
-    for root, folders, files in os.walk(path, onerror=refuse, followlinks=True):
-        real = os.path.realpath(root)
-        folders[:] = sorted(name for name in folders if not name.startswith(".") and real not in seen)
-        yield from (Path(root, name) for name in files if not name.startswith(".") and real not in seen)
-        seen.add(real)
+def _files_in(folders: Iterable[str]) -> Iterator[str]:
+    """Yield what is no folder and not hidden. Raises: OSError for a folder that cannot be read."""
+    return (entry for folder in folders for entry in _named(folder, "*") if not os.path.isdir(entry))
 
 
 def _unusable(found: Iterable[Path]) -> Iterator[str]:

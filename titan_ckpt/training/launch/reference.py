@@ -16,9 +16,9 @@ from dataclasses import MISSING, dataclass
 from types import NoneType
 from typing import Any, get_args, get_origin
 
+from titan_ckpt.encoding.named import converter_tables
 from titan_ckpt.encoding.toml import describe, fields_of, tables_in
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.training.run_file import converter_tables
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,22 +1,23 @@
 """A reader of pickles that knows what DCP's metadata is made of, and nothing else: no import, no call, no attribute.
 
-Owns the opcodes and the records that may occur; the unpickler that Python has in Python runs them. A file only chooses
-among them: it can make no other object, and change none that it has not made. Checks the types of fields only where
-Python's own dicts would run into them.
+Owns the opcodes and the records that may occur. The file only chooses among them: it can make no other object, and
+change none that it has not made. Checks the types of fields only where Python's own dicts would run into them.
 Source: pickletools; torch/distributed/checkpoint/metadata.py and filesystem.py.
 """
 
 from __future__ import annotations
 
-import io
 import pickle
 import pickletools
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
+from functools import partial
+from itertools import islice, takewhile
+from operator import methodcaller
 from pathlib import PurePosixPath
 from pickle import UnpicklingError
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -67,14 +68,54 @@ def unpickle(data: bytes) -> Any:
     Raises: UnpicklingError naming the opcode, class or value that no such pickle has; ValueError for damaged bytes.
     """
     try:
-        return _Reader(data).load()
+        return _run(iter(data), {})
     except IndexError:
         raise UnpicklingError("it takes a value that it has not made") from None
+    except KeyError as error:
+        raise UnpicklingError(f"it asks for number {error}, which it has not stored") from None
 
 
-class _Memo(dict[int, Any]):
-    def __missing__(self, number: int) -> NoReturn:
-        raise UnpicklingError(f"it asks for number {number}, which it has not stored")
+def _run(rest: Iterator[int], memo: dict[int, Any]) -> Any:
+    """Make what the opcodes say, a large folder's millions: the most frequent ones come first."""
+    stack: list[Any] = []
+    outer: list[list[Any]] = []
+    """The stacks below each mark; `stack` has what came after the last one."""
+    for code in rest:
+        if code == _MEMOIZE:
+            memo[len(memo)] = stack[-1]
+        elif code in _ON_STACK:
+            _ON_STACK[code](stack)
+        elif code == _MARK:
+            outer.append(stack)
+            stack = []
+        elif code in _WITH_ITEMS:
+            if not outer:
+                raise UnpicklingError("it ends a list that it has not begun")
+            items, stack = stack, outer.pop()
+            _WITH_ITEMS[code](stack, items)
+        elif code in _SIZES:
+            size = _SIZES[code]
+            number = next(rest, 0) if size == 1 else int.from_bytes(islice(rest, size), "little")
+            if code in _FETCHES:
+                stack.append(memo[number])
+            elif code in _NUMBERS:
+                stack.append(number - (number >> 31 << 32))  # signed, in four bytes
+            elif code in _STORES:
+                memo[number] = stack[-1]
+            elif code in _SIZED:
+                found = bytes(islice(rest, number))
+                if len(found) < number:
+                    raise UnpicklingError(f"expected {number} bytes, found {len(found)}")
+                stack.append(_SIZED[code](found))
+        elif code == _GLOBAL:
+            module, name = (bytes(takewhile(lambda byte: byte != 10, rest)).decode() for _ in range(2))
+            stack.append(_named(module, name))
+        elif code == _STOP:
+            return stack.pop()
+        else:
+            names = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
+            raise UnpicklingError(f"it uses {names.get(code, code)}, which no DCP metadata needs")
+    raise UnpicklingError("it ends without STOP")
 
 
 def _named(module: Any, name: Any) -> Any:
@@ -89,14 +130,14 @@ def _named(module: Any, name: Any) -> Any:
     return _Name(text)
 
 
-def _append(items: list[Any], stack: list[Any]) -> None:
+def _append(stack: list[Any], items: list[Any]) -> None:
     into = stack[-1]
     if type(into) is not list:
         raise UnpicklingError(f"it appends to a {_kind(into)}")
     into += items
 
 
-def _set_items(items: list[Any], stack: list[Any]) -> None:
+def _set_items(stack: list[Any], items: list[Any]) -> None:
     into = stack[-1]
     if type(into) not in (dict, OrderedDict) or len(items) % 2:
         raise UnpicklingError(f"it sets items of a {_kind(into)}")
@@ -197,58 +238,43 @@ _CALLS: dict[str, Callable[..., Any]] = {
 and returns None for wrong ones."""
 
 
-_PLAIN = [
-    pickle.PROTO, pickle.STOP, pickle.MARK, pickle.GLOBAL, pickle.MEMOIZE, pickle.BINPUT, pickle.LONG_BINPUT,
-    pickle.BINGET, pickle.LONG_BINGET, pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.BININT, pickle.BININT1,
-    pickle.BININT2, pickle.LONG1, pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.EMPTY_TUPLE, pickle.TUPLE,
-    pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.EMPTY_DICT,
-]  # fmt: skip
-"""Opcodes of plain values, the memo and the stack."""
-
-
-class _Opcodes(dict[int, Callable[[Any], None]]):
-    def __missing__(self, code: int) -> NoReturn:
-        names = {ord(opcode.code): opcode.name for opcode in pickletools.opcodes}
-        raise UnpicklingError(f"it uses {names.get(code, code)}, which no DCP metadata needs")
-
-
-class _Reader(pickle._Unpickler):  # noqa: SLF001 - the one in Python, which looks each opcode up in a table
-    """Python's unpickler without the opcodes that make, call or change something; those that may are added here."""
-
-    metastack: list[list[Any]]  # it has no stub
-    dispatch = _Opcodes({code: pickle._Unpickler.dispatch[code] for (code,) in _PLAIN})  # noqa: SLF001
-    dispatch |= {
-        pickle.FRAME[0]: lambda self: self.read(8),
-        pickle.STACK_GLOBAL[0]: lambda self: self.append(_named(name=self.stack.pop(), module=self.stack.pop())),
-        pickle.NEWOBJ[0]: lambda self: _new(self.stack),
-        pickle.BUILD[0]: lambda self: _build(self.stack),
-        pickle.REDUCE[0]: lambda self: _call(self.stack),
-        pickle.APPEND[0]: lambda self: _append([self.stack.pop()], self.stack),
-        pickle.APPENDS[0]: lambda self: _append(self.pop_mark(), self.stack),
-        pickle.SETITEM[0]: lambda self: _set_items([self.stack.pop(), self.stack.pop()][::-1], self.stack),
-        pickle.SETITEMS[0]: lambda self: _set_items(self.pop_mark(), self.stack),
-    }
-
-    def __init__(self, data: bytes) -> None:
-        self._data = io.BytesIO(data)
-        super().__init__(self)
-        self.memo = _Memo()
-
-    def read(self, size: int) -> bytes:
-        """Return so many bytes. The length of a frame counts for nothing."""
-        found = self._data.read(size)
-        if len(found) < size:
-            raise UnpicklingError(f"expected {size} bytes, found {len(found)}")
-        return found
-
-    def readline(self) -> bytes:
-        return self._data.readline()
-
-    def pop_mark(self) -> list[Any]:
-        if not self.metastack:
-            raise UnpicklingError("it ends a list that it has not begun")
-        items: list[Any] = super().pop_mark()  # type: ignore[misc]  # it has no stub
-        return items
-
-    def find_class(self, module: str, name: str) -> Any:
-        return _named(module, name)
+_text = methodcaller("decode", "utf-8", "surrogatepass")
+_MEMOIZE, _MARK, _STOP, _GLOBAL = pickle.MEMOIZE[0], pickle.MARK[0], pickle.STOP[0], pickle.GLOBAL[0]
+_STORES = frozenset(pickle.BINPUT + pickle.LONG_BINPUT)
+_FETCHES = frozenset(pickle.BINGET + pickle.LONG_BINGET)
+_NUMBERS = frozenset(pickle.BININT + pickle.BININT1 + pickle.BININT2)
+_SIZES = {
+    **dict.fromkeys(pickle.BINPUT + pickle.BINGET + pickle.BININT1 + pickle.SHORT_BINUNICODE + pickle.LONG1, 1),
+    **dict.fromkeys(pickle.LONG_BINPUT + pickle.LONG_BINGET + pickle.BININT + pickle.BINUNICODE, 4),
+    **dict(zip(pickle.PROTO + pickle.BININT2 + pickle.FRAME, (1, 2, 8), strict=True)),
+}
+"""Opcodes that a number of so many bytes follows."""
+_SIZED: dict[int, Callable[[bytes], Any]] = {
+    **dict.fromkeys(pickle.SHORT_BINUNICODE + pickle.BINUNICODE, _text),
+    pickle.LONG1[0]: partial(int.from_bytes, byteorder="little", signed=True),
+}
+"""Opcodes with an argument whose number of bytes comes before it."""
+_ON_STACK: dict[int, Callable[[list[Any]], None]] = {
+    pickle.EMPTY_TUPLE[0]: lambda stack: stack.append(()),
+    pickle.NEWOBJ[0]: _new,
+    pickle.BUILD[0]: _build,
+    pickle.EMPTY_DICT[0]: lambda stack: stack.append({}),
+    pickle.TUPLE1[0]: lambda stack: stack.append((stack.pop(),)),
+    pickle.TUPLE2[0]: lambda stack: stack.append((stack.pop(), stack.pop())[::-1]),
+    pickle.TUPLE3[0]: lambda stack: stack.append((stack.pop(), stack.pop(), stack.pop())[::-1]),
+    pickle.REDUCE[0]: _call,
+    pickle.EMPTY_LIST[0]: lambda stack: stack.append([]),
+    pickle.NONE[0]: lambda stack: stack.append(None),
+    pickle.NEWTRUE[0]: lambda stack: stack.append(True),
+    pickle.NEWFALSE[0]: lambda stack: stack.append(False),
+    pickle.APPEND[0]: lambda stack: _append(stack, [stack.pop()]),
+    pickle.SETITEM[0]: lambda stack: _set_items(stack, [stack.pop(), stack.pop()][::-1]),
+    pickle.STACK_GLOBAL[0]: lambda stack: stack.append(_named(name=stack.pop(), module=stack.pop())),
+}
+"""Opcodes that change the stack alone."""
+_WITH_ITEMS: dict[int, Callable[[list[Any], list[Any]], None]] = {
+    pickle.TUPLE[0]: lambda stack, items: stack.append(tuple(items)),
+    pickle.APPENDS[0]: _append,
+    pickle.SETITEMS[0]: _set_items,
+}
+"""Opcodes that take everything since the last mark, too."""

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from tests.run_folder import RunFolder
-from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
+from tests.world import manager as build
+from titan_ckpt.config import InitialLoadConfig, SaveConfig
 from titan_ckpt.errors import CheckpointNotFoundError
 from titan_ckpt.formats.native import writer
 from titan_ckpt.formats.native.arena import Arena
@@ -28,11 +29,10 @@ def _run(
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.AdamW(model.parameters())
     settings.setdefault("save", SaveConfig(interval=2))
-    config = CheckpointConfig(**folder.settings, **settings)
     return (
         model,
         optimizer,
-        CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder.base),
+        build(folder, model, optimizer, **{"save": None, **settings}),
     )
 
 
@@ -138,10 +138,7 @@ def test_memory_for_the_copy_is_made_once_although_saves_differ(
     state = {"mean": torch.arange(1000.0)}
     owner: Any = SimpleNamespace(state_dict=state.copy, load_state_dict=state.update)
     save = SaveConfig(interval=2, async_mode=mode, model_only_last="own")
-    manager = CheckpointManager(
-        CheckpointConfig(save=save),
-        model_parts=[model], optimizers=[optimizer], states={"own": owner}, base_folder=tmp_path,
-    )  # fmt: skip
+    manager = build(tmp_path, model, optimizer, save=save, states={"own": owner})
     weights = {}
     with manager:
         manager.load()

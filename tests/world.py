@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,24 @@ class Value:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.value = state_dict["value"]
+
+
+class Bare:
+    """A converter that owns and changes nothing; tests overwrite what they are about."""
+
+    def key_filter(self, fqn: str) -> bool:
+        return False
+
+    def state_dict_transform(self, state_dict: dict[str, Any], last_step: bool) -> dict[str, Any]:
+        return dict(state_dict)
+
+    def state_dict_adapter(self) -> None:
+        return None
+
+    def initialize(self, model_parts: Any, fqns: Any = None) -> None: ...
+
+    def describe(self) -> list[dict[str, Any]]:
+        return [{"kind": "bare"}]
 
 
 def llama(shape: Llama3Config = TINY, seed: int = 0, converters: Any = None) -> Llama3:
@@ -124,6 +144,27 @@ def manager(folder: RunFolder | Path, /, *objects: nn.Module | Optimizer, **give
         base_folder=place.base,
         **taken,
     )
+
+
+class Run:
+    """A model and its AdamW, sharded where there are ranks, that train on what torch's generator draws."""
+
+    def __init__(self, model: Any = None, seed: int = 0, *, is_laid_out: bool = False, **adam: Any) -> None:
+        torch.manual_seed(seed)
+        self.model: Any = model or nn.Sequential(nn.Linear(4, 7), nn.Linear(7, 1))
+        if not is_laid_out:
+            shard(self.model)
+        self.optimizer = adamw(self.model, **adam)
+
+    def manager(self, folder: RunFolder | Path, **given: Any) -> CheckpointManager:
+        return manager(folder, self.model, self.optimizer, **given)
+
+    def step(self, *inputs: Any) -> float:
+        """Take a step; without inputs on three rows that are drawn."""
+        return step_on(self.model, self.optimizer, *(inputs or (torch.randn(3, 4),)))
+
+    def state(self) -> dict[str, Any]:
+        return weights_and_moments(self.model, self.optimizer)
 
 
 def step_with_ones(*optimizers: Optimizer) -> None:
@@ -218,6 +259,23 @@ def read_all(folder: Any) -> dict[str, torch.Tensor]:
         values = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in reader.tensors.items()}
         reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in values.items()])
     return values
+
+
+@contextmanager
+def heard(logger: str = "titan_ckpt", level: int = logging.WARNING) -> Iterator[list[str]]:
+    """Yield the messages that a logger gets from here on; caplog is not there in ranks."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger(logger)
+    before = log.level
+    log.addHandler(handler)
+    log.setLevel(level)
+    try:
+        yield lines
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(before)
 
 
 def names_in(folder: Path) -> list[str]:

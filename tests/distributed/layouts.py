@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.world import bits
 from titan_ckpt.geometry.chunks import Chunk, blocks_of
 
 Tensors = dict[str, torch.Tensor]
@@ -135,11 +136,6 @@ def zeroed(tensors: Tensors) -> Tensors:
     return out
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's bytes in row-major order."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def assert_true_values(tensors: Tensors) -> None:
     """Fail unless every value this rank holds is, bit for bit, the true one at its place."""
     truth = true_values()
@@ -147,6 +143,6 @@ def assert_true_values(tensors: Tensors) -> None:
         blocks = blocks_of(value)
         for block in blocks:
             index = block.chunk.within(Chunk.whole(truth[name].shape))
-            assert raw(block.data) == raw(truth[name][index]), (name, block.chunk)
+            assert bits(block.data) == bits(truth[name][index]), (name, block.chunk)
         local = value._local_tensor if isinstance(value, DTensor) else value
         assert sum(block.chunk.numel for block in blocks) == local.numel(), name

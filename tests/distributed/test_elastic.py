@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_run import write_toml
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.run_file import read_run
@@ -29,13 +30,6 @@ class DieOnce(Callback):
 
 Trainer(*read_run("run.toml"), callbacks=[DieOnce()]).run()
 """
-CONFIG = """\
-output_folder = "ranks"
-model = { flavor = "debug-0.5m" }
-data = { sequence_length = 16, tokenizer = { vocab_size = 300 }, cache_folder = "cache" }
-training = { steps = 8, batch_size = 2, device = "cpu" }
-checkpoint = { save = { interval = 4 }, stop = { exception_seconds = 1 } }
-"""
 
 
 def test_a_rank_that_dies_once_costs_only_the_steps_since_the_last_save(
@@ -44,9 +38,11 @@ def test_a_rank_that_dies_once_costs_only_the_steps_since_the_last_save(
     """torchrun --max-restarts resumes at step 4, and the course is that of one process in which nobody died."""
     monkeypatch.chdir(tmp_path)
     Path("program.py").write_text(PROGRAM)
-    Path("run.toml").write_text(CONFIG)
+    checkpoint = {"save": {"interval": 4}, "stop": {"exception_seconds": 1}}
+    training = {"steps": 8, "batch_size": 2}
+    write_toml(Path(), output_folder="ranks", training=training, checkpoint=checkpoint)
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ} | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [*launcher, "program.py"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr

@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import Placement
 
 from tests.world import bits
+from titan_ckpt.converters.parallel import converted_plan
 from titan_ckpt.geometry.chunks import Chunk, blocks_of
+from titan_ckpt.models.layers import FeedForward
 
 Tensors = dict[str, torch.Tensor]
 
@@ -120,6 +129,33 @@ LAYOUTS: dict[str, Callable[[], Tensors]] = {
 
 def _world() -> int:
     return torch.distributed.get_world_size()
+
+
+ENDS: dict[str, ParallelStyle] = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+    "output": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def split_heads(block: nn.Module, mesh: DeviceMesh, changed: Callable[[Any], Any] = dict) -> None:
+    """Lay a block of a model of ours out over tensor-parallel ranks; experts are on every rank."""
+    plan: dict[str, ParallelStyle] = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+    plan["attention.wo"] = RowwiseParallel()
+    if isinstance(getattr(block.get_submodule("attention"), "q_norm", None), nn.Module):
+        # Each rank normalises its own heads, so the gradients of the weights are to be summed: dim 2 counts heads.
+        norms = ("attention.q_norm", "attention.k_norm")
+        plan |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in norms}
+    if isinstance(block.get_submodule("feed_forward"), FeedForward):
+        plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
+        plan["feed_forward.w2"] = RowwiseParallel()
+    parallelize_module(block, mesh, changed(plan))
+
+
+def split_converted(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Lay a converted model of ours out over tensor-parallel ranks, table and head too."""
+    parallelize_module(model, mesh, converted_plan(ENDS))
+    for layer in model.get_submodule("layers").children():
+        split_heads(layer, mesh, converted_plan)
 
 
 def zeroed(tensors: Tensors) -> Tensors:

@@ -179,3 +179,9 @@ def resume_on_two(folder: Path) -> None:
     with manager(folder, loader) as m:
         m.load()
     assert loader.old == [random.Random(0).randbytes(4_500_000).hex()]
+    own, found = Value(dist.get_rank()), Value()  # without attributes every rank reads data of its own
+    for plain in (own, found):
+        with manager(folder / "own", plain) as m:
+            m.load()
+            m.save(1 if plain is own else 2)
+    assert found.value == dist.get_rank()

@@ -15,19 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.distributed.layouts import split_heads
 from tests.faults.shim import FailAt, intercepted
 from tests.world import contents, llama, on_ranks
 from titan_ckpt.disk import kernel, posix
@@ -40,7 +33,6 @@ from titan_ckpt.formats.publish import columns as export_columns_module
 from titan_ckpt.formats.publish import write as export_writer
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, info_of, local_tensor
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Tie
-from titan_ckpt.models.layers import FeedForward
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import StateDict
@@ -53,17 +45,6 @@ CONFIG = replace(
 )  # fmt: skip
 """54 rows of keys: on 2 ranks and on 4 a shard begins inside a head, at an odd row. 161 rows divide by nothing."""
 
-TENSOR_PARALLEL: dict[str, ParallelStyle] = {
-    "attention.wq": ColwiseParallel(), "attention.wk": ColwiseParallel(), "attention.wv": ColwiseParallel(),
-    "attention.wo": RowwiseParallel(), "feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel(),
-    "feed_forward.w2": RowwiseParallel(),
-}  # fmt: skip
-NORMS_OF_HEADS = {
-    f"attention.{name}": SequenceParallel(sequence_dim=2, use_local_output=True) for name in ("q_norm", "k_norm")
-}
-"""Each rank normalises its own heads, so the gradients of the weights are to be summed: dim 2 counts heads."""
-
-
 Layout = Callable[..., StateDict]
 """Lays out the model it is given, by default that of this file."""
 
@@ -75,16 +56,6 @@ def model() -> Llama3:
 
 def single(made: Any = None) -> StateDict:
     return dict((made or model()).state_dict())
-
-
-def split_heads(block: nn.Module, mesh: DeviceMesh) -> None:
-    """Lay a block out over tensor-parallel ranks: heads and hidden rows are dealt out, experts are on every rank."""
-    plan = TENSOR_PARALLEL
-    if isinstance(getattr(block.get_submodule("attention"), "q_norm", None), nn.Module):
-        plan = plan | NORMS_OF_HEADS
-    if not isinstance(block.get_submodule("feed_forward"), FeedForward):
-        plan = {name: style for name, style in plan.items() if name.startswith("attention")}
-    parallelize_module(block, mesh, plan)
 
 
 def laid_out(made: Any, tensor: DeviceMesh | None = None, sharded: DeviceMesh | None = None) -> StateDict:

@@ -11,13 +11,13 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.distributed.layouts import split_heads
 from tests.distributed.test_hf_parallel import (
     Layout,
     columns,
     fsdp,
     fsdp_and_tensor_parallel,
     pipeline,
-    split_heads,
     tensor_parallel,
     write_and_load,
 )

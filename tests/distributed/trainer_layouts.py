@@ -15,12 +15,10 @@ import torch
 import torch.distributed as dist
 
 from tests.faults.scenarios import SOAK
-from tests.world import on_ranks
+from tests.world import on_ranks, read_all
 from titan_ckpt.components.snapshot import take_snapshot
 from titan_ckpt.config import CheckpointConfig, ResumeConfig, from_dict
-from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk, blocks_of, info_of
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.chunks import Chunk, blocks_of
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.models.llama3 import Llama3Config
 from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
@@ -178,9 +176,7 @@ def assert_holds(trainer: Trainer, step: Path) -> None:
     """Fail unless all that this rank has, weights and optimizer state, is bit for bit what the files have."""
     manager = trainer.manager
     live = take_snapshot(manager._run, STEPS, manager._model.state("full")).tensors
-    with open_reader(step) as reader:
-        stored = {key: torch.empty(info_of(live[key]).shape, dtype=live[key].dtype) for key in live}
-        reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in stored.items()])
+    stored = read_all(step)
     for name, value in live.items():
         for block in blocks_of(value):
             assert torch.equal(block.data, stored[name][block.chunk.within(Chunk.whole(stored[name].shape))]), name

@@ -52,7 +52,10 @@ def run_config(folder: Path, base: Path | None) -> RunConfig:
 
 def train(name: str | None, folder: Path, base: Path | None, *callbacks: Callback) -> list[float]:
     """Run to the end, from wherever the folder's steps left off, and return all losses."""
-    converters = from_tables([] if name is None else SETS[name])
+    tables = [] if name is None else SETS[name]
+    if name == "lora":
+        tables = [{**tables[0], "dropout": 0.2}]  # draws from the generators that a step stores
+    converters = from_tables(tables)
     Trainer(run_config(folder, base), converters, callbacks).run()
     return [row["loss"] for row in read_metrics(folder / "metrics.jsonl")]
 

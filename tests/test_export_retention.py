@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,9 +14,8 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
-from tests.faults.scenarios import quick_folder
-from tests.faults.shim import KillAt, count_operations, intercepted
-from tests.forked import fork
+from tests.faults.scenarios import kill_at, quick_folder
+from tests.faults.shim import count_operations
 from tests.world import manager as build
 from tests.world import names_in, read_all
 from titan_ckpt import CheckpointManager, ExportConfig, SaveConfig
@@ -163,12 +161,7 @@ def test_a_kill_at_any_operation_of_an_export_leaves_none_that_never_expires() -
     for ordinal in [i for i, name in enumerate(operations) if name != "pwrite_all"]:
         with quick_folder() as run:
             export(run, 1)
-
-            def killed(run: Path = run, ordinal: int = ordinal) -> None:
-                with intercepted(KillAt(ordinal=ordinal, moment="before")):
-                    export(run, 2)
-
-            assert os.WIFSIGNALED(os.waitpid(fork(killed), 0)[1]), (ordinal, operations[ordinal])
+            kill_at(ordinal, partial(export, run, 2))
             published.add("step-2" in names(run))
             export(run, 3)
             assert names(run) == ["step-3"], (ordinal, operations[ordinal])

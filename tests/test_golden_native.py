@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.world import read_all
+from tests.world import flip_bit, read_all
 from titan_ckpt import KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError
@@ -293,9 +293,7 @@ def changed_base(to: Path) -> Path:
     """Return a Hugging Face folder that differs from the golden one in a bit of one weight."""
     folder = copied("hf-export", to) / EXPORTS["hf-export"]
     file = min(folder.glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-2] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, -2)
     return folder
 
 
@@ -331,9 +329,7 @@ def test_a_flipped_bit_of_an_export_gives_other_values(tmp_path: Path, case: str
         for path in sorted(folder.iterdir())
     )
     name, path, at = next(place for place in places if place[2] >= 0)
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, at)
     differs = {key for key, digest in digests(folder).items() if digest != expected(case)["files"][key]}
     assert differs == {name}
 

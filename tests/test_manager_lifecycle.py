@@ -38,12 +38,9 @@ from titan_ckpt.saving.saver import DueSave
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
 
 
-def manager(
-    folder: RunFolder, mode: Any = "disabled", model: nn.Module | None = None, **objects: Any
-) -> CheckpointManager:
-    save = SaveConfig(interval=1, async_mode=mode, if_busy=objects.pop("if_busy", "wait"))
-    config = CheckpointConfig(**folder.settings, save=save, export=objects.pop("export", ()))
-    return CheckpointManager(config, model_parts=[model or nn.Linear(2, 2)], base_folder=folder.base, **objects)
+def manager(folder: RunFolder, mode: Any = "disabled", model: Any = None, **given: Any) -> CheckpointManager:
+    optimizers = given.pop("optimizers", ())
+    return build(folder, model or nn.Linear(2, 2), *optimizers, async_mode=mode, **given)
 
 
 def _weight(model: nn.Sequential, index: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.world import Value
+from tests.world import Value, flip_bit
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.open import open_reader
@@ -194,10 +194,7 @@ def a_resume_in_another_dtype(folder: Path) -> None:
     "tensor. Load another step, or copy the file again from where it is whole"
 )
 def a_flipped_bit(folder: Path) -> None:
-    path = saved(folder, model(4, 4), 1) / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bit(saved(folder, model(4, 4), 1) / "rank-00000.safetensors", -1)
     load(folder, model(4, 4))
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-from tests.faults.scenarios import quick_folder
-from tests.faults.shim import FailAt, KillAt, Moment, count_operations, intercepted
-from tests.forked import fork
+from tests.faults.scenarios import kill_at, quick_folder
+from tests.faults.shim import FailAt, Moment, count_operations, intercepted
 from tests.world import contents, llama, names_in
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -23,6 +22,9 @@ from titan_ckpt.weights.transforms import StateDictTransforms
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=64, num_layers=1, dim=32, num_heads=2, num_kv_heads=1, head_dim=16,
                  ffn_dim=32, max_seq_len=16)  # fmt: skip
+
+
+MOMENTS: tuple[Moment, ...] = ("before", "half", "after")
 
 
 def export(root: Path) -> None:
@@ -54,17 +56,9 @@ def test_a_kill_leaves_no_folder_or_a_proved_one(complete: dict[str, bytes]) -> 
     assert names.count("open_exclusive") == 1 + len(complete)
     published = set()
     for ordinal, name in enumerate(names):
-        moments: tuple[Moment, ...] = ("before", "half", "after") if name == "pwrite_all" else ("before", "after")
-        for moment in moments:
+        for moment in MOMENTS if name == "pwrite_all" else MOMENTS[::2]:
             with quick_folder() as root:
-                kill = KillAt(ordinal=ordinal, moment=moment)
-
-                def killed(root: Path = root, kill: KillAt = kill) -> None:
-                    with intercepted(kill):
-                        export(root)
-
-                _, status = os.waitpid(fork(killed), 0)
-                assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (ordinal, name, status)
+                kill_at(ordinal, partial(export, root), moment)
                 target = root / "exports" / "step-1"
                 published.add(target.exists())
                 if target.exists():
@@ -111,17 +105,11 @@ def test_a_kill_while_an_expired_export_is_removed_leaves_it_whole_or_gone(compl
         assert names_in(root / "exports") == []
     assert names.count("unlink") == 1 + len(complete)
     for ordinal, name in enumerate(names):
-        for moment in ("before", "after"):
+        for moment in MOMENTS[::2]:
             with quick_folder() as root:
                 export(root)
                 target = root / "exports" / "step-1"
-                kill = KillAt(ordinal=ordinal, moment=moment)
-
-                def killed(target: Path = target, kill: KillAt = kill) -> None:
-                    with intercepted(kill):
-                        StagedFolder.discard(target)
-
-                assert os.WIFSIGNALED(os.waitpid(fork(killed), 0)[1]), (ordinal, name)
+                kill_at(ordinal, partial(StagedFolder.discard, target), moment)
                 if target.exists():
                     assert contents(target) == complete, (ordinal, name, moment)
                     target.rename(root / "exports" / "kept")

@@ -181,6 +181,15 @@ def test_a_step_that_is_in_the_way_and_not_ours_is_named(tmp_path: Path, directo
     assert (tmp_path / "step-10" / ".metadata").read_bytes() == b"x"
 
 
+def test_a_run_that_did_not_load_does_not_write_below_what_is_there(
+    tmp_path: Path, directory: CheckpointDirectory
+) -> None:
+    """Step 5 after somebody's step 10 would never be the newest: an error now, not a surprise at the resume."""
+    save(tmp_path, 10, 0)
+    with pytest.raises(CommitConflictError, match="older than step 10"):
+        directory.begin(5)
+
+
 def test_errors_of_the_system_are_typed_and_keep_their_number(
     tmp_path: Path, directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -105,7 +105,9 @@ BEFORE = (10, 20)
 
 def manager_of(folder: str, base: Path, resume: int | None = None, *, saves: bool = True) -> CheckpointManager:
     model = torch.nn.Linear(4, 4)
-    save: dict[str, Any] = {"async_mode": "disabled", "keep": KeepConfig(latest=2)} if saves else {"save": None}
+    save: dict[str, Any] = {"save": None}
+    if saves:  # longer than a commit to a bucket may take
+        save = {"async_mode": "disabled", "keep": KeepConfig(latest=2), "timeout_seconds": 600}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return build(base, model, optimizer, folder=folder, resume=ResumeConfig(step=resume), **save)
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # the first optimizer imports it: most of a second in every fork
 
 from titan_ckpt.testing import ranks
 

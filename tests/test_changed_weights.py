@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import threading
 import time
@@ -22,27 +21,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from tests.world import manager as build
+from tests.world import same, step_with_ones, whole
 from titan_ckpt.components.optimizer_content import PROVED
-from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig
+from titan_ckpt.config import ExportConfig
 from titan_ckpt.errors import HalfLoadedError, PeerError, SaveError
 from titan_ckpt.formats.native import writer
 from titan_ckpt.formats.native.segments import Segments
-from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.testing import distributed
 from titan_ckpt.weights.live_memory import Watched
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
-
-
-def manager_of(folder: Path, model: nn.Module, optimizers: list[Any], mode: Any = "thread") -> CheckpointManager:
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode=mode, timeout_seconds=60))
-    return CheckpointManager(config, model_parts=[model], optimizers=optimizers, base_folder=folder)
-
-
-def take_step(model: nn.Module, optimizer: Any) -> None:
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    optimizer.step()
 
 
 def steps_in(folder: Path) -> list[str]:
@@ -82,24 +71,24 @@ def test_a_weight_that_changes_while_a_save_reads_it_fails_the_save_by_name(
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     once = iter([lambda: change(model)])
-    with manager_of(tmp_path, model, [optimizer], mode) as manager:
-        take_step(model, optimizer)
+    with build(tmp_path, model, optimizer, async_mode=mode) as manager:
+        step_with_ones(optimizer)
         reason = r"step 1 is not saved: model\.weight changed .* maybe_wait_for_staging\(\)"
 
         def go_on() -> None:
             manager.save(1)
-            take_step(model, optimizer)  # waits for the copy, and does not raise: only this rank would
+            step_with_ones(optimizer)  # waits for the copy, and does not raise: only this rank would
             manager.wait()
 
         with before_each_copy(lambda: next(once, lambda: None)()), pytest.raises(SaveError, match=reason):
             go_on()
         assert steps_in(tmp_path) == []
         manager.save(2)
-        wanted = copy.deepcopy(model.state_dict())
-        take_step(model, optimizer)
+        wanted = whole(dict(model.state_dict()))
+        step_with_ones(optimizer)
         manager.wait()
         manager.load(2)
-    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    assert same(dict(model.state_dict()), wanted)
 
 
 class TwoSetsOfWeights(torch.optim.SGD):
@@ -114,40 +103,25 @@ class TwoSetsOfWeights(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
-def test_an_optimizer_that_may_change_weights_elsewhere_lets_save_wait_for_the_copy(tmp_path: Path, mode: str) -> None:
-    """eval, save, train, as schedulefree prescribes: what is saved are the weights of evaluation."""
-    model = nn.Linear(3, 2)
-    optimizer = TwoSetsOfWeights(model.parameters(), lr=0.1)
-    with manager_of(tmp_path, model, [optimizer], mode) as manager:
-        take_step(model, optimizer)
-        optimizer.eval()
-        wanted = copy.deepcopy(model.state_dict())
-        with before_each_copy(lambda: time.sleep(0.2)):
-            manager.save(1)
-            optimizer.train()
-            manager.wait()
-        manager.load(1)
-    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
-
-
-def test_the_recipe_of_schedulefree_saves_the_weights_of_evaluation(tmp_path: Path) -> None:
-    """In the default mode, with the real optimizer: eval, save, train. Every weight has the bits of evaluation."""
+@pytest.mark.parametrize("kind", [TwoSetsOfWeights, AdamWScheduleFree])
+def test_the_recipe_of_schedulefree_saves_the_weights_of_evaluation(tmp_path: Path, kind: Any, mode: str) -> None:
+    """Eval, save, train: save waits for the copy, as optimizers may change weights elsewhere than in step()."""
     model = nn.Linear(64, 64)
-    optimizer = AdamWScheduleFree(model.parameters(), lr=0.1)
-    config = CheckpointConfig(save=SaveConfig(interval=1))
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as manager:
-        optimizer.train()
+    optimizer = kind(model.parameters(), lr=0.1)
+    with build(tmp_path, model, optimizer, async_mode=mode) as manager:
+        if kind is AdamWScheduleFree:
+            optimizer.train()
         for _ in range(3):
-            take_step(model, optimizer)
+            step_with_ones(optimizer)
         optimizer.eval()
-        wanted = copy.deepcopy(model.state_dict())
+        wanted = whole(dict(model.state_dict()))
         with before_each_copy(lambda: time.sleep(0.2)):
             manager.save(3)
             optimizer.train()
             assert not torch.equal(model.weight, wanted["weight"])
             manager.wait()
         manager.load(3)
-    assert all(torch.equal(value, wanted[name]) for name, value in model.state_dict().items())
+    assert same(dict(model.state_dict()), wanted)
 
 
 def wrapped(parameters: Any, **settings: Any) -> Any:
@@ -169,10 +143,9 @@ def test_the_last_export_holds_the_weights_of_evaluation_and_the_step_those_of_t
         ExportConfig("dcp", folder="state", training_state=True),
         ExportConfig("dcp", folder="interval", interval=2),
     )[: 3 if kind is AdamWScheduleFree else 1]
-    config = CheckpointConfig(save=SaveConfig(interval=1), export=exports)
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as manager:
+    with build(tmp_path, model, optimizer, export=exports) as manager:
         for step in (1, 2, 3):
-            take_step(model, optimizer)
+            step_with_ones(optimizer)
             of_training = model.weight.detach().clone()
             manager.save(step, last_step=step == 3)
         of_evaluation = model.weight.detach().clone()
@@ -198,10 +171,9 @@ def test_a_last_step_of_the_model_alone_holds_the_weights_of_evaluation(tmp_path
     model = nn.Linear(4, 4)
     optimizer = AdamWScheduleFree(model.parameters(), lr=0.1)
     optimizer.train()
-    config = CheckpointConfig(save=SaveConfig(interval=9, model_only_last="own"))
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as manager:
+    with build(tmp_path, model, optimizer, interval=9, model_only_last="own") as manager:
         for step in (1, 2):
-            take_step(model, optimizer)
+            step_with_ones(optimizer)
             manager.save(step, last_step=step == 2)
         manager.wait()
         optimizer.eval()
@@ -249,8 +221,8 @@ def test_a_marked_step_whose_weights_were_exchanged_is_not_saved(tmp_path: Path,
     """Averaged weights are in place for an evaluation when the run is stopped: they are not the ones of the step."""
     model = nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    with manager_of(tmp_path, model, [optimizer]) as manager:
-        take_step(model, optimizer)
+    with build(tmp_path, model, optimizer) as manager:
+        step_with_ones(optimizer)
         manager.last_step.complete(1)
         if swap == "copy_":
             in_place(model)
@@ -260,7 +232,7 @@ def test_a_marked_step_whose_weights_were_exchanged_is_not_saved(tmp_path: Path,
             optimizer.state[model.weight]["exp_avg"].zero_()
         with pytest.raises(SaveError, match=r"step 1 can no longer be saved: .*(weight|state) changed after its end"):
             manager.last_step.save()
-        take_step(model, optimizer)
+        step_with_ones(optimizer)
         manager.last_step.complete(2)
         manager.last_step.save()
     assert steps_in(tmp_path) == ["step-2"]
@@ -296,8 +268,7 @@ def test_the_last_completed_step_has_the_states_of_its_end(tmp_path: Path, chang
     states = [Queue(numel, change) for _ in range(2)]
     for state in states:
         model = nn.Linear(3, 2)
-        config = CheckpointConfig(save=SaveConfig(interval=100))
-        with CheckpointManager(config, model_parts=[model], states={"queue": state}, base_folder=tmp_path) as manager:
+        with build(tmp_path, model, interval=100, states={"queue": state}) as manager:
             manager.load()
             if state is states[0]:
                 manager.last_step.is_watched = True
@@ -327,7 +298,7 @@ def test_a_copy_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> N
         with torch.no_grad():
             model.weight.copy_(model.weight * 2)
 
-    with manager_of(tmp_path, model, [optimizer]) as manager:
+    with build(tmp_path, model, optimizer) as manager:
         for step, act, own in ((1, fail, MemoryError), (2, change, SaveError)):
             go_on = threading.Event()
 
@@ -342,7 +313,7 @@ def test_a_copy_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> N
                     manager._coordinator.barrier("both have begun")
                     act()  # both ranks: an operation of DTensor may be collective
                 go_on.set()
-                take_step(model, optimizer)
+                step_with_ones(optimizer)
                 with pytest.raises(own if act is change or rank == 1 else PeerError, match=r"no room|model\.weight"):
                     manager.wait()
         manager.save(3)
@@ -359,7 +330,7 @@ def test_a_plan_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
         raise MemoryError("no room for the header")
 
     expected = MemoryError if dist.get_rank() == 1 else PeerError
-    with manager_of(tmp_path, model, []) as manager:
+    with build(tmp_path, model) as manager:
         with pytest.MonkeyPatch.context() as patch:
             if dist.get_rank() == 1:
                 patch.setattr(writer, "lay_out", broken)
@@ -407,8 +378,7 @@ def test_an_interrupt_while_the_weights_of_evaluation_are_set_leaves_nothing_tha
     model = nn.Linear(2, 2)
     optimizer = Interrupted(model.parameters(), lr=0.1)
     optimizer.train()
-    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp"),))
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as manager:
+    with build(tmp_path, model, optimizer, export=(ExportConfig("dcp"),)) as manager:
         manager.load()
         model(torch.ones(1, 2)).sum().backward()
         optimizer.step()

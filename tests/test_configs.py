@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from tests.world import on_ranks
 from titan_ckpt.converters import from_tables
-from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.launch.command import main
 from titan_ckpt.training.run_file import read_run
@@ -66,7 +64,7 @@ def _empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_every_config_is_tested_here() -> None:
     """A config that is added is a config that is run."""
     tested = set(Path(__file__).read_text().split('"'))
-    assert {path.name for path in CONFIGS.iterdir()} <= tested
+    assert {path.name for path in CONFIGS.iterdir()} <= tested | {f"{name}.toml" for name in tested}
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.toml")), ids=lambda path: path.stem)
@@ -132,38 +130,18 @@ def test_float8_runs() -> None:
     assert 0 < far.abs().max() < 0.1
 
 
-def test_fsdp2_runs_under_torchrun() -> None:
-    """Two ranks train in bfloat16, save a file each, and export one folder; `-m titan_ckpt train` is what they run."""
-    overrides = {**TINY, "data.tokenizer.vocab_size": 1024}
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*launcher, "-m", "titan_ckpt", "train", str(CONFIGS / "fsdp2.toml"), *words(overrides)]
-    done = subprocess.run(command, env=os.environ, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
-    output = Path("outputs/fsdp2")
-    assert [row["step"] for row in read_metrics(output / "metrics.jsonl")] == [1, 2]
-    assert (output / "exports" / "step-2" / "model.safetensors").is_file()
-    assert len(list((output / "checkpoints" / "step-2").glob("*.safetensors"))) == 2
-
-
-@distributed(nproc=2)
-def run_on_two_ranks(folder: Path) -> None:
+def run_all(folder: Path, names: list[str]) -> None:
     os.chdir(folder)
-    run("pipeline.toml", SPREAD)
-    run("expert_parallel.toml", SPREAD)
-
-
-@distributed(nproc=4)
-def run_on_four_ranks(folder: Path) -> None:
-    os.chdir(folder)
-    run("hsdp.toml", SPREAD)
-    run("fsdp_tensor_parallel.toml", SPREAD)
+    for name in names:
+        run(f"{name}.toml", {**TINY, "data.tokenizer.vocab_size": 1024} if name == "fsdp2" else SPREAD)
 
 
 def test_every_layout_runs(tmp_path: Path) -> None:
     """Ranks that share matrices, layers, experts or copies train, save together and export one folder."""
-    run_on_two_ranks(tmp_path)
-    run_on_four_ranks(tmp_path)
-    for name, num_files in {"pipeline": 2, "expert_parallel": 2, "hsdp": 4, "fsdp_tensor_parallel": 4}.items():
+    files = {"fsdp2": 2, "pipeline": 2, "expert_parallel": 2, "hsdp": 4, "fsdp_tensor_parallel": 4}
+    for nproc in (2, 4):
+        on_ranks(nproc, run_all, tmp_path, [name for name, number in files.items() if number == nproc])
+    for name, num_files in files.items():
         step = tmp_path / "outputs" / name / "checkpoints" / "step-2"
         assert len(list(step.glob("*.safetensors"))) == num_files
         exported = tmp_path / "outputs" / name / "exports" / "step-2" / "model.safetensors"

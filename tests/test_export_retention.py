@@ -3,45 +3,40 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
-import threading
-from dataclasses import replace
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.faults.scenarios import quick_folder
-from tests.faults.shim import KillAt, count_operations, intercepted
-from tests.forked import fork
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
+from tests.faults.scenarios import kill_at, quick_folder
+from tests.faults.shim import count_operations
+from tests.world import manager as build
+from tests.world import names_in, read_all
+from titan_ckpt import CheckpointManager, ExportConfig, SaveConfig
 from titan_ckpt.config import ResumeConfig
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.exporting.checks import check_folders
-from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish import record as export_records
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.tools.retention import prune
 
 
 def export(run: Path, *steps: int, keep: int = 1) -> None:
     """Make the exports of these steps, as one process of the run in this folder."""
-    config = CheckpointConfig(export=(ExportConfig("dcp", interval=1, keep=keep),))
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=run) as manager:
+    with build(run, nn.Linear(2, 2), save=None, export=(ExportConfig("dcp", interval=1, keep=keep),)) as manager:
         for step in steps:
             manager.export(step)
 
 
 def names(run: Path) -> list[str]:
-    return sorted(path.name for path in (run / "exports").iterdir())
+    return names_in(run / "exports")
 
 
 def test_only_exports_of_this_run_are_removed_and_the_others_are_named_once(
@@ -188,12 +183,7 @@ def test_a_kill_at_any_operation_of_an_export_leaves_none_that_never_expires() -
     for ordinal in [i for i, name in enumerate(operations) if name != "pwrite_all"]:
         with quick_folder() as run:
             export(run, 1)
-
-            def killed(run: Path = run, ordinal: int = ordinal) -> None:
-                with intercepted(KillAt(ordinal=ordinal, moment="before")):
-                    export(run, 2)
-
-            assert os.WIFSIGNALED(os.waitpid(fork(killed), 0)[1]), (ordinal, operations[ordinal])
+            kill_at(ordinal, partial(export, run, 2))
             published.add("step-2" in names(run))
             export(run, 3)
             assert names(run) == ["step-3"], (ordinal, operations[ordinal])
@@ -208,13 +198,9 @@ def test_a_run_that_is_killed_before_its_first_save_makes_its_exports_again(
 
     def run(steps: range, value: float, interval: int = 100, folder: str = "checkpoints") -> None:
         save, exports = SaveConfig(interval=interval), (ExportConfig("dcp", interval=5),)
-        config = CheckpointConfig(folder=folder, save=save, export=exports)
-        with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+        with build(tmp_path, model, save=save, folder=folder, export=exports) as manager:
             manager.load()
-            for step in steps:
-                manager.maybe_wait_for_staging()
-                nn.init.constant_(model.weight, value + step)
-                manager.save(step)
+            train_to(manager, model, steps[0], steps[-1], value)
 
     exports = tmp_path / "exports"
     run(range(1, 13), 0.0)
@@ -236,13 +222,18 @@ def test_a_run_that_is_killed_before_its_first_save_makes_its_exports_again(
     assert [exported(exports / f"step-{n}") for n in (5, 10)] == [305.0, 310.0]
 
 
+def train_to(of: CheckpointManager, model: nn.Linear, first: int, last: int, value: float) -> None:
+    """Take steps whose weights say which step and branch they are of, and save them."""
+    for step in range(first, last + 1):
+        of.maybe_wait_for_staging()
+        nn.init.constant_(model.weight, value + step)
+        of.save(step)
+
+
 def exported(folder: Path) -> float:
     """Return the value that every weight has in an export."""
-    with open_reader(folder) as reader:
-        (info,) = reader.tensors.values()
-        into = torch.empty(info.shape)
-        reader.read([ReadRequest("weight", Chunk.whole(info.shape), into)])
-    return float(into.unique())
+    (weight,) = read_all(folder).values()
+    return float(weight.unique())
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])
@@ -257,17 +248,10 @@ def test_exports_of_a_branch_that_was_given_up_are_set_aside(
     deletes those set aside.
     """
     model = nn.Linear(2, 2, bias=False)
-    save = SaveConfig(interval=5, async_mode=mode)  # type: ignore[arg-type]
-    config = CheckpointConfig(save=save, export=(ExportConfig("dcp", interval=5),))
-
-    def manager(**changes: Any) -> CheckpointManager:
-        return CheckpointManager(replace(config, **changes), model_parts=[model], base_folder=tmp_path)
+    manager = partial(build, tmp_path, model, interval=5, async_mode=mode, export=(ExportConfig("dcp", interval=5),))
 
     def train(of: CheckpointManager, first: int, last: int, value: float) -> None:
-        for step in range(first, last + 1):
-            of.maybe_wait_for_staging()
-            nn.init.constant_(model.weight, value + step)
-            of.save(step)
+        train_to(of, model, first, last, value)
         of.wait()
 
     exports = tmp_path / "exports"
@@ -309,9 +293,8 @@ def test_exports_of_a_branch_that_was_given_up_are_set_aside(
 
 def test_a_run_that_goes_back_refuses_what_it_would_take_for_its_own_export(tmp_path: Path) -> None:
     """A copy without a record, and a link, are named before the first step, and stay as they are."""
-    config = CheckpointConfig(save=SaveConfig(interval=5), export=(ExportConfig("dcp", interval=5),))
     exports = tmp_path / "exports"
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+    with build(tmp_path, nn.Linear(2, 2), interval=5, export=(ExportConfig("dcp", interval=5),)) as manager:
         for step in range(1, 11):
             manager.save(step)
         manager.wait()
@@ -333,15 +316,10 @@ def test_a_run_that_went_back_exported_and_was_killed_goes_on_with_the_branch_of
     Another load of the same step, which names none, is no reason to take the exports of the branch before for its own.
     """
     model = nn.Linear(2, 2, bias=False)
-    config = CheckpointConfig(save=SaveConfig(interval=5), export=(ExportConfig("dcp", interval=1),))
+    manager = partial(build, tmp_path, model, interval=5, export=(ExportConfig("dcp", interval=1),))
 
     def train(of: CheckpointManager, first: int, last: int, value: float) -> None:
-        for step in range(first, last + 1):
-            nn.init.constant_(model.weight, value + step)
-            of.save(step)
-
-    def manager() -> CheckpointManager:
-        return CheckpointManager(config, model_parts=[model], base_folder=tmp_path)
+        train_to(of, model, first, last, value)
 
     exports = tmp_path / "exports"
     with manager() as first:
@@ -382,9 +360,6 @@ def test_a_folder_of_exports_that_rank_0_cannot_list_stops_all_ranks_at_once() -
         except BaseException as error:
             errors[rank] = error
 
-    threads = [threading.Thread(target=check, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(check, range(2))]
     assert isinstance(errors[0], OSError) and isinstance(errors[1], PeerError) and "no answer" in str(errors[1])

@@ -17,7 +17,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.run_folder import Disk, RunFolder
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, RunGuard, SaveConfig
+from tests.world import manager as build
+from tests.world import names_in
+from titan_ckpt import CheckpointManager, ExportConfig, RunGuard, SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.errors import CommitConflictError, ConfigError, ExportError, PeerError, SaveError, StateEncodingError
 from titan_ckpt.exporting.exporter import ExportJob
@@ -29,8 +31,7 @@ from titan_ckpt.testing import distributed
 
 
 def manager_in(folder: RunFolder, **save: Any) -> CheckpointManager:
-    config = CheckpointConfig(**folder.settings, save=SaveConfig(interval=1, timeout_seconds=30, **save))
-    return CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=folder.base)
+    return build(folder, nn.Linear(2, 2), **save)
 
 
 def save(manager: CheckpointManager, step: int) -> None:
@@ -189,11 +190,9 @@ def test_a_lack_of_space_that_is_foreseen_is_a_failure_of_the_disk(
 def export_through(folder: Path, mode: str, *, last_step: int) -> None:
     """Save and export every step; the disk refuses what is exported of steps 2 and 3."""
     disk = Disk(only="exports")
-    config = CheckpointConfig(
-        save=SaveConfig(interval=1, async_mode=mode, on_failure="warn"),  # type: ignore[arg-type]
-        export=(ExportConfig("dcp", interval=1),),
+    manager = build(
+        folder, nn.Linear(2, 2), async_mode=mode, on_failure="warn", export=(ExportConfig("dcp", interval=1),)
     )
-    manager = CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=folder)
     with disk.inserted(), manager:
         for step in range(1, last_step + 1):
             manager.wait()
@@ -218,17 +217,32 @@ with CheckpointManager(config, model_parts=[nn.Linear(700, 700)], base_folder=fo
         manager.wait()
         (folder / "somebody else's").unlink(missing_ok=True)
 print(sorted(path.name for path in (folder / "checkpoints").glob("s*")))
+config = CheckpointConfig(save=SaveConfig(interval=1))
+with CheckpointManager(config, model_parts=[nn.Linear(700, 700)], base_folder=folder) as manager:
+    manager.load()
+    (folder / "somebody else's").write_bytes(bytes(3 << 20))
+    try:
+        manager.save(4)
+        manager.wait()
+    except OSError as error:
+        print("raised:", "space" in str(error))
+with CheckpointManager(CheckpointConfig(), model_parts=[nn.Linear(700, 700)], base_folder=folder) as manager:
+    print("resumed:", manager.load().step)
 """
 
 
 def test_a_run_goes_on_over_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
-    """On a real file system of 8 MiB: the save that does not fit is a warning, and the one after it is there."""
+    """On a real file system of 8 MiB: the save that does not fit is a warning, and the one after it is there.
+
+    Without "warn" it is an error, and the step before it is resumed.
+    """
     command = ["unshare", "-rm", sys.executable, "-c", ON_A_FULL_DISK, str(tmp_path)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100)
     if "unshare" in done.stderr or "mount:" in done.stderr:
         pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
-    assert done.stdout == "['step-1', 'step-3']\n", done.stderr
+    told = "['step-1', 'step-3']\nraised: True\nresumed: 3\n"
+    assert done.stdout == told, done.stderr
     assert "step 2 is not saved (1 in a row, 3 are accepted)" in done.stderr
 
 
@@ -238,48 +252,41 @@ def test_an_interval_export_that_the_disk_refuses_does_not_end_the_run(
 ) -> None:
     """It is one warning and leaves nothing behind, made in the background or not; the last exports raise."""
     export_through(tmp_path / "a", mode, last_step=4)
-    assert sorted(path.name for path in (tmp_path / "a" / "exports").iterdir()) == ["step-1", "step-4"]
+    assert names_in(tmp_path / "a" / "exports") == ["step-1", "step-4"]
     assert content(RunFolder(tmp_path / "a")) == [1, 2, 3, 4]
     assert [n for n in range(1, 5) if f"step {n} is not exported" in caplog.text] == [2, 3]
     with pytest.raises(ExportError, match="No space left"):
         export_through(tmp_path / "b", mode, last_step=3)
 
 
+def broken(*_: object) -> None:
+    raise ValueError("a fault of our own")
+
+
 def test_an_error_of_any_kind_in_an_export_is_no_error_of_the_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step stays the last one saved, the next one is saved before the error is raised, and the run can go on."""
-    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp", interval=1),))
-
-    def broken(job: object, coordinator: object) -> None:
-        raise ValueError("a fault in an export")
-
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+    with build(tmp_path, nn.Linear(2, 2), export=(ExportConfig("dcp", interval=1),)) as manager:
         with monkeypatch.context() as patch:
             patch.setattr(ExportJob, "run", broken)
             manager.save(1)
             assert (handle := manager.in_flight) is not None and handle.succeeded()
-            with pytest.raises(ValueError, match="a fault in an export"):
+            with pytest.raises(ValueError, match="a fault of our own"):
                 manager.save(2)
             assert manager.last_step.saved == 2
         save(manager, 3)
     assert content(RunFolder(tmp_path)) == [1, 2, 3]
-    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step-3"]
+    assert names_in(tmp_path / "exports") == ["step-3"]
 
 
 def test_an_export_that_failed_before_a_failed_save_is_not_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error of the save is raised; that of the export is raised by the next call that raises errors, once."""
-    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp", interval=1),))
     state: dict[str, Any] = {}
     owner: Any = SimpleNamespace(state_dict=state.copy, load_state_dict=state.update)
-
-    def broken(job: object, coordinator: object) -> None:
-        raise ValueError("a fault in an export")
-
-    model = nn.Linear(2, 2)
-    with CheckpointManager(config, model_parts=[model], states={"own": owner}, base_folder=tmp_path) as manager:
+    with build(tmp_path, nn.Linear(2, 2), export=(ExportConfig("dcp", interval=1),), states={"own": owner}) as manager:
         with monkeypatch.context() as patch:
             patch.setattr(ExportJob, "run", broken)
             manager.save(1)
@@ -289,7 +296,7 @@ def test_an_export_that_failed_before_a_failed_save_is_not_lost(
                 manager.save(2)
             assert manager.last_step.saved == 1
         state.clear()
-        with pytest.raises(ValueError, match="a fault in an export"):
+        with pytest.raises(ValueError, match="a fault of our own"):
             manager.save(2)
         save(manager, 3)
     assert content(RunFolder(tmp_path)) == [1, 2, 3]
@@ -299,23 +306,22 @@ def test_a_resumed_run_goes_on_if_it_cannot_see_whether_an_export_is_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A bucket that does not answer is as a disk that does not: one warning, and the next export is made."""
-    config = CheckpointConfig(
-        save=SaveConfig(interval=1, async_mode="disabled", on_failure="warn"), export=(ExportConfig("dcp", interval=1),)
-    )
+    export = (ExportConfig("dcp", interval=1),)
+    settings: dict[str, Any] = {"async_mode": "disabled", "on_failure": "warn", "export": export}
     model = nn.Linear(2, 2)
-    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+    with build(tmp_path, model, **settings) as manager:
         save(manager, 1)
 
     def silent(self: object, name: str) -> bool:
         raise OSError(errno.EIO, "no answer")
 
-    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+    with build(tmp_path, model, **settings) as manager:
         manager.load()
         with monkeypatch.context() as patch:
             patch.setattr(MadeExports, "is_there", silent)
             save(manager, 2)
         save(manager, 3)
-    assert sorted(path.name for path in (tmp_path / "exports").iterdir()) == ["step-1", "step-3"]
+    assert names_in(tmp_path / "exports") == ["step-1", "step-3"]
     assert "step 2 is not exported (1 in a row, 3 are accepted)" in caplog.text
 
 
@@ -340,15 +346,10 @@ def test_all_ranks_go_on_after_a_failure_of_one(run_folder: RunFolder) -> None:
 @distributed(nproc=2, timeout_seconds=60)
 def test_a_save_that_fails_on_one_rank_beside_exports_ends_all_ranks_at_once(tmp_path: Path) -> None:
     """No rank waits for the other one: not in the export of that step, nor to count its failures."""
-    config = CheckpointConfig(
-        save=SaveConfig(interval=1, timeout_seconds=300, on_failure="warn"), export=(ExportConfig("dcp", interval=1),)
+    manager = build(
+        tmp_path, nn.Linear(2, 2), timeout_seconds=300, on_failure="warn", export=(ExportConfig("dcp", interval=1),)
     )
-    manager = CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path)
-
-    def broken(self: object, *_: object) -> None:
-        raise ValueError("a fault of one rank")
-
-    expected, message = (PeerError, "on rank 1") if dist.get_rank() == 0 else (ValueError, "a fault of one rank")
+    expected, message = (PeerError, "on rank 1") if dist.get_rank() == 0 else (ValueError, "a fault of our own")
     with manager, pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(CheckpointDirectory, "expire", broken)

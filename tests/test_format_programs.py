@@ -21,7 +21,8 @@ from torch import nn
 
 from tests.format_programs.read_step import Tensor, Torch, described
 from tests.test_golden_native import GOLDEN, digests, manifests
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests.world import manager as build
+from titan_ckpt import CheckpointManager
 from titan_ckpt.cli.main import main
 from titan_ckpt.encoding import typed_json
 
@@ -171,14 +172,14 @@ class Training:
         return paths
 
     def manager(self, folder: Path) -> CheckpointManager:
-        return CheckpointManager(
-            CheckpointConfig(save=SaveConfig(interval=2, timeout_seconds=30)),
-            model_parts=[self.model],
-            optimizers=[self.optimizer],
+        return build(
+            folder,
+            self.model,
+            self.optimizer,
+            interval=2,
             lr_schedulers=[self.schedule],
             dataloader=self.data,
             states={"counts": self.counts},
-            base_folder=folder,
         )
 
 
@@ -246,8 +247,7 @@ class Odd(nn.Module):
 def test_a_reader_written_from_the_page_reads_a_seed_of_odd_tensors(tmp_path: Path) -> None:
     """A step of kind "model" with a state file; carried dtypes, numbers, empty tensors, names of any text."""
     model = Odd()
-    config = CheckpointConfig(save=SaveConfig(interval=1))
-    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+    with build(tmp_path, model) as manager:
         manager.load()
         manager.save_seed()
     found = json.loads(run("read_step.py", tmp_path / "checkpoints/step-0"))

@@ -22,13 +22,11 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.world import flip_bit, read_all
 from titan_ckpt import KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.cli.main import main
 from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError
-from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.nested import memory_order
-from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.testing import distributed
 
 GOLDEN = Path(__file__).parent / "golden" / "native-1"
@@ -53,16 +51,8 @@ def load_runs() -> Any:
 runs = load_runs()
 
 
-def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read every tensor of a folder of any format."""
-    with open_reader(folder) as reader:
-        found = {name: torch.zeros(info.shape, dtype=info.dtype) for name, info in reader.tensors.items()}
-        reader.read([ReadRequest(name, Chunk.whole(into.shape), into) for name, into in found.items()])
-    return found
-
-
 def digests(folder: Path) -> dict[str, str]:
-    return {name: runs.described(value) for name, value in stored_tensors(folder).items()}
+    return {name: runs.described(value) for name, value in read_all(folder).items()}
 
 
 @functools.cache
@@ -207,7 +197,7 @@ def test_a_flipped_bit_of_a_step_is_noticed(tmp_path: Path, case: str, step: int
         (folder / file.name).write_bytes(data)
         assert main(["verify", str(folder)]) == 1
         with pytest.raises(CorruptCheckpointError, match=file.name):
-            stored_tensors(folder)
+            read_all(folder)
 
 
 def assert_is_as_saved(run: Any, told: Mapping[str, Any]) -> None:
@@ -303,9 +293,7 @@ def changed_base(to: Path) -> Path:
     """Return a Hugging Face folder that differs from the golden one in a bit of one weight."""
     folder = copied("hf-export", to) / EXPORTS["hf-export"]
     file = min(folder.glob("*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-2] ^= 1
-    file.write_bytes(data)
+    flip_bit(file, -2)
     return folder
 
 
@@ -337,13 +325,11 @@ def test_a_flipped_bit_of_an_export_gives_other_values(tmp_path: Path, case: str
     folder = copied(case, tmp_path) / EXPORTS[case]
     places = (  # a tensor of several ranks is in no place as a whole
         (name, path, path.read_bytes().find(runs.raw(value)))
-        for name, value in stored_tensors(folder).items()
+        for name, value in read_all(folder).items()
         for path in sorted(folder.iterdir())
     )
     name, path, at = next(place for place in places if place[2] >= 0)
-    data = bytearray(path.read_bytes())
-    data[at] ^= 1
-    path.write_bytes(data)
+    flip_bit(path, at)
     differs = {key for key, digest in digests(folder).items() if digest != expected(case)["files"][key]}
     assert differs == {name}
 

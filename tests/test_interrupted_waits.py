@@ -27,11 +27,11 @@ import titan_ckpt
 from tests.faults.scenarios import SOAK
 from tests.faults.shim import intercepted
 from tests.run_folder import Disk
-from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig
+from tests.world import manager as build
+from titan_ckpt.config import ExportConfig
 from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.segments import Segments
-from titan_ckpt.manager import CheckpointManager
 
 PACKAGE = str(Path(titan_ckpt.__file__).parent)
 
@@ -107,12 +107,12 @@ class Notebook:
         self.folder = folder
         self.model = nn.Linear(3, 2)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1.0)
-        config = CheckpointConfig(
-            save=SaveConfig(interval=1, async_mode=mode),
+        self.manager = build(
+            folder,
+            self.model,
+            self.optimizer,
+            async_mode=mode,
             export=(ExportConfig("dcp", interval=1),) if exports else (),
-        )
-        self.manager = CheckpointManager(
-            config, model_parts=[self.model], optimizers=[self.optimizer], base_folder=folder
         )
         self.wanted: dict[int, Any] = {}
 
@@ -130,7 +130,7 @@ class Notebook:
         names = {int(path.name.removeprefix("step-")) for path in (self.folder / "checkpoints").glob("step-*")}
         assert steps <= names
         other = nn.Linear(3, 2)
-        with CheckpointManager(CheckpointConfig(), model_parts=[other], base_folder=self.folder) as reader:
+        with build(self.folder, other, save=None) as reader:
             for step in names:
                 reader.load(step)
                 assert all(torch.equal(v, self.wanted[step][n]) for n, v in other.state_dict().items()), step

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import gc
 import itertools
 import os
@@ -20,7 +19,9 @@ import xxhash
 from safetensors.torch import load
 from torch import nn
 
-from tests.run_folder import Disk, RunFolder
+from tests.run_folder import RunFolder
+from tests.world import Run, Value, same
+from tests.world import manager as build
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.errors import (
@@ -37,12 +38,9 @@ from titan_ckpt.saving.saver import DueSave
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
 
 
-def manager(
-    folder: RunFolder, mode: Any = "disabled", model: nn.Module | None = None, **objects: Any
-) -> CheckpointManager:
-    save = SaveConfig(interval=1, async_mode=mode, if_busy=objects.pop("if_busy", "wait"))
-    config = CheckpointConfig(**folder.settings, save=save, export=objects.pop("export", ()))
-    return CheckpointManager(config, model_parts=[model or nn.Linear(2, 2)], base_folder=folder.base, **objects)
+def manager(folder: RunFolder, mode: Any = "disabled", model: Any = None, **given: Any) -> CheckpointManager:
+    optimizers = given.pop("optimizers", ())
+    return build(folder, model or nn.Linear(2, 2), *optimizers, async_mode=mode, **given)
 
 
 def _weight(model: nn.Sequential, index: int) -> torch.Tensor:
@@ -51,46 +49,17 @@ def _weight(model: nn.Sequential, index: int) -> torch.Tensor:
     return weight
 
 
-class State:
-    def __init__(self, value: Any = 0) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        if isinstance(self.value, BaseException):
-            raise self.value
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value = state_dict["value"]
-
-
 @MODES
 @pytest.mark.parametrize("value", [object(), RuntimeError("no state today")])
 def test_a_state_that_cannot_be_saved_is_an_error_and_not_a_hang(run_folder: RunFolder, mode: Any, value: Any) -> None:
     """The save fails at once, closing does not wait for it, and the next save works."""
-    state = State(value)
+    state = Value(value)
     with manager(run_folder, mode, states={"it": state}) as m:
         with pytest.raises((StateEncodingError, RuntimeError), match=r"states?\.it\.value|no state today"):
             m.save(1)
         state.value = 3
         assert m.save(1)
     assert run_folder.steps() == [1]
-
-
-def test_a_failed_save_of_a_step_can_be_made_again(run_folder: RunFolder) -> None:
-    """The step is not taken for saved because a save of it was started."""
-    disk = Disk()
-    with disk.inserted(), manager(run_folder, "thread") as m:
-        m.save(1)
-        m.wait()
-        disk.error = errno.EIO
-        m.save(2)
-        with pytest.raises(OSError, match="Input/output error"):
-            m.wait()
-        disk.error = 0
-        assert m.save(2)
-        assert not m.save(2)
-    assert run_folder.steps() == [1, 2]
 
 
 @MODES
@@ -126,8 +95,7 @@ def test_a_closed_manager_says_so(run_folder: RunFolder) -> None:
 
 def test_a_step_is_not_saved_without_the_table_for_saves(run_folder: RunFolder) -> None:
     """save() has nothing to do then; save_step() cannot do what it was called for."""
-    config = CheckpointConfig(**run_folder.settings)
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=run_folder.base) as m:
+    with build(run_folder, nn.Linear(2, 2), save=None) as m:
         assert m.save(1) is False
         with pytest.raises(CheckpointError, match=r": step 1 is not saved: save_step needs .* checkpoint\.save, and"):
             m.save_step(DueSave(1))
@@ -269,24 +237,16 @@ def test_the_last_step_waits_for_the_save_in_flight(run_folder: RunFolder, monke
 
 def test_loading_again_gives_the_same_run_again(run_folder: RunFolder) -> None:
     """load() after a step took over twice: weights and moments are those of the step, both times."""
-    torch.manual_seed(0)
-    model = nn.Linear(3, 3)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-
-    def step() -> None:
-        model(torch.ones(1, 3)).sum().backward()
-        optimizer.step()
-
-    with manager(run_folder, "thread", model, optimizers=[optimizer]) as m:
-        step()
+    run = Run(nn.Linear(3, 3), lr=0.1)
+    with run.manager(run_folder) as m:
+        run.step(torch.ones(1, 3))
         m.save(1)
-        weight, moment = model.weight.detach().clone(), optimizer.state[model.weight]["exp_avg"].clone()
+        m.wait()
+        wanted = run.state()
         for _ in range(2):
-            step()
+            run.step(torch.ones(1, 3))
             assert m.load().step == 1
-            assert torch.equal(model.weight, weight)
-            assert torch.equal(optimizer.state[model.weight]["exp_avg"], moment)
-            assert optimizer.state[model.weight]["step"].item() == 1
+            assert same(run.state(), wanted)
 
 
 def test_a_damaged_step_before_a_weights_only_one_is_no_fresh_start(run_folder: RunFolder) -> None:
@@ -477,8 +437,7 @@ def test_memory_for_the_first_copy_is_made_ready_before_the_first_save(
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     save = SaveConfig(interval=2, async_mode="thread")
-    config = CheckpointConfig(**run_folder.settings, save=save)
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=run_folder.base) as m:
+    with build(run_folder, model, optimizer, save=save) as m:
         for step in range(1, 5):
             model(torch.ones(2)).sum().backward()
             optimizer.step()

@@ -15,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.world import Value, flip_bit
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.open import open_reader
@@ -49,19 +50,6 @@ class Counting(nn.Linear):
 
     def set_extra_state(self, state: Any) -> None:
         pass
-
-
-class Counter:
-    """A state to save."""
-
-    def __init__(self, value: Any = 0) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value = state_dict["value"]
 
 
 def manager(folder: Path, net: nn.Module, config: CheckpointConfig | None = None, **objects: Any) -> CheckpointManager:
@@ -206,10 +194,7 @@ def a_resume_in_another_dtype(folder: Path) -> None:
     "tensor. Load another step, or copy the file again from where it is whole"
 )
 def a_flipped_bit(folder: Path) -> None:
-    path = saved(folder, model(4, 4), 1) / "rank-00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    flip_bit(saved(folder, model(4, 4), 1) / "rank-00000.safetensors", -1)
     load(folder, model(4, 4))
 
 
@@ -275,7 +260,7 @@ def other_parameter_groups(folder: Path) -> None:
 )
 def a_state_that_was_not_saved(folder: Path) -> None:
     saved(folder, model(4, 4), 1)
-    load(folder, model(4, 4), states={"counter": Counter()})
+    load(folder, model(4, 4), states={"counter": Value()})
 
 
 @says(
@@ -284,7 +269,7 @@ def a_state_that_was_not_saved(folder: Path) -> None:
     "  Return plain values, tensors or arrays from state_dict()."
 )
 def a_state_that_cannot_be_stored(folder: Path) -> None:
-    saved(folder, model(4, 4), 1, states={"counter": Counter(lambda: 0)})
+    saved(folder, model(4, 4), 1, states={"counter": Value(lambda: 0)})
 
 
 @says(

@@ -11,13 +11,12 @@ import torch
 from torch import nn
 
 from tests.run_folder import RunFolder
-from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
+from tests.world import manager as build
+from tests.world import read_all
+from titan_ckpt.config import InitialLoadConfig, SaveConfig
 from titan_ckpt.errors import CheckpointNotFoundError
 from titan_ckpt.formats.native import writer
 from titan_ckpt.formats.native.arena import Arena
-from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.manager import CheckpointManager
 
 
@@ -28,11 +27,10 @@ def _run(
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
     optimizer = torch.optim.AdamW(model.parameters())
     settings.setdefault("save", SaveConfig(interval=2))
-    config = CheckpointConfig(**folder.settings, **settings)
     return (
         model,
         optimizer,
-        CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder.base),
+        build(folder, model, optimizer, **{"save": None, **settings}),
     )
 
 
@@ -138,10 +136,7 @@ def test_memory_for_the_copy_is_made_once_although_saves_differ(
     state = {"mean": torch.arange(1000.0)}
     owner: Any = SimpleNamespace(state_dict=state.copy, load_state_dict=state.update)
     save = SaveConfig(interval=2, async_mode=mode, model_only_last="own")
-    manager = CheckpointManager(
-        CheckpointConfig(save=save),
-        model_parts=[model], optimizers=[optimizer], states={"own": owner}, base_folder=tmp_path,
-    )  # fmt: skip
+    manager = build(tmp_path, model, optimizer, save=save, states={"own": owner})
     weights = {}
     with manager:
         manager.load()
@@ -153,7 +148,4 @@ def test_memory_for_the_copy_is_made_once_although_saves_differ(
             manager.save(step, last_step=step == 5)
     assert len(made) == 1
     for step in (2, 4, 5):  # every block that is read is verified
-        with open_reader(tmp_path / f"checkpoints/step-{step}") as reader:
-            into = torch.empty(100, 100)
-            reader.read([ReadRequest("model.weight", Chunk.whole((100, 100)), into)])
-            assert torch.equal(into, weights[step])
+        assert torch.equal(read_all(tmp_path / f"checkpoints/step-{step}")["model.weight"], weights[step])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -33,6 +34,7 @@ def test_every_test_that_the_table_names_exists() -> None:
     assert ROWS - rows == set(), "rows without a test"
 
 
+@functools.cache
 def _functions(path: Path) -> list[str]:
     if not path.is_file():
         return []

@@ -23,7 +23,7 @@ from torch import nn
 from docs.examples import demo, demo_checks
 from tests.forked import fork
 from tests.test_bad_input import write_config
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests.world import manager as build
 from titan_ckpt.cli.main import main
 
 ESCAPES = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -83,8 +83,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, with names that are longer than a narrow terminal."""
     folder = tmp_path_factory.mktemp("terminal")
     model = nn.ModuleDict({"a_module_with_a_rather_long_name": nn.ModuleDict({"another_one_inside": nn.Linear(4, 3)})})
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"))
-    with CheckpointManager(config, model_parts=[model], base_folder=folder / "run") as manager:
+    with build(folder / "run", model, async_mode="disabled") as manager:
         manager.save(1, metrics={"loss": 2.5})
         with torch.no_grad():
             model.get_parameter("a_module_with_a_rather_long_name.another_one_inside.weight").add_(1)

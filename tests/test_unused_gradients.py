@@ -13,11 +13,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schedulefree import ScheduleFreeWrapper
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.optim import LBFGS, SGD, AdamW
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, RunGuard, SaveConfig
+from tests.world import Value, shard
+from tests.world import manager as build
+from titan_ckpt import RunGuard
 from titan_ckpt.errors import SaveError
 from titan_ckpt.testing import distributed
 
@@ -30,10 +30,7 @@ class Run:
     def __init__(self, folder: Path, *optimizers: Any, model: nn.Module | None = None, **given: Any) -> None:
         self.model = model or nn.Linear(3, 2)
         self.optimizers = list(optimizers) or [SGD(self.model.parameters(), lr=0.1)]
-        self.manager = CheckpointManager(
-            CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled")),
-            model_parts=[self.model], optimizers=self.optimizers, base_folder=folder, **given,
-        )  # fmt: skip
+        self.manager = build(folder, self.model, *self.optimizers, async_mode="disabled", **given)
         self.number = 0
 
     def backward(self) -> torch.Tensor:
@@ -204,25 +201,17 @@ def test_the_save_of_a_guard_refuses_them_too(tmp_path: Path) -> None:
         assert m.last_step.saved == 2
 
 
-class Holding:
+class Holding(Value):
     """Has gradients of its own in every step, as Lightning's progress has."""
 
     holds_gradients = True
-
-    def state_dict(self) -> dict[str, Any]:
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """There is none."""
 
 
 @distributed(nproc=2, timeout_seconds=60)
 def test_gradients_that_fsdp2_has_not_reduced_are_refused(tmp_path: Path) -> None:
     """set_requires_gradient_sync(False) keeps them where no optimizer, no zero_grad() and no state sees them."""
     model: Any = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
-    mesh = init_device_mesh("cpu", (2,))
-    for part in (*model, model):
-        fully_shard(part, mesh=mesh)
+    shard(model)
     holding = Holding()
     run = Run(tmp_path, optimizer := AdamW(model.parameters(), lr=0.1), model=model, states={"own": holding})
     with run.manager:

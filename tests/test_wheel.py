@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.test_bad_input import write_config
+from tests.test_docs import PAGES, program
 
 ROOT = Path(__file__).parents[1]
 PIP = [sys.executable, "-m", "pip", "--no-input", "--disable-pip-version-check", "-q"]
@@ -70,7 +71,10 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
     assert f"{info}/licenses/LICENSE" in names
     assert set(metadata.get_all("Provides-Extra") or ()) >= {"train", "hf", "tensorboard", "wandb"}
     assert "Operating System :: POSIX :: Linux" in (metadata.get_all("Classifier") or ())
-    assert {"titan_ckpt/py.typed", "titan_ckpt/converters/stack.py", "titan_ckpt/cli/templates/lora.toml"} <= names
+    folders = {"titan_ckpt": ROOT / "titan_ckpt", "titan_ckpt/converters": ROOT / "converters"}
+    ours = {f"{at}/{p.relative_to(folder)}" for at, folder in folders.items() for p in folder.rglob("*") if p.is_file()}
+    assert {name for name in ours if "__pycache__" not in name} <= names
+    assert {"titan_ckpt/py.typed", "titan_ckpt/converters/stack.py", "titan_ckpt/cli/templates/lora.toml"} <= ours
     pages = f"{info.removesuffix('.dist-info')}.data"
     assert {name.partition("/")[0] for name in names} == {"titan_ckpt", info, pages}
     assert {f"{pages}/data/share/doc/titan-ckpt/{name}" for name in ("README.md", "docs/configuration.md")} <= names
@@ -117,19 +121,28 @@ def test_no_code_of_a_project_runs_that_its_run_file_does_not_name(installed: Pa
     assert re.search(r"^ *1 .*lora", done.stdout, flags=re.MULTILINE), done.stdout
 
 
+RUN_PAGES = """
+import os, runpy, sys
+import titan_ckpt.manager, transformers
+assert titan_ckpt.__file__.startswith(sys.argv[1]), titan_ckpt.__file__
+for page in sys.argv[2:]:
+    if (pid := os.fork()) == 0:
+        os.chdir(os.path.dirname(page))
+        runpy.run_path(page, run_name="__main__")
+        sys.exit(0)
+    assert os.waitpid(pid, 0)[1] == 0, page
+"""
+
+
 @pytest.mark.timeout(900)  # every page's blocks, one after another
 def test_the_pages_blocks_run_with_the_wheel(installed: Path, tmp_path: Path) -> None:
-    """The tests that run them in the checkout run them in a copy of it that lacks the package: the wheel answers."""
-    for name in ("tests", "docs", "configs", "benchmarks"):
-        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("README.md", "CONTRIBUTING.md", "Makefile", "pyproject.toml", "train.py"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "tests" / "test_where.py").write_text(
-        f"import titan_ckpt\ndef test_it_is_the_wheel(): assert titan_ckpt.__file__.startswith({str(installed)!r})\n"
-    )
-    files = ["tests/test_where.py", "tests/test_docs_commands.py", "tests/test_docs.py"]
-    chosen = [*files, "-k", "wheel or runs or listings or understood"]
-    command = [str(installed / "bin" / "python"), "-m", "pytest", "-q", "-x", *chosen]
+    """Each page's Python in a folder of its own, where only the wheel answers."""
+    pages = []
+    for page in PAGES:
+        pages.append(tmp_path / page.stem / "page.py")
+        pages[-1].parent.mkdir()
+        pages[-1].write_text(program(page))
+    command = [str(installed / "bin" / "python"), "-c", RUN_PAGES, str(installed), *map(str, pages)]
     done = subprocess.run(
         command, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=840, check=False
     )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from tests.world import whole
 from titan_ckpt.config import from_dict
 from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.training.callbacks import Callback, StepMetrics
@@ -13,8 +17,8 @@ from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.config import RunConfig
 
 
-def settings(folder: Path, **sections: dict[str, Any]) -> RunConfig:
-    """Return a run of three tiny steps; `sections` change it, table by table."""
+def tables(folder: Path, **sections: Any) -> dict[str, Any]:
+    """Return the tables of a run of three tiny steps; `sections` change them; None takes a table or a value away."""
     raw: dict[str, Any] = {
         "output_folder": str(folder / "run"),
         "model": {"flavor": "debug-0.5m"},
@@ -28,8 +32,27 @@ def settings(folder: Path, **sections: dict[str, Any]) -> RunConfig:
         "checkpoint": {"save": {"interval": 2}},
     }
     for name, table in sections.items():
-        raw[name] = {**raw.get(name, {}), **table}
-    return from_dict(RunConfig, raw)
+        raw[name] = {**raw.get(name, {}), **table} if isinstance(table, dict) else table
+    return raw
+
+
+def settings(folder: Path, **sections: dict[str, Any]) -> RunConfig:
+    """Return the config of such a run."""
+    return from_dict(RunConfig, tables(folder, **sections))
+
+
+def write_toml(folder: Path, **sections: Any) -> Path:
+    """Write the run file of such a run to run.toml."""
+
+    def text(value: object) -> str:
+        if isinstance(value, dict):
+            return f"{{ {', '.join(f'{key} = {text(item)}' for key, item in value.items() if item is not None)} }}"
+        return f"[{', '.join(map(text, value))}]" if isinstance(value, list) else json.dumps(value)
+
+    path = folder / "run.toml"
+    raw = tables(folder, **sections)
+    path.write_text("".join(f"{name} = {text(value)}\n" for name, value in raw.items() if value is not None))
+    return path
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -40,6 +63,17 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def losses(folder: Path) -> list[float]:
     """Return the losses that a run has logged."""
     return [row["loss"] for row in rows(folder)]
+
+
+class Gradients(Callback):
+    """Keeps the whole gradients of every step."""
+
+    def __init__(self) -> None:
+        self.found: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer(self, trainer: Any, step: int, grad_norm: float) -> None:
+        grads = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
+        self.found.append(whole({name: grad for name, grad in grads.items() if grad is not None}))
 
 
 class Recorder(Callback):

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.world import bits
+from titan_ckpt.converters.parallel import converted_plan
 from titan_ckpt.geometry.chunks import Chunk, blocks_of
+from titan_ckpt.models.layers import FeedForward
 
 Tensors = dict[str, torch.Tensor]
 
@@ -121,6 +131,33 @@ def _world() -> int:
     return torch.distributed.get_world_size()
 
 
+ENDS: dict[str, ParallelStyle] = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
+    "output": ColwiseParallel(output_layouts=Replicate()),
+}
+
+
+def split_heads(block: nn.Module, mesh: DeviceMesh, changed: Callable[[Any], Any] = dict) -> None:
+    """Lay a block of a model of ours out over tensor-parallel ranks; experts are on every rank."""
+    plan: dict[str, ParallelStyle] = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
+    plan["attention.wo"] = RowwiseParallel()
+    if isinstance(getattr(block.get_submodule("attention"), "q_norm", None), nn.Module):
+        # Each rank normalises its own heads, so the gradients of the weights are to be summed: dim 2 counts heads.
+        norms = ("attention.q_norm", "attention.k_norm")
+        plan |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in norms}
+    if isinstance(block.get_submodule("feed_forward"), FeedForward):
+        plan |= {f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
+        plan["feed_forward.w2"] = RowwiseParallel()
+    parallelize_module(block, mesh, changed(plan))
+
+
+def split_converted(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Lay a converted model of ours out over tensor-parallel ranks, table and head too."""
+    parallelize_module(model, mesh, converted_plan(ENDS))
+    for layer in model.get_submodule("layers").children():
+        split_heads(layer, mesh, converted_plan)
+
+
 def zeroed(tensors: Tensors) -> Tensors:
     """Return the same layouts over memory of their own, all zero bytes."""
     out: Tensors = {}
@@ -135,11 +172,6 @@ def zeroed(tensors: Tensors) -> Tensors:
     return out
 
 
-def raw(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's bytes in row-major order."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-
-
 def assert_true_values(tensors: Tensors) -> None:
     """Fail unless every value this rank holds is, bit for bit, the true one at its place."""
     truth = true_values()
@@ -147,6 +179,6 @@ def assert_true_values(tensors: Tensors) -> None:
         blocks = blocks_of(value)
         for block in blocks:
             index = block.chunk.within(Chunk.whole(truth[name].shape))
-            assert raw(block.data) == raw(truth[name][index]), (name, block.chunk)
+            assert bits(block.data) == bits(truth[name][index]), (name, block.chunk)
         local = value._local_tensor if isinstance(value, DTensor) else value
         assert sum(block.chunk.numel for block in blocks) == local.numel(), name

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
@@ -18,10 +17,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from tests import tiny_run
 from tests.distributed.trainer_layouts import LENGTH, SEQUENCES, SHAPES, built, fixed_batch, settings
 from tests.interop.folders import load
+from tests.world import on_ranks
 from titan_ckpt.config import from_dict
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
-from titan_ckpt.testing import distributed
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.loss import balance_coefficient
 from titan_ckpt.training.parallel.config import ParallelConfig
@@ -79,21 +78,19 @@ def check(root: Path, table: Mapping[str, Any]) -> None:
             torch.testing.assert_close(whole, expected.detach(), rtol=0, atol=1e-6, msg=name)
 
 
-@distributed(nproc=2)
-def check_on_two(root: Path) -> None:
-    for layout, table in ON_TWO.items():
+def check_all(root: Path, tables: dict[str, dict[str, Any]]) -> None:
+    for layout, table in tables.items():
         try:
             check(root, table)
         except AssertionError as error:
             raise AssertionError(f"{layout}: {error}") from error
-    assert dist.get_world_size() == 2
 
 
 def test_d3_the_balance_loss_and_all_gradients_are_those_of_transformers_in_every_layout(tmp_path: Path) -> None:
     """Alone, under FSDP2, tensor, sequence, expert and context parallelism, with layers that are computed again."""
     reference(tmp_path)
     check(tmp_path, {})
-    check_on_two(tmp_path)
+    on_ranks(2, check_all, tmp_path, ON_TWO)
 
 
 def test_d3_a_balance_loss_that_cannot_be_computed_is_refused_before_anything_is_built(tmp_path: Path) -> None:

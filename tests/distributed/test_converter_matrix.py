@@ -12,21 +12,12 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
 
 from tests.converter_sets import LORA, SETS
+from tests.distributed.layouts import split_converted
 from tests.faults.scenarios import SOAK
 from titan_ckpt.converters import ModelConverters, from_tables
-from titan_ckpt.converters.parallel import converted_plan
 from titan_ckpt.models import llama3, qwen3, qwen3_moe
-from titan_ckpt.models.layers import FeedForward
 from titan_ckpt.testing import ConverterTests, distributed
 
 ENDS: dict[str, Any] = {**LORA, "target_modules": [*LORA["target_modules"], "output"]}
@@ -63,22 +54,7 @@ class _Matrix(ConverterTests):
 
 class _TensorParallel(_Matrix):
     def shard(self, model: nn.Module) -> None:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        ends: dict[str, ParallelStyle] = {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-            "output": ColwiseParallel(output_layouts=Replicate()),
-        }
-        parallelize_module(model, mesh, converted_plan(ends))
-        for layer in model.get_submodule("layers").children():
-            block: dict[str, ParallelStyle] = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
-            block["attention.wo"] = RowwiseParallel()
-            if self.model != "llama3":  # each rank normalises its own heads; dim 2 counts them
-                norms = ("attention.q_norm", "attention.k_norm")
-                block |= {name: SequenceParallel(sequence_dim=2, use_local_output=True) for name in norms}
-            if isinstance(layer.get_submodule("feed_forward"), FeedForward):
-                block |= {f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
-                block["feed_forward.w2"] = RowwiseParallel()
-            parallelize_module(layer, mesh, converted_plan(block))
+        split_converted(model, init_device_mesh("cpu", (dist.get_world_size(),)))
 
 
 def check(base: type[_Matrix], model: str, tables: list[dict[str, Any]]) -> None:

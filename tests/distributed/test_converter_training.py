@@ -13,28 +13,19 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from tests.converter_sets import FLOAT8, INT4, LORA
+from tests.world import TINY, adamw, llama, read_all, same, shard, whole, write_llama
+from tests.world import manager as build
 from titan_ckpt import (
-    CheckpointConfig,
-    CheckpointManager,
     ExportConfig,
     InitialLoadConfig,
-    SaveConfig,
-    StateDictTransforms,
 )
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConverterError, ExportError
-from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import ReadRequest
-from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.testing import distributed
 
-TINY = Llama3Config(
-    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32
-)
 DORA = {**LORA, "use_dora": True, "dropout": 0.1, "modules_to_save": ["norm"]}
 GATHERED = {**FLOAT8, "fsdp_all_gather": True}
 SETS: dict[str, list[dict[str, Any]]] = {
@@ -54,31 +45,18 @@ class Run:
     def __init__(
         self, tables: list[dict[str, Any]], base: Path, folder: Path, dtype: torch.dtype = torch.float32
     ) -> None:
-        torch.manual_seed(0)
-        self.model = Llama3(TINY)
-        self.model.init_weights()
-        self.model.to(dtype)
+        self.model: Any = llama().to(dtype)
         self.converters = from_tables(tables)
         self.converters.convert(self.model)
-        if dist.is_initialized():
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            for layer in self.model.layers.children():
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
-        self.manager = CheckpointManager(
-            CheckpointConfig(
-                save=SaveConfig(interval=1, timeout_seconds=30),
-                initial_load=(InitialLoadConfig(str(base), cast=True),),
-                export=tuple(
-                    ExportConfig(kind) for kind in ("hf", "peft") if kind == "hf" or tables[-1]["kind"] == "lora"
-                ),
-            ),
-            model_parts=[self.model],
-            optimizers=[self.optimizer],
-            sd_transforms=StateDictTransforms(self.model.key_map(), self.model.hf_config()),
+        shard(self.model)
+        self.optimizer = adamw(self.model)
+        self.manager = build(
+            folder,
+            self.model,
+            self.optimizer,
+            initial_load=(InitialLoadConfig(str(base), cast=True),),
+            export=tuple(ExportConfig(kind) for kind in ("hf", "peft") if kind == "hf" or tables[-1]["kind"] == "lora"),
             model_converters=self.converters,
-            base_folder=folder,
         )
 
     def load(self) -> int:
@@ -94,31 +72,17 @@ class Run:
         self.converters.post_optimizer_hook([self.model])
         return float(loss.item())
 
-    def whole(self) -> dict[str, torch.Tensor]:
+    def whole(self) -> Any:
         """Return everything trained, gathered."""
-        tensors = self.converters.state_dict_transform(self.model.state_dict(), last_step=False)
-        return {n: v.full_tensor() if isinstance(v, DTensor) else v.clone() for n, v in tensors.items()}
-
-
-def write_base(folder: Path) -> Path:
-    torch.manual_seed(3)
-    LlamaForCausalLM(LlamaConfig.from_dict(TINY.to_hf())).save_pretrained(folder)
-    return folder
-
-
-def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    with open_reader(folder) as reader:
-        tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in reader.tensors.items()}
-        reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in tensors.items()])
-    return tensors
+        return whole(dict(self.converters.state_dict_transform(self.model.state_dict(), last_step=False)))
 
 
 @distributed(nproc=2)
 def train_resume_export(name: str, base: Path, folder: Path) -> None:
-    whole = Run(SETS[name], base, folder / "whole")
-    whole.load()
+    unbroken = Run(SETS[name], base, folder / "whole")
+    unbroken.load()
     torch.manual_seed(10 + dist.get_rank())
-    losses = [whole.step() for _ in range(8)]
+    losses = [unbroken.step() for _ in range(8)]
     assert sum(losses[-2:]) < sum(losses[:2]), losses
     first = Run(SETS[name], base, folder / "run")
     with first.manager:
@@ -130,15 +94,14 @@ def train_resume_export(name: str, base: Path, folder: Path) -> None:
     with second.manager:
         assert second.load() == 4
         assert [second.step() for _ in range(4)] == losses[4:]
-        reference = whole.whole()
-        assert all(torch.equal(value, reference[n]) for n, value in second.whole().items())
+        assert same(second.whole(), unbroken.whole())
         second.manager.save(8, last_step=True)
 
 
 @pytest.mark.parametrize("name", SETS)
 def test_a8_two_ranks_train_resume_and_export(name: str, tmp_path: Path) -> None:
     """4 + 4 steps equal 8, bit for bit; one process resumes the ranks' step and exports the same as they did."""
-    base = write_base(tmp_path / "base")
+    base = write_llama(tmp_path / "base", seed=3)
     train_resume_export(name, base, tmp_path)
     alone = Run(SETS[name], base, tmp_path / "run")
     with alone.manager:
@@ -181,7 +144,7 @@ def refuse_on_all_ranks(base: Path, folder: Path) -> None:
 
 def test_a_useless_or_broken_adapter_is_refused_on_every_rank(tmp_path: Path) -> None:
     """The verdict is one, wherever the bad values lie, and nothing is published."""
-    refuse_on_all_ranks(write_base(tmp_path / "base"), tmp_path / "run")
+    refuse_on_all_ranks(write_llama(tmp_path / "base", seed=3), tmp_path / "run")
 
 
 @distributed(nproc=2)
@@ -198,7 +161,7 @@ def float32_adapters_over_bfloat16(base: Path, folder: Path) -> None:
 
 def test_float32_adapters_train_over_a_bfloat16_base(tmp_path: Path) -> None:
     """Two dtypes in one FSDP2 group: the frozen base stays bfloat16 on disk, adapters float32."""
-    float32_adapters_over_bfloat16(write_base(tmp_path / "base"), tmp_path / "run")
+    float32_adapters_over_bfloat16(write_llama(tmp_path / "base", seed=3), tmp_path / "run")
     exports = tmp_path / "run/exports"
     assert {v.dtype for v in read_all(exports / "step-6").values()} == {torch.bfloat16}
     assert {v.dtype for v in read_all(exports / "step-6-peft").values()} == {torch.float32}

@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
+from tests import world
+from tests.world import Value
+from titan_ckpt import CheckpointManager, ResumeConfig
 from titan_ckpt.errors import LoadMismatchError, PeerError
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.data.batch import collate
@@ -25,18 +27,12 @@ from titan_ckpt.training.data.sequences import PackedDataset
 TOKENS = torch.arange(1001, dtype=torch.int32)
 
 
-class Position:
+class Position(Value):
     """A loader of somebody's own: a counter for each data-parallel rank, that cannot be divided anew."""
 
     def __init__(self, dp_rank: int, dp_world_size: int, value: Any = 0) -> None:
+        super().__init__(value)
         self.dp_rank, self.dp_world_size = dp_rank, dp_world_size
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value = state_dict["value"]
 
 
 class Divisible(Position):
@@ -57,11 +53,10 @@ def starts(batches: Iterator[Any]) -> list[int]:
 
 
 def manager(folder: Path, loader: Any, step: int | None = None) -> CheckpointManager:
-    config = CheckpointConfig(save=SaveConfig(interval=1), resume=ResumeConfig(step=step))
     with torch.random.fork_rng():
         torch.manual_seed(0)  # copies are alike whatever generators their ranks have
         model = nn.Linear(2, 2)
-    return CheckpointManager(config, model_parts=[model], dataloader=loader, base_folder=folder)
+    return world.manager(folder, model, dataloader=loader, resume=ResumeConfig(step=step))
 
 
 def drawn() -> list[float]:
@@ -150,11 +145,8 @@ def test_d4_a_position_follows_its_data_rank_and_none_is_guessed(
     with manager(tmp_path, loader) as m:
         m.load()
     assert loader.old == [100, 101], "those of all old ranks, in their order"
-    config = CheckpointConfig(resume=ResumeConfig(exclude=("dataloader",)))
-    with (
-        CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as m,
-        caplog.at_level(logging.WARNING),
-    ):
+    resume = ResumeConfig(exclude=("dataloader",))
+    with world.manager(tmp_path, nn.Linear(2, 2), resume=resume, save=None) as m, caplog.at_level(logging.WARNING):
         m.load()
     assert "saved by another layout of ranks" in caplog.text
 
@@ -179,6 +171,9 @@ def test_large_positions_are_given_to_another_number_of_ranks(tmp_path: Path) ->
     with manager(tmp_path, Divisible(0, 1, random.Random(0).randbytes(4_500_000).hex())) as m:
         m.save(1)
     resume_on_two(tmp_path)
+    refused = pytest.raises(LoadMismatchError, match=r"of 2 data-parallel ranks, this run has 1, and Value cannot")
+    with manager(tmp_path / "own", Value()) as m, refused:  # without attributes, every rank reads data of its own
+        m.load()
 
 
 @distributed(nproc=2)
@@ -187,3 +182,5 @@ def resume_on_two(folder: Path) -> None:
     with manager(folder, loader) as m:
         m.load()
     assert loader.old == [random.Random(0).randbytes(4_500_000).hex()]
+    with manager(folder / "own", Value(dist.get_rank())) as m:
+        m.save(1)

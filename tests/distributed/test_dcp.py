@@ -14,9 +14,10 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from tests.world import Value, manager, on_ranks, same, whole
+from titan_ckpt import ExportConfig, InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, LoadMismatchError, PeerError
@@ -47,14 +48,18 @@ def shard(net: Net) -> Net:
 
 
 def assert_is(net: Net, other: Net) -> None:
-    for (name, a), (_, b) in zip(net.state_dict().items(), other.state_dict().items(), strict=True):
-        assert torch.equal(a.full_tensor() if isinstance(a, DTensor) else a, b), name
+    assert same(whole(dict(net.state_dict())), dict(other.state_dict()))
 
 
 def load(net: Net, source: Path, folder: Path, **settings: Any) -> None:
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(source), **settings),))
-    with CheckpointManager(config, model_parts=[net], base_folder=folder) as manager:
-        manager.load()
+    with manager(folder, net, initial_load=(InitialLoadConfig(str(source), **settings),), save=None) as m:
+        m.load()
+
+
+def dcp_load(into: dict[str, Any], folder: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dcp in one process, as meant here
+        dcp.load(into, checkpoint_id=folder)
 
 
 @distributed(nproc=2)
@@ -69,10 +74,10 @@ def save_with_torch(folder: Path, prefix: str) -> None:
     )
 
 
-@distributed(nproc=4)
-def load_on_four(source: Path, folder: Path) -> None:
-    net = shard(Net(seed=9))
-    load(net, source, folder)
+def load_anew(source: Path, folder: Path) -> None:
+    """Load into other values, on one rank or in shards of several."""
+    net = Net(seed=9)
+    load(shard(net) if dist.is_initialized() else net, source, folder)
     assert_is(net, Net())
 
 
@@ -80,10 +85,8 @@ def load_on_four(source: Path, folder: Path) -> None:
 def test_a_torchtitan_folder_of_two_ranks_opens_on_one_and_on_four(tmp_path: Path, prefix: str) -> None:
     """Only the model is taken, wherever it lies, though its own names begin with `model.` too."""
     save_with_torch(tmp_path / "dcp", prefix)
-    net = Net(seed=9)
-    load(net, tmp_path / "dcp", tmp_path / "one")
-    assert_is(net, Net())
-    load_on_four(tmp_path / "dcp", tmp_path / "four")
+    for nproc in (1, 4):
+        on_ranks(nproc, load_anew, tmp_path / "dcp", tmp_path / str(nproc))
     wide = Net(seed=9).double()
     with pytest.raises(LoadMismatchError, match=r"set cast = true"):
         load(wide, tmp_path / "dcp", tmp_path / "no")
@@ -97,9 +100,8 @@ def export_here(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     big = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))
     net.copies = nn.Parameter(distribute_tensor(big, mesh, [Replicate()], src_data_rank=None))
-    config = CheckpointConfig(export=(ExportConfig("dcp"),))
-    with CheckpointManager(config, model_parts=[net], base_folder=folder) as manager:
-        manager.save(1, last_step=True)
+    with manager(folder, net, export=(ExportConfig("dcp"),), save=None) as m:
+        m.save(1, last_step=True)
 
 
 def test_an_export_of_two_ranks_holds_everything_once_and_opens_with_dcp_load(tmp_path: Path) -> None:
@@ -110,11 +112,9 @@ def test_an_export_of_two_ranks_holds_everything_once_and_opens_with_dcp_load(tm
     net = Net()
     loaded: dict[str, Any] = {name: torch.zeros_like(value) for name, value in net.state_dict().items()}
     loaded["copies"] = torch.zeros(300, 1000)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dcp in one process, as meant here
-        dcp.load(loaded, checkpoint_id=folder)
-    assert all(torch.equal(loaded[name], value) for name, value in net.state_dict().items())
-    assert torch.equal(loaded["copies"], torch.randn(300, 1000, generator=torch.Generator().manual_seed(1)))
+    dcp_load(loaded, folder)
+    copies = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))
+    assert same(loaded, {**net.state_dict(), "copies": copies})
 
 
 @distributed(nproc=2)
@@ -154,52 +154,29 @@ class LoadsWhenItIsSaved:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
 
 
-class Holds:
-    """A user's state of one tensor."""
-
-    def __init__(self, value: torch.Tensor) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-
 @distributed(nproc=2)
 def test_a_tensor_of_a_state_that_differs_between_ranks_is_not_exported(tmp_path: Path) -> None:
     """A DCP folder has one place for it; the error names it, and what ranks have alike is exported."""
-    config = CheckpointConfig(export=(ExportConfig("dcp", training_state=True),))
+    export = (ExportConfig("dcp", training_state=True),)
     for step, value in ((1, torch.ones(3)), (2, torch.ones(3) * dist.get_rank())):
-        states = {"own": Holds(value)}
         refused = pytest.raises(ExportError, match=r"1 value differs between ranks.*own\.value")
-        manager = CheckpointManager(config, model_parts=[Net()], states=states, base_folder=tmp_path)
-        with manager, refused if step == 2 else nullcontext():
-            manager.export(step, last_step=True)
+        run = manager(tmp_path, Net(), states={"own": Value(value)}, export=export, save=None)
+        with run, refused if step == 2 else nullcontext():
+            run.export(step, last_step=True)
         assert (tmp_path / "exports" / f"step-{step}").exists() == (step == 1)
 
 
 @distributed(nproc=2)
-def fail_in_code_of_the_users(folder: Path) -> None:
-    told = pytest.raises(PeerError, match=r"(?s)rank 1 failed: CheckpointException: .*not/there")
-    own = pytest.raises(CheckpointException)
-    save = SaveConfig(interval=1, timeout_seconds=60)
-    outside = CheckpointConfig(components=("optimizer",), save=save)
-    manager = CheckpointManager(
-        outside, model_parts=[Net()], base_folder=folder, external_weights=fill_with_dcp_on_rank_1
-    )
-    with manager, own if dist.get_rank() else told:
-        manager.load()
-    manager = CheckpointManager(
-        CheckpointConfig(save=save), model_parts=[Net()], states={"s": LoadsWhenItIsSaved()}, base_folder=folder
-    )
-    with manager, own if dist.get_rank() else told:
-        manager.load()  # every state is asked for before the first step
-
-
 def test_an_error_of_dcp_in_a_users_code_is_told_to_all_ranks(tmp_path: Path) -> None:
     """torch's CheckpointException is no Exception: caught as one it would leave the other ranks to wait in vain."""
-    fail_in_code_of_the_users(tmp_path)
+    told = pytest.raises(PeerError, match=r"(?s)rank 1 failed: CheckpointException: .*not/there")
+    own = pytest.raises(CheckpointException)
+    for given in (
+        {"components": ("optimizer",), "external_weights": fill_with_dcp_on_rank_1},
+        {"states": {"s": LoadsWhenItIsSaved()}},  # every state is asked for before the first step
+    ):
+        with manager(tmp_path, Net(), **given) as m, own if dist.get_rank() else told:
+            m.load()
 
 
 @distributed(nproc=2)
@@ -210,9 +187,8 @@ def export_adapted(folder: Path) -> None:
     with torch.no_grad():
         net.get_parameter("model.up.lora_b.weight").fill_(0.5)
     shard(net)
-    config = CheckpointConfig(export=(ExportConfig("dcp"),))
-    with CheckpointManager(config, model_parts=[net], model_converters=converters, base_folder=folder) as manager:
-        manager.save(1, last_step=True)
+    with manager(folder, net, model_converters=converters, export=(ExportConfig("dcp"),), save=None) as m:
+        m.save(1, last_step=True)
 
 
 def test_merged_weights_are_tensors_to_dcp_load(tmp_path: Path) -> None:
@@ -225,8 +201,6 @@ def test_merged_weights_are_tensors_to_dcp_load(tmp_path: Path) -> None:
     expected = Net().state_dict()
     expected["model.up.weight"] = up.weight + 8.0 * torch.full((7, 2), 0.5) @ up.lora_a.weight
     loaded: dict[str, Any] = {name: torch.zeros_like(value) for name, value in expected.items()}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dcp in one process, as meant here
-        dcp.load(loaded, checkpoint_id=tmp_path / "exports/step-1")
+    dcp_load(loaded, tmp_path / "exports/step-1")
     for name, value in expected.items():
         torch.testing.assert_close(loaded[name], value, rtol=1e-6, atol=1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import torch
@@ -11,7 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests.world import adamw, flip_bit, heard, manager
+from titan_ckpt import CheckpointManager
 from titan_ckpt.testing import distributed
 
 VOCABULARY = 257
@@ -23,11 +23,10 @@ class Run:
 
     def __init__(self, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(
-            nn.Embedding(VOCABULARY, 8), nn.Dropout(0.2), nn.Linear(8, 2), nn.Linear(2, VOCABULARY)
-        )
-        fully_shard(self.model, mesh=init_device_mesh("cpu", (3,)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.05)
+        model = nn.Sequential(nn.Embedding(VOCABULARY, 8), nn.Dropout(0.2), nn.Linear(8, 2), nn.Linear(2, VOCABULARY))
+        self.model = model
+        fully_shard(model, mesh=init_device_mesh("cpu", (3,)))
+        self.optimizer = adamw(self.model, lr=0.05)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
         torch.manual_seed(seed + 1 + dist.get_rank())
 
@@ -41,11 +40,7 @@ class Run:
         return loss.item()
 
     def manager(self, folder: Path) -> CheckpointManager:
-        config = CheckpointConfig(save=SaveConfig(interval=1))
-        states = {"scaler": self.scaler}
-        return CheckpointManager(
-            config, model_parts=[self.model], optimizers=[self.optimizer], states=states, base_folder=folder
-        )
+        return manager(folder, self.model, self.optimizer, states={"scaler": self.scaler})
 
 
 @distributed(nproc=3)
@@ -68,17 +63,10 @@ def test_f5_the_loss_has_no_gap_where_the_vocabulary_does_not_divide(tmp_path: P
 
     dist.barrier()
     if dist.get_rank() == 2:
-        file = tmp_path / "checkpoints/step-3/rank-00002.safetensors"
-        data = bytearray(file.read_bytes())
-        data[-9] ^= 1
-        file.write_bytes(data)
+        flip_bit(tmp_path / "checkpoints/step-3/rank-00002.safetensors", -9)
     dist.barrier()
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("titan_ckpt.loading.restore").addHandler(handler)
     third = Run(200)
-    with third.manager(tmp_path) as manager:
+    with heard() as lines, third.manager(tmp_path) as manager:
         assert manager.load().step == 2
     assert any("step 3 cannot be resumed from" in line and "rank-00002.safetensors" in line for line in lines), lines
     third.step()

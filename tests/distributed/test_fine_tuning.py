@@ -12,30 +12,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.chats import chat_tokenizer, conversations, write_chats
 from tests.forked import Program
-from tests.tiny_run import losses, settings
+from tests.tiny_run import Gradients, losses, settings
+from tests.world import on_ranks
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.trainer import Trainer
 
 CHATS, STEPS = 8, 10
-
-
-class Gradients(Callback):
-    """Writes the whole gradient of the first step to gradients.pt."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        grads = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
-        whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
-        if trainer.ranks.rank == 0:
-            torch.save(whole, self.folder / "gradients.pt")
 
 
 def fine_tune(root: Path, ranks: int, accumulation: int) -> None:
@@ -48,13 +35,15 @@ def fine_tune(root: Path, ranks: int, accumulation: int) -> None:
         training={"steps": 1, "batch_size": CHATS // (ranks * accumulation), "accumulation": accumulation},
         checkpoint={"save": None},
     )
-    Trainer(config, callbacks=[Gradients(folder)]).run()
+    gradients = Gradients()
+    Trainer(config, callbacks=[gradients]).run()
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        torch.save(gradients.found[0], folder / "gradients.pt")
 
 
-@distributed(nproc=2)
-def fine_tune_on_two(root: Path) -> None:
-    for accumulation in (1, 2):
-        fine_tune(root, 2, accumulation)
+def fine_tune_with(root: Path, ranks: int, accumulations: tuple[int, ...]) -> None:
+    for accumulation in accumulations:
+        fine_tune(root, ranks, accumulation)
 
 
 def test_d8_loss_and_gradients_of_conversations_are_those_of_transformers(tmp_path: Path) -> None:
@@ -73,9 +62,8 @@ def test_d8_loss_and_gradients_of_conversations_are_those_of_transformers(tmp_pa
     expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], labels=labels).loss
     expected.backward()
 
-    for accumulation in (1, 4):
-        fine_tune(tmp_path, 1, accumulation)
-    fine_tune_on_two(tmp_path)
+    for ranks, accumulations in ((1, (1, 4)), (2, (1, 2))):
+        on_ranks(ranks, fine_tune_with, tmp_path, ranks, accumulations)
     for layout in ("1x1", "1x4", "2x1", "2x2"):
         assert losses(tmp_path / layout) == [pytest.approx(expected.item(), abs=1e-6)], layout
         found = torch.load(tmp_path / layout / "gradients.pt")
@@ -149,10 +137,8 @@ def train_until_killed(root: str) -> int:
     return 0
 
 
-@distributed(nproc=2)
-def go_on_with_two(root: Path) -> None:
+def go_on(root: Path) -> None:
     Trainer(streamed(root, root / "killed", 2, 0)).run()
-    assert dist.get_world_size() == 2
 
 
 def test_d8_a_killed_run_goes_on_in_its_stream_on_another_number_of_ranks_and_workers(tmp_path: Path) -> None:
@@ -168,6 +154,6 @@ def test_d8_a_killed_run_goes_on_in_its_stream_on_another_number_of_ranks_and_wo
     run.kill()
     assert run.wait(60) == -signal.SIGKILL
     assert not (tmp_path / "killed" / "run" / "checkpoints" / "step-6").exists()
-    go_on_with_two(tmp_path)
+    on_ranks(2, go_on, tmp_path)
     assert losses(tmp_path / "killed") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     assert len(losses(tmp_path / "killed")) == STEPS

@@ -15,13 +15,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
+from tests.distributed.layouts import split_heads
 from tests.faults.shim import FailAt, intercepted
+from tests.world import contents, llama, on_ranks
 from titan_ckpt.disk import kernel, posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import PeerGroups, Ranks
@@ -30,7 +31,7 @@ from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish import columns as export_columns_module
 from titan_ckpt.formats.publish import write as export_writer
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, info_of
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, info_of, local_tensor
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Tie
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.testing import distributed
@@ -44,98 +45,88 @@ CONFIG = replace(
 )  # fmt: skip
 """54 rows of keys: on 2 ranks and on 4 a shard begins inside a head, at an odd row. 161 rows divide by nothing."""
 
-TENSOR_PARALLEL = {
-    "attention.wq": ColwiseParallel(), "attention.wk": ColwiseParallel(), "attention.wv": ColwiseParallel(),
-    "attention.wo": RowwiseParallel(), "feed_forward.w1": ColwiseParallel(), "feed_forward.w3": ColwiseParallel(),
-    "feed_forward.w2": RowwiseParallel(),
-}  # fmt: skip
+Layout = Callable[..., StateDict]
+"""Lays out the model it is given, by default that of this file."""
 
 
 def model() -> Llama3:
     """The same model on every rank."""
-    torch.manual_seed(3)
-    made = Llama3(CONFIG)
-    made.init_weights()
-    return made
+    return llama(CONFIG, 3)
 
 
-def state_of(made: torch.nn.Module) -> StateDict:
-    return dict(made.state_dict())
+def single(made: Any = None) -> StateDict:
+    return dict((made or model()).state_dict())
 
 
-def single() -> StateDict:
-    return state_of(model())
-
-
-def fsdp() -> StateDict:
-    made = model()
+def laid_out(made: Any, tensor: DeviceMesh | None = None, sharded: DeviceMesh | None = None) -> StateDict:
+    """Split the heads of a model's layers over one mesh, and shard it over another."""
+    made = made or model()
     for layer in made.layers.values():
-        fully_shard(layer)
-    fully_shard(made)
-    return state_of(made)
+        if tensor is not None:
+            split_heads(layer, tensor)
+        if sharded is not None:
+            fully_shard(layer, mesh=sharded)
+    if sharded is not None:
+        fully_shard(made, mesh=sharded)
+    return single(made)
 
 
-def hsdp() -> StateDict:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-    made = model()
-    fully_shard(made, mesh=mesh)
-    return state_of(made)
+def _mesh(*names: str) -> DeviceMesh:
+    """Return all ranks as one axis, or as two of which the first has two."""
+    world = dist.get_world_size()
+    return init_device_mesh("cpu", (2, world // 2) if names else (world,), mesh_dim_names=names or None)
 
 
-def tensor_parallel() -> StateDict:
-    made = model()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in made.layers.values():
-        parallelize_module(layer, mesh, TENSOR_PARALLEL)
-    return state_of(made)
+def fsdp(made: Any = None) -> StateDict:
+    return laid_out(made, sharded=_mesh())
 
 
-def fsdp_and_tensor_parallel() -> StateDict:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("shard", "tensor"))
-    made = model()
-    for layer in made.layers.values():
-        parallelize_module(layer, mesh["tensor"], TENSOR_PARALLEL)
-        fully_shard(layer, mesh=mesh["shard"])
-    fully_shard(made, mesh=mesh["shard"])
-    return state_of(made)
+def hsdp(made: Any = None) -> StateDict:
+    made = made or model()
+    fully_shard(made, mesh=_mesh("replicate", "shard"))
+    return single(made)
 
 
-def replicated_tensor_parallel() -> StateDict:
+def tensor_parallel(made: Any = None) -> StateDict:
+    return laid_out(made, _mesh())
+
+
+def fsdp_and_tensor_parallel(made: Any = None) -> StateDict:
+    mesh = _mesh("shard", "tensor")
+    return laid_out(made, mesh["tensor"], mesh["shard"])
+
+
+def replicated_tensor_parallel(made: Any = None) -> StateDict:
     """DDP around tensor parallelism: every tensor is on several meshes that know nothing of each other."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "tensor"))
-    made = model()
-    for layer in made.layers.values():
-        parallelize_module(layer, mesh["tensor"], TENSOR_PARALLEL)
-    return state_of(made)
+    return laid_out(made, _mesh("replicate", "tensor")["tensor"])
 
 
-def columns() -> StateDict:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return {k: distribute_tensor(v, mesh, [Shard(v.dim() - 1)]) for k, v in single().items()}
+def columns(made: Any = None) -> StateDict:
+    return {k: distribute_tensor(v, _mesh(), [Shard(v.dim() - 1)]) for k, v in single(made).items()}
 
 
-def rows_and_columns() -> StateDict:
+def rows_and_columns(made: Any = None) -> StateDict:
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
 
     def placements(value: torch.Tensor) -> list[Placement]:
         return [Shard(1), Shard(0)] if value.dim() > 1 else [Replicate(), Shard(0)]
 
-    return {k: distribute_tensor(v, mesh, placements(v)) for k, v in single().items()}
+    return {k: distribute_tensor(v, mesh, placements(v)) for k, v in single(made).items()}
 
 
-def pipeline() -> StateDict:
+def pipeline(made: Any = None) -> StateDict:
     """One layer on each of the first two ranks, the rest on the last; of four ranks one has nothing."""
     rank, last = dist.get_rank(), dist.get_world_size() - 1
     owner = {"tok_embeddings": 0, "layers.0": 0, "layers.1": 1, "norm": last, "output": last}
-    return {k: v for k, v in single().items() if any(k.startswith(f"{p}.") and rank == r for p, r in owner.items())}
+    return {k: v for k, v in single(made).items() if any(k.startswith(f"{p}.") and rank == r for p, r in owner.items())}
 
 
-def pipeline_and_fsdp() -> StateDict:
+def pipeline_and_fsdp(made: Any = None) -> StateDict:
     """Two stages of half the ranks each, sharded within the stage."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("stage", "shard"))
+    mesh = _mesh("stage", "shard")
     stage = mesh.get_local_rank("stage")
     first = ("tok_embeddings.", "layers.0.")
-    mine = {k: v for k, v in single().items() if k.startswith(first) == (stage == 0)}
+    mine = {k: v for k, v in single(made).items() if k.startswith(first) == (stage == 0)}
     return {k: distribute_tensor(v, mesh["shard"], [Shard(0)], src_data_rank=None) for k, v in mine.items()}
 
 
@@ -146,87 +137,61 @@ ON_FOUR = [
 ]  # fmt: skip
 
 
-def export(state: StateDict, folder: Path, coordinator: Coordinator, dtype: torch.dtype | None = None) -> None:
-    made = model()
+ALONE = Coordinator(0, 1, None, "", 60.0)
+
+
+def export(
+    state: StateDict, folder: Path, coordinator: Coordinator, dtype: torch.dtype | None = None, made: Any = None
+) -> None:
+    made = made or model()
     groups = StateDictTransforms(made.key_map()).to_file(state, None, dtype)
     export_huggingface(
         folder, groups, config=made.hf_config(), assets=None, max_shard_bytes=150_000, coordinator=coordinator
     )
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+def fill(state: StateDict, folder: Path, made: Any = None) -> None:
+    """Read a folder into tensors, whatever they held, with nothing missing."""
+    for value in state.values():
+        local_tensor(value).detach().zero_()
+    with open_reader(folder) as reader:
+        plan = StateDictTransforms((made or model()).key_map()).from_file(state, reader.tensors, None, cast=False)
+        assert not (plan.report.missing or plan.report.mismatched), plan.report
+        reader.read(plan.requests)
 
 
-def same_files_from_every_layout(root: Path, layouts: Sequence[Callable[[], StateDict]]) -> None:
-    for dtype in (None, torch.bfloat16):
+def write_and_load(root: Path, layouts: Sequence[Layout], make: Callable[[], Any] = model) -> None:
+    """Compare the folder that each layout writes with that of whole tensors; then load it into the emptied shards."""
+    whole = single(make())
+    for dtype in (None, torch.bfloat16) if make is model else (None,):
         reference = root / f"reference-{dtype}"
         if dist.get_rank() == 0:
-            export(single(), reference, Coordinator(0, 1, None, "", 60.0), dtype)
+            export(whole, reference, ALONE, dtype, make())
         dist.barrier()
+        digests = logical_digests({k: v.to(dtype or v.dtype) for k, v in whole.items()}, ALONE)
         for layout in layouts:
-            folder = root / f"{layout.__name__}-{dtype}"
-            state = layout()
-            export(state, folder, Coordinator.current(60.0), dtype)
+            folder, made = root / f"{layout.__name__}-{dtype}", make()
+            state = layout(made)
+            export(state, folder, Coordinator.current(60.0), dtype, make())
             assert contents(folder) == contents(reference), layout.__name__
-            sent = {fqn: value.to(dtype or value.dtype) for fqn, value in state.items()}
-            assert logical_digests(sent, Coordinator.current(60.0)) == digests_of(folder), layout.__name__
+            state = {fqn: value.to(dtype or value.dtype) for fqn, value in state.items()}
+            fill(state, folder, make())
+            assert logical_digests(state, Coordinator.current(60.0)) == digests, layout.__name__
+            for fqn, value in state.items():
+                for block in blocks_of(value):
+                    expected = whole[fqn][block.chunk.within(Chunk.whole(whole[fqn].shape))]
+                    assert torch.equal(block.data, expected.to(block.data.dtype)), (layout.__name__, fqn)
+            dist.barrier()
     assert [p.name for p in root.iterdir() if p.name.startswith(".")] == []
 
 
-def digests_of(folder: Path) -> dict[str, str]:
-    """The logical digests of what a folder holds, read by one rank."""
-    with open_reader(folder) as reader:
-        stored = next(iter(reader.tensors.values())).dtype
-        state = {fqn: torch.zeros_like(value, dtype=stored) for fqn, value in single().items()}
-        plan = StateDictTransforms(model().key_map()).from_file(state, reader.tensors, None, cast=False)
-        assert not (plan.report.missing or plan.report.unexpected or plan.report.mismatched), plan.report
-        reader.read(plan.requests)
-    return logical_digests(state, Coordinator(0, 1, None, "", 60.0))
+@pytest.mark.parametrize(("nproc", "layouts"), [(2, ON_TWO), (4, ON_FOUR)], ids=["two", "four"])
+def test_ranks_write_what_one_writes_and_load_their_slices(tmp_path: Path, nproc: int, layouts: list[Layout]) -> None:
+    """Each layout gives byte-identical folders with the digests sent, plain and cast, and is filled from them.
 
-
-@distributed(nproc=2)
-def test_two_ranks_write_what_one_writes(tmp_path: Path) -> None:
-    """FSDP2, TP, dim-1 shards, replicas and PP give byte-identical folders with the digests sent, plain and cast."""
-    same_files_from_every_layout(tmp_path, ON_TWO)
-
-
-@distributed(nproc=4)
-def test_four_ranks_write_what_one_writes(tmp_path: Path) -> None:
-    """HSDP, FSDP2 + TP, TP under DDP, 2-D shards and PP + FSDP give byte-identical folders, in float32 and cast."""
-    same_files_from_every_layout(tmp_path, ON_FOUR)
-
-
-def every_layout_loads(root: Path, layouts: Sequence[Callable[[], StateDict]]) -> None:
-    truth = single()
-    if dist.get_rank() == 0:
-        export(truth, root / "base", Coordinator(0, 1, None, "", 60.0))
-    dist.barrier()
-    for layout in layouts:
-        state = layout()
-        for value in state.values():
-            (value._local_tensor if isinstance(value, DTensor) else value).detach().zero_()
-        with open_reader(root / "base") as reader:
-            plan = StateDictTransforms(model().key_map()).from_file(state, reader.tensors, None, cast=False)
-            assert not plan.report.missing, layout.__name__
-            assert not plan.report.mismatched, layout.__name__
-            reader.read(plan.requests)
-        for fqn, value in state.items():
-            for block in blocks_of(value):
-                where = tuple(slice(o, o + n) for o, n in zip(block.chunk.offsets, block.chunk.sizes, strict=True))
-                assert torch.equal(block.data, truth[fqn][where]), (layout.__name__, fqn)
-
-
-@distributed(nproc=2)
-def test_two_ranks_load_their_slices(tmp_path: Path) -> None:
-    """Every layout of two ranks is filled with exactly its values, straight from the folder."""
-    every_layout_loads(tmp_path, ON_TWO)
-
-
-@distributed(nproc=4)
-def test_four_ranks_load_their_slices(tmp_path: Path) -> None:
-    """Every layout of four ranks is filled with exactly its values, straight from the folder."""
-    every_layout_loads(tmp_path, ON_FOUR)
+    FSDP2, TP, dim-1 shards, replicas and PP; HSDP, FSDP2 + TP, TP under DDP, 2-D shards and PP + FSDP.
+    """
+    on_ranks(nproc, write_and_load, tmp_path, layouts)
 
 
 def lazily_doubled(value: Any) -> LazyTensor:
@@ -246,7 +211,7 @@ def test_lazy_tensors_with_collectives(tmp_path: Path) -> None:
     export({k: lazily_doubled(v) for k, v in fsdp().items()}, tmp_path / "two", Coordinator.current(60.0))
     if dist.get_rank() == 0:
         doubled = {k: v * 2 for k, v in single().items()}
-        export(doubled, tmp_path / "one", Coordinator(0, 1, None, "", 60.0))
+        export(doubled, tmp_path / "one", ALONE)
         assert contents(tmp_path / "two") == contents(tmp_path / "one")
 
 
@@ -260,7 +225,7 @@ def test_a_lazy_tensor_that_does_not_say_how_it_is_held(tmp_path: Path) -> None:
     for name, layout in {"fsdp": fsdp, "replicas": single}.items():
         export({k: bare(v) for k, v in layout().items()}, tmp_path / name, Coordinator.current(60.0))
     if dist.get_rank() == 0:
-        export(single(), tmp_path / "one", Coordinator(0, 1, None, "", 60.0))
+        export(single(), tmp_path / "one", ALONE)
         assert contents(tmp_path / "fsdp") == contents(tmp_path / "replicas") == contents(tmp_path / "one")
 
 
@@ -282,7 +247,7 @@ def test_a_rank_with_nothing_takes_part(tmp_path: Path) -> None:
     """One rank has the whole model, the other no tensor at all."""
     export(single() if dist.get_rank() == 1 else {}, tmp_path / "out", Coordinator.current(60.0))
     if dist.get_rank() == 0:
-        export(single(), tmp_path / "one", Coordinator(0, 1, None, "", 60.0))
+        export(single(), tmp_path / "one", ALONE)
         assert contents(tmp_path / "out") == contents(tmp_path / "one")
 
 
@@ -331,7 +296,7 @@ def test_ranks_that_disagree_about_a_tensor_export_nothing(tmp_path: Path) -> No
 def test_only_this_ranks_bytes_are_read(tmp_path: Path) -> None:
     """Two ranks with half of the rows each read half of the bytes each: the kernel's own count."""
     if dist.get_rank() == 0:
-        export(single(), tmp_path / "base", Coordinator(0, 1, None, "", 60.0))
+        export(single(), tmp_path / "base", ALONE)
     dist.barrier()
     state = fsdp()
     with open_reader(tmp_path / "base") as reader:
@@ -395,7 +360,7 @@ def test_columns_are_put_together_or_written_through_mappings(tmp_path: Path) ->
         export_columns(state, tmp_path / "unreserved", Coordinator.current(60.0))
         assert not mapped, "a full disk would end the process"
     if dist.get_rank() == 0:
-        export_columns(dict(whole), tmp_path / "one", Coordinator(0, 1, None, "", 60.0))
+        export_columns(dict(whole), tmp_path / "one", ALONE)
         one = contents(tmp_path / "one")
         assert [contents(tmp_path / name) for name in ("together", "mapped", "unreserved")] == [one] * 3
 

@@ -19,16 +19,16 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.faults.shim import Counter, intercepted
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig, StateDictTransforms
+from tests.world import adamw, contents, llama, names_in, step_on
+from tests.world import manager as build
+from titan_ckpt import CheckpointManager, ExportConfig, StateDictTransforms
 from titan_ckpt.config import InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.huggingface.export import export_huggingface
-from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import Identity, KeyMap, KeyRule, Piece
-from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.testing import distributed
 
@@ -59,14 +59,9 @@ class Gate(Identity):
 
 def linear(gate: Gate, folder: Path, mode: Mode, *exports: ExportConfig) -> tuple[nn.Linear, CheckpointManager]:
     model = nn.Linear(300, 200)
-    config = CheckpointConfig(save=SaveConfig(interval=2, async_mode=mode), export=exports)
     table = KeyMap(tuple(KeyRule.of(name, f"model.{name}", gate) for name in ("weight", "bias")))
     transforms = StateDictTransforms(table, HF_CONFIG)
-    return model, CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    return model, build(folder, model, interval=2, async_mode=mode, export=exports, sd_transforms=transforms)
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
@@ -136,35 +131,26 @@ def test_only_the_newest_interval_exports_are_kept(tmp_path: Path) -> None:
         for step in range(1, 8):
             manager.save(step)
         manager.save(8, last_step=True)
-    assert sorted(p.name for p in exports.iterdir()) == sorted([*others, "step-0", "step-6", "step-8"])
+    assert names_in(exports) == sorted([*others, "step-0", "step-6", "step-8"])
 
 
 def lora_run(
     folder: Path, base: Path, mode: Mode, tables: Sequence[dict[str, Any]], include_base: bool, other: ExportConfig
 ) -> None:
     """Two steps with exports of each, merged and in another form; sharded over all ranks."""
-    torch.manual_seed(0)
-    model = Llama3(CONFIG)
-    model.init_weights()
     converters = from_tables(list(tables))
-    converters.convert(model)
+    model = llama(CONFIG, converters=converters)
     if dist.is_initialized():
         for layer in model.layers.values():
             fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    config = CheckpointConfig(
-        save=SaveConfig(interval=1, async_mode=mode, include_base=include_base, timeout_seconds=60),
-        initial_load=(InitialLoadConfig(str(base), cast=True),),
-        export=(ExportConfig("hf", interval=1, dtype="original"), other),
-    )
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    objects: dict[str, Any] = {"model_parts": [model], "optimizers": [optimizer], "model_converters": converters}
-    with CheckpointManager(config, sd_transforms=transforms, base_folder=folder, **objects) as manager:
+    optimizer = adamw(model)
+    settings: dict[str, Any] = {"async_mode": mode, "include_base": include_base, "model_converters": converters}
+    settings |= {"initial_load": (InitialLoadConfig(str(base), cast=True),)}
+    exports = (ExportConfig("hf", interval=1, dtype="original"), other)
+    with build(folder, model, optimizer, export=exports, **settings) as manager:
         manager.load()
         for step in (1, 2):
-            model(torch.arange(16)[None] * step % 64).float().square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(model, optimizer, torch.arange(16)[None] * step % 64)
             manager.save(step)
 
 
@@ -180,9 +166,7 @@ def same_in_the_background(
     The base has norms in float32 and the rest in bfloat16, and so has an export of it.
     """
     coordinator = Coordinator.current(60.0)
-    model = Llama3(CONFIG)
-    torch.manual_seed(1)
-    model.init_weights()
+    model = llama(CONFIG, 1)
     transforms = StateDictTransforms(model.key_map())
     keys = [key for group in transforms.to_file(dict(model.state_dict()), None, None) for key in group.infos]
     dtypes = {key: torch.float32 if "norm" in key else torch.bfloat16 for key in keys}
@@ -219,11 +203,10 @@ def test_f6_sharded_adapters_are_exported_in_the_background(tmp_path: Path) -> N
 
 def laid_out(layout: str) -> tuple[nn.Module, StateDictTransforms]:
     """This rank's part of the same model."""
-    torch.manual_seed(2)
     if layout == "replicas":  # large enough that its rows are shared out among them
+        torch.manual_seed(2)
         return nn.Linear(1024, 600), StateDictTransforms(KeyMap(identity=True), HF_CONFIG)
-    model = Llama3(CONFIG)
-    model.init_weights()
+    model = llama(CONFIG, 2)
     if layout == "stages":
         for name in ("norm", "output") if dist.get_rank() == 0 else ("tok_embeddings", "layers"):
             setattr(model, name, None)
@@ -239,15 +222,12 @@ def test_f6_every_layout_is_exported_from_what_it_staged(tmp_path: Path) -> None
     """Replicas, each rank with a half of them staged, stages and tensor parallelism: what one process writes."""
     for layout in ("replicas", "stages", "tensor parallel"):
         model, transforms = laid_out(layout)
-        config = CheckpointConfig(
-            save=SaveConfig(interval=1, async_mode="thread", timeout_seconds=60),
-            export=(ExportConfig("hf", interval=1), ExportConfig("dcp", interval=1, folder="dcp")),
-        )
+        exports = (ExportConfig("hf", interval=1), ExportConfig("dcp", interval=1, folder="dcp"))
         root = tmp_path / layout
         operations = Counter()
         with (
             intercepted(operations),
-            CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=root) as manager,
+            build(root, model, sd_transforms=transforms, export=exports) as manager,
         ):
             manager.load()
             manager.save(1)
@@ -266,6 +246,4 @@ def test_f6_every_layout_is_exported_from_what_it_staged(tmp_path: Path) -> None
             assert contents(root / "exports" / "step-1") == contents(root / "one"), layout
             with DcpReader(root / "dcp" / "step-1") as reader:
                 for fqn, value in whole.state_dict().items():
-                    found = torch.empty_like(value)
-                    reader.read([ReadRequest(fqn, Chunk.whole(value.shape), found)])
-                    assert torch.equal(found, value), (layout, fqn)
+                    assert torch.equal(reader.whole(fqn), value), (layout, fqn)

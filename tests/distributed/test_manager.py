@@ -8,19 +8,17 @@ import re
 import signal
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from tests.run_folder import RunFolder
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, ResumeConfig, SaveConfig
+from tests.world import Run, heard, manager, same
+from titan_ckpt import CheckpointManager, ExportConfig
 from titan_ckpt.errors import CheckpointError, LoadMismatchError, PeerError
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.testing import distributed
@@ -28,61 +26,28 @@ from titan_ckpt.testing import distributed
 Mode = Literal["disabled", "thread"]
 
 
-class Run:
-    """FSDP2 over every rank, uneven shards included (7 rows on 2 ranks), AdamW."""
-
-    def __init__(self, seed: int = 0, hidden: int = 7) -> None:
-        torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 1))
-        if dist.is_initialized():
-            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-            for layer in self.model:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-
-    def manager(self, folder: RunFolder | Path, mode: Mode = "disabled", **settings: Any) -> CheckpointManager:
-        folder = RunFolder(folder) if isinstance(folder, Path) else folder
-        save = SaveConfig(interval=2, async_mode=mode, timeout_seconds=20)
-        config = CheckpointConfig(**folder.settings, save=save, **settings)
-        return CheckpointManager(config, model_parts=[self.model], optimizers=[self.optimizer], base_folder=folder.base)
-
-    def step(self) -> float:
-        torch.rand(1)  # the ranks' generators move alike; the data is drawn from them
-        loss = self.model(torch.randn(3, 4)).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.item())
-
-    def whole(self) -> dict[str, torch.Tensor]:
-        """Model and moments, gathered."""
-        out = {}
-        for name, parameter in self.model.named_parameters():
-            out[name] = parameter.detach()
-            out |= {f"{name}.{k}": v for k, v in self.optimizer.state[parameter].items()}
-        return {k: v.full_tensor() if isinstance(v, DTensor) else v.clone() for k, v in out.items()}
+def steps(run: Run, number: int) -> list[float]:
+    """Take steps on data that is drawn, for which the ranks' generators move alike."""
+    torch.manual_seed(1)
+    return [run.step() for _ in range(number)]
 
 
 @distributed(nproc=2)
 def train_and_resume(folder: RunFolder, mode: Mode) -> None:
-    whole = Run()
-    torch.manual_seed(1)
-    losses = [whole.step() for _ in range(6)]
-    first = Run()
-    torch.manual_seed(1)
-    with first.manager(folder, mode) as manager:
+    whole, first, second = Run(), Run(), Run(seed=9)
+    losses = steps(whole, 6)
+    with first.manager(folder, interval=2, async_mode=mode) as manager:
         assert manager.load().step == 0
+        torch.manual_seed(1)
         for step in (1, 2, 3, 4):
             assert first.step() == losses[step - 1]
             manager.save(step)
-    second = Run(seed=9)
-    with second.manager(folder, mode) as manager:
+    with second.manager(folder, interval=2, async_mode=mode) as manager:
         assert manager.load().step == 4
         assert [second.step(), second.step()] == losses[4:]
         manager.save(6, last_step=True)
-    reference = whole.whole()
-    assert all(torch.equal(value, reference[key]) for key, value in second.whole().items())
+    reference = whole.state()
+    assert same(second.state(), reference)
     if dist.get_rank() == 0:
         torch.save(reference, folder.base / "reference.pt")
 
@@ -94,11 +59,9 @@ def test_a_sharded_run_resumes_bit_for_bit_and_its_checkpoint_opens_in_one_proce
     """FSDP2 x2: 4 + 2 steps equal 6; then a single process reads the same weights and moments."""
     train_and_resume(run_folder, mode)
     single = Run(seed=5)
-    with single.manager(run_folder) as manager:
+    with single.manager(run_folder, interval=2) as manager:
         assert manager.load().step == 6
-    reference = torch.load(run_folder.base / "reference.pt")
-    assert single.whole().keys() == reference.keys()
-    assert all(torch.equal(value, reference[key]) for key, value in single.whole().items())
+    assert same(single.state(), torch.load(run_folder.base / "reference.pt"))
 
 
 @distributed(nproc=4)
@@ -107,7 +70,7 @@ def resume_on_four(folder: Path) -> None:
     with run.manager(folder) as manager:
         assert manager.load().step == 2
         manager.save(4)
-    torch.save(run.whole(), folder / f"four-{dist.get_rank()}.pt")
+    torch.save(run.state(), folder / f"four-{dist.get_rank()}.pt")
 
 
 def test_a_single_process_checkpoint_opens_on_four_ranks(tmp_path: Path) -> None:
@@ -119,12 +82,11 @@ def test_a_single_process_checkpoint_opens_on_four_ranks(tmp_path: Path) -> None
             manager.save(step)
     resume_on_four(tmp_path)
     for rank in range(4):
-        four = torch.load(tmp_path / f"four-{rank}.pt")
-        assert all(torch.equal(value, four[key]) for key, value in single.whole().items())
+        assert same(single.state(), torch.load(tmp_path / f"four-{rank}.pt"))
     again = Run(seed=8)
     with again.manager(tmp_path) as manager:
         assert manager.load().step == 4
-    assert all(torch.equal(value, single.whole()[key]) for key, value in again.whole().items())
+    assert same(again.state(), single.state())
 
 
 @distributed(nproc=2)
@@ -132,7 +94,10 @@ def test_a_misfit_and_one_ranks_damaged_header_raise_on_every_rank_and_change_no
     """All ranks get one error each, and none goes on alone: rank 1's header is bad, and rank 0 fills nothing."""
     with Run().manager(tmp_path) as manager:
         manager.save(2)
-    with Run(hidden=9).manager(tmp_path) as manager, pytest.raises(CheckpointError) as caught:
+    with (
+        Run(nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 1))).manager(tmp_path) as manager,
+        pytest.raises(CheckpointError) as caught,
+    ):
         manager.load()
     assert isinstance(caught.value, (LoadMismatchError, PeerError))
     dist.barrier()
@@ -142,17 +107,17 @@ def test_a_misfit_and_one_ranks_damaged_header_raise_on_every_rank_and_change_no
             file.write(b"\x55")
     dist.barrier()
     live = Run(seed=4)
-    before = live.whole()
+    before = live.state()
     with live.manager(tmp_path) as manager, pytest.raises(CheckpointError, match=r"rank-00001\.safetensors"):
         manager.load()
-    assert all(torch.equal(value, before[key]) for key, value in live.whole().items())
+    assert same(live.state(), before)
 
 
 @distributed(nproc=2)
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_step(run_folder: RunFolder) -> None:
     """Rank 1 cannot write its file: every rank raises, the step before stays the newest."""
     run = Run()
-    with run.manager(run_folder) as manager:
+    with run.manager(run_folder, interval=2, async_mode="disabled") as manager:
         manager.load()
         run.step()
         manager.save(2)
@@ -167,8 +132,7 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_no_step(run_folde
 def test_a_rank_that_hangs_is_named_within_the_bound(tmp_path: Path) -> None:
     """Rank 1 stops: rank 0 raises PeerError naming it instead of waiting for half an hour."""
     run = Run()
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled", timeout_seconds=8))
-    with CheckpointManager(config, model_parts=[run.model], base_folder=tmp_path) as manager:
+    with run.manager(tmp_path, async_mode="disabled", timeout_seconds=8) as manager:
         manager.save(1)
         pids: list[int | None] = [None, None]
         dist.all_gather_object(pids, os.getpid())
@@ -182,60 +146,19 @@ def test_a_rank_that_hangs_is_named_within_the_bound(tmp_path: Path) -> None:
             os.kill(pids[1], signal.SIGCONT)
 
 
-def test_resume_asks_for_what_it_cannot_carry_over(tmp_path: Path) -> None:
-    """Another number of ranks has no data position to take over: the error says how to go on."""
-
-    class Position:
-        def state_dict(self) -> dict[str, Any]:
-            return {"n": 1}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            raise AssertionError("there is nothing to load")
-
-    resume_on_two(tmp_path)
-    run = Run()
-    for exclude in ((), ("dataloader",)):
-        config = CheckpointConfig(resume=ResumeConfig(exclude=exclude))
-        with CheckpointManager(config, model_parts=[run.model], dataloader=Position(), base_folder=tmp_path) as manager:
-            if exclude:
-                assert manager.load().step == 2
-            else:
-                with pytest.raises(LoadMismatchError, match=r"exclude = \[\"dataloader\"\]"):
-                    manager.load()
-
-
-@distributed(nproc=2)
-def resume_on_two(folder: Path) -> None:
-    class Position:
-        def state_dict(self) -> dict[str, Any]:
-            return {"n": dist.get_rank()}
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
-
-    config = CheckpointConfig(save=SaveConfig(interval=2))
-    with CheckpointManager(config, model_parts=[Run().model], dataloader=Position(), base_folder=folder) as manager:
-        manager.save(2)
-
-
 @distributed(nproc=2)
 def test_rank_0_warns_of_each_class_whose_state_another_takes_over_on_any_rank(tmp_path: Path) -> None:
     """First one pipeline stage has another class of optimizer, then both have; each pair of classes is one line."""
     sgd, one, other = (type(name, (torch.optim.SGD,), {}) for name in ("Sgd", "One", "Other"))
-    handler, lines = logging.Handler(), list[str]()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("titan_ckpt.loading.restore").addHandler(handler)
 
-    def manager(*of_stages: type[torch.optim.SGD]) -> CheckpointManager:
+    def run(*of_stages: type[torch.optim.SGD]) -> CheckpointManager:
         stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(2, 2)})
-        optimizer = of_stages[dist.get_rank()](stage.parameters(), lr=0.1)
-        config = CheckpointConfig(save=SaveConfig(interval=1))
-        return CheckpointManager(config, model_parts=[stage], optimizers=[optimizer], base_folder=tmp_path)
+        return manager(tmp_path, stage, of_stages[dist.get_rank()](stage.parameters(), lr=0.1))
 
-    with manager(sgd, sgd) as saved:
+    with run(sgd, sgd) as saved:
         saved.save(1)
     for now, told in ((sgd, other), ["Other"]), ((one, one), ["One"]), ((one, other), ["One", "Other"]):
-        lines.clear()
-        with manager(*now) as resumed:
+        with heard() as lines, run(*now) as resumed:
             assert resumed.load().step == 1
         found = [line for line in lines if "goes on with that state as it is" in line]
         expected = [f"optimizer is of class Sgd, and this run's of class {name}, " for name in told]
@@ -246,18 +169,11 @@ def test_rank_0_warns_of_each_class_whose_state_another_takes_over_on_any_rank(t
 @distributed(nproc=2)
 def test_a_loop_of_ones_own_sees_each_save_and_export_once_and_where_it_is(tmp_path: Path) -> None:
     """At level INFO, on rank 0 alone; an export for DCP has its line as others do."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("titan_ckpt")
-    logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
     run = Run()
-    with run.manager(tmp_path, export=(ExportConfig("dcp"),)) as manager:
+    with heard(level=logging.INFO) as lines, run.manager(tmp_path, export=(ExportConfig("dcp"),)) as manager:
         manager.load()
         run.step()
         manager.save(1, last_step=True)
-    logger.removeHandler(handler)
     made = [line for line in lines if "saved in" in line or line.startswith("exported")]
     if dist.get_rank():
         assert made == []

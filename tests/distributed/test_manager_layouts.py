@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+import tests.world as kit
 from tests.run_folder import RunFolder
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from tests.world import Bare, Value, on_ranks, same, step_on
+from tests.world import manager as build
+from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
 from titan_ckpt.errors import BaseMismatchError, CheckpointError, LoadMismatchError, SaveError
 from titan_ckpt.testing import distributed
 
@@ -150,10 +154,7 @@ class Run:
 
     def manager(self, folder: Path, **settings: Any) -> CheckpointManager:
         states = settings.pop("states", None)
-        config = CheckpointConfig(save=SaveConfig(interval=1, timeout_seconds=20), **settings)
-        return CheckpointManager(
-            config, model_parts=self.parts, optimizers=self.optimizers, states=states, base_folder=folder
-        )
+        return build(folder, *self.parts, *self.optimizers, **settings, states=states)
 
     def whole(self) -> dict[str, Any]:
         """Everything this rank has, gathered."""
@@ -212,26 +213,9 @@ def load_in(layout: str, folder: Path) -> None:
     assert_is_the_run_that_was_saved(run, expected())
 
 
-def on_ranks(layout: str, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+def on_its_ranks(layout: str, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Run `act(layout, ...)` on as many ranks as the layout needs."""
-    {1: act, 2: _on_2, 3: _on_3, 4: _on_4}[LAYOUTS[layout][0]](
-        *(() if LAYOUTS[layout][0] == 1 else (act.__name__,)), layout, *args, **kwargs
-    )
-
-
-@distributed(nproc=2)
-def _on_2(act: str, *args: Any, **kwargs: Any) -> None:
-    globals()[act](*args, **kwargs)
-
-
-@distributed(nproc=3)
-def _on_3(act: str, *args: Any, **kwargs: Any) -> None:
-    globals()[act](*args, **kwargs)
-
-
-@distributed(nproc=4)
-def _on_4(act: str, *args: Any, **kwargs: Any) -> None:
-    globals()[act](*args, **kwargs)
+    on_ranks(LAYOUTS[layout][0], act, layout, *args, **kwargs)
 
 
 PAIRS = [
@@ -248,9 +232,9 @@ PAIRS = [
 @pytest.mark.parametrize(("saved", "loaded"), PAIRS)
 def test_weights_and_optimizer_go_from_one_layout_to_another(tmp_path: Path, saved: str, loaded: str) -> None:
     """Weights, moments, counts, hyperparameters and extra state: the same bits, there and in a single process."""
-    on_ranks(saved, save_in, tmp_path)
+    on_its_ranks(saved, save_in, tmp_path)
     load_in("single", tmp_path)
-    on_ranks(loaded, load_in, tmp_path)
+    on_its_ranks(loaded, load_in, tmp_path)
 
 
 def export_and_start(layout: str, folder: Path) -> None:
@@ -259,26 +243,27 @@ def export_and_start(layout: str, folder: Path) -> None:
     run = Run(layout)
     with run.manager(folder / "b", initial_load=(source,)) as manager:
         assert manager.load().step == 0
+    assert_has_the_weights(run)
+
+
+def assert_has_the_weights(run: Run) -> None:
     truth = expected()
-    for name, p in run.nets[0].named_parameters():
-        assert torch.equal(_full(p), truth[name][0])
+    assert all(torch.equal(_full(p), truth[name][0]) for name, p in run.nets[0].named_parameters())
 
 
 @pytest.mark.parametrize("layout", ["pipeline_and_idle_rank", "fsdp_and_tensor_parallel"])
 def test_an_export_of_any_layout_is_a_source_for_any_other(tmp_path: Path, layout: str) -> None:
     """DCP out of stages and out of shards, back into them, and into one process."""
-    on_ranks(layout, export_and_start, tmp_path)
+    on_its_ranks(layout, export_and_start, tmp_path)
     run = Run("single")
     source = InitialLoadConfig(str(tmp_path / "a" / "exports" / "step-3"))
     with run.manager(tmp_path / "c", initial_load=(source,)) as manager:
         manager.load()
-    truth = expected()
-    assert all(torch.equal(p, truth[name][0]) for name, p in run.nets[0].named_parameters())
+    assert_has_the_weights(run)
 
 
-class State:
-    def __init__(self, value: Any = None) -> None:
-        self.value = value
+class State(Value):
+    """A state that is its value; an exception is raised when it is loaded."""
 
     def state_dict(self) -> Any:
         return None if isinstance(self.value, Exception) else self.value
@@ -371,47 +356,30 @@ def test_gathered_parameters_after_an_evaluation_do_not_hide_the_shards(tmp_path
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
     net[1].weight = net[2].weight = net[0].weight
     fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
-    optimizer = torch.optim.AdamW(net.parameters())
+    run = kit.Run(net, is_laid_out=True)
+    train = partial(step_on, net, run.optimizer, torch.ones(1, 4))
 
     def evaluate() -> None:
         with torch.no_grad():
             net(torch.ones(1, 4))
 
-    net(torch.ones(1, 4)).sum().backward()
-    optimizer.step()
+    train()
     evaluate()
-    config = CheckpointConfig(save=SaveConfig(interval=1))
-    with CheckpointManager(config, model_parts=[net], optimizers=[optimizer], base_folder=tmp_path) as manager:
+    with run.manager(tmp_path) as manager:
         evaluate()
         manager.save(1)
-        wanted = (
-            _full(optimizer.param_groups[0]["params"][0]),
-            _full(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"]),
-        )
-        net(torch.ones(1, 4)).sum().backward()
-        optimizer.step()
+        wanted = run.state()
+        train()
         evaluate()
         manager.load()
-        assert torch.equal(_full(optimizer.param_groups[0]["params"][0]), wanted[0])
-        assert torch.equal(_full(optimizer.state[optimizer.param_groups[0]["params"][0]]["exp_avg"]), wanted[1])
+        assert same(run.state(), wanted)
 
 
-class Adapters:
+class Adapters(Bare):
     """Owns the parameters called `lora`, which only the first stage has."""
 
     def key_filter(self, fqn: str) -> bool:
         return fqn.endswith("lora")
-
-    def state_dict_transform(self, state_dict: dict[str, Any], last_step: bool) -> dict[str, Any]:
-        return dict(state_dict)
-
-    def state_dict_adapter(self) -> None:
-        return None
-
-    def initialize(self, model_parts: Any, fqns: Any = None) -> None: ...
-
-    def describe(self) -> list[dict[str, Any]]:
-        return [{"kind": "adapters"}]
 
 
 def adapted(base: Path, folder: RunFolder) -> tuple[Net, CheckpointManager]:
@@ -420,12 +388,7 @@ def adapted(base: Path, folder: RunFolder) -> tuple[Net, CheckpointManager]:
     net.requires_grad_(requires_grad=False)  # a base that is trained would be saved
     if dist.get_rank() == 0:
         net.layers["0"].register_parameter("lora", nn.Parameter(torch.zeros(3)))
-    config = CheckpointConfig(
-        **folder.settings,
-        save=SaveConfig(interval=1, timeout_seconds=20),
-        initial_load=(InitialLoadConfig(str(base)),),
-    )
-    return net, CheckpointManager(config, model_parts=[net], model_converters=Adapters(), base_folder=folder.base)
+    return net, build(folder, net, initial_load=(InitialLoadConfig(str(base)),), model_converters=Adapters())
 
 
 @distributed(nproc=2)
@@ -450,8 +413,7 @@ def test_a_stage_without_adapters_takes_part_in_those_of_another(run_folder: Run
     for name, rate in (("base", 0.1), ("other", 0.2)):
         net = Net()
         nn.init.constant_(net.layers["1"].bias, rate)  # type: ignore[arg-type]
-        config = CheckpointConfig(save=SaveConfig(interval=1))
-        with CheckpointManager(config, model_parts=[net], base_folder=run_folder.base / name) as manager:
+        with build(run_folder.base / name, net) as manager:
             manager.save(1)
     base, other = (run_folder.base / name / "checkpoints" / "step-1" for name in ("base", "other"))
     adapt_a_stage(base, other, run_folder)

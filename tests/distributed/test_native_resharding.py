@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.distributed.layouts import LAYOUTS, assert_true_values, raw, true_values, zeroed
+from tests.distributed.layouts import LAYOUTS, assert_true_values, true_values, zeroed
+from tests.world import on_ranks, same, whole
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError, StateEncodingError
 from titan_ckpt.formats.native.reader import NativeReader
@@ -60,23 +61,12 @@ def every_layout_into_every_other(root: Path) -> None:
             assert_true_values(target)
 
 
-@distributed(nproc=2)
-def on_two_ranks(root: Path) -> None:
-    every_layout_into_every_other(root)
-
-
-@distributed(nproc=4)
-def on_four_ranks(root: Path) -> None:
-    every_layout_into_every_other(root)
-
-
-@pytest.mark.parametrize("run", [on_two_ranks, on_four_ranks])
-def test_any_layout_loads_into_any_other_bit_for_bit(run: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("nproc", [2, 4])
+def test_any_layout_loads_into_any_other_bit_for_bit(nproc: int, tmp_path: Path) -> None:
     """Every pair of layouts, with uneven and empty shards, 0-d, fp8, bool and complex tensors."""
-    run(tmp_path)
+    on_ranks(nproc, every_layout_into_every_other, tmp_path)
 
 
-@distributed(nproc=4)
 def save_all_layouts(root: Path) -> None:
     for name, make in LAYOUTS.items():
         save(root / name, make())
@@ -84,12 +74,12 @@ def save_all_layouts(root: Path) -> None:
 
 def test_one_process_reads_what_four_ranks_wrote(tmp_path: Path) -> None:
     """Without a process group, from every layout, each file verified."""
-    save_all_layouts(tmp_path)
+    on_ranks(4, save_all_layouts, tmp_path)
     truth = true_values()
     for name in LAYOUTS:
         target = {fqn: torch.zeros_like(value) for fqn, value in truth.items()}
         load(tmp_path / name, target)
-        assert {fqn: raw(value) for fqn, value in target.items()} == {fqn: raw(value) for fqn, value in truth.items()}
+        assert same(target, truth)
 
 
 @distributed(nproc=2)
@@ -114,8 +104,11 @@ def on_mesh(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
 
 
 @distributed(nproc=4)
-def pipeline_with_copies(root: Path) -> None:
-    """Stage 0 on ranks 0 and 1, stage 1 on 2 and 3; `shared` sharded on each stage; `copied` plain on ranks 1, 2, 3."""
+def test_pipeline_stages_and_copies_on_other_meshes_are_stored_once(tmp_path: Path) -> None:
+    """Rank 0 names every tensor of the checkpoint, also those of other stages.
+
+    Stage 0 on ranks 0 and 1, stage 1 on 2 and 3; `shared` sharded on each stage; `copied` plain on ranks 1, 2, 3.
+    """
     meshes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
     stage, mesh = meshes["pipeline"].get_local_rank(), meshes["shard"]
     shared, copied = torch.arange(60.0).view(12, 5), torch.arange(7)
@@ -125,44 +118,32 @@ def pipeline_with_copies(root: Path) -> None:
     }
     if dist.get_rank():
         tensors["copied"] = copied.clone()
-    writer = save(root, tensors)
-    with NativeReader(root) as reader:
+    writer = save(tmp_path, tensors)
+    with NativeReader(tmp_path) as reader:
         reader.verify()
         assert set(reader.tensors) == {"stage0.weight", "stage1.weight", "shared", "copied"}
     sizes = gathered(writer.layout.num_bytes - writer.layout.num_bytes % 4096)
     assert len(set(sizes)) == 1, "the copies of `shared` are written once"
     target = zeroed(tensors)
-    load(root, target)
-    for fqn, value in tensors.items():
-        assert raw(value.full_tensor() if isinstance(value, DTensor) else value) == raw(
-            target[fqn].full_tensor() if isinstance(target[fqn], DTensor) else target[fqn]  # type: ignore[attr-defined]
-        )
-
-
-def test_pipeline_stages_and_copies_on_other_meshes_are_stored_once(tmp_path: Path) -> None:
-    """Rank 0 names every tensor of the checkpoint, also those of other stages."""
-    pipeline_with_copies(tmp_path)
+    load(tmp_path, target)
+    assert same(whole(tensors), whole(target))
 
 
 @distributed(nproc=2)
-def replicas_share_the_work(root: Path) -> None:
+def test_replicas_share_the_work_equally(tmp_path: Path) -> None:
+    """Large ones by rows, small ones in turn, plain or DTensor."""
     large, small = torch.randn(4096, 1024), {f"small.{i}": torch.randn(100) for i in range(40)}
-    mesh = init_device_mesh("cpu", (2,))
-    replica = DTensor.from_local(large, mesh, [Replicate()], run_check=False)
-    writer = save(root, {"plain": large, "replica": replica, **small})
-    with NativeReader(root) as reader:
+    replica = DTensor.from_local(large, init_device_mesh("cpu", (2,)), [Replicate()], run_check=False)
+    writer = save(tmp_path, {"plain": large, "replica": replica, **small})
+    with NativeReader(tmp_path) as reader:
         reader.verify()
     sizes = gathered(writer.layout.num_bytes)
     assert abs(sizes[0] - sizes[1]) < 8192
 
 
-def test_replicas_share_the_work_equally(tmp_path: Path) -> None:
-    """Large ones by rows, small ones in turn, plain or DTensor."""
-    replicas_share_the_work(tmp_path)
-
-
 @distributed(nproc=2)
-def a_change_on_one_rank(root: Path) -> None:
+def test_a_change_on_one_rank_makes_all_plan_anew(tmp_path: Path) -> None:
+    """The plan is kept while nothing changes anywhere, and never by some ranks only."""
     coordinator = Coordinator.current()
     rank = dist.get_rank()
     tensors = {f"only.{rank}": torch.full((3,), float(rank)), "a": torch.ones(3)}  # of one kind, and held differently
@@ -173,20 +154,16 @@ def a_change_on_one_rank(root: Path) -> None:
     again = WritePlan.of(tensors, coordinator, plan)
     assert again is not plan
     assert (again.layout.num_bytes != plan.layout.num_bytes) == bool(rank)
-    again.write(root, tensors)
+    again.write(tmp_path, tensors)
     dist.barrier()
-    with NativeReader(root) as reader:
+    with NativeReader(tmp_path) as reader:
         assert set(reader.tensors) == {"a", "only.0", "only.1", "new"}
         reader.verify()
 
 
-def test_a_change_on_one_rank_makes_all_plan_anew(tmp_path: Path) -> None:
-    """The plan is kept while nothing changes anywhere, and never by some ranks only."""
-    a_change_on_one_rank(tmp_path)
-
-
 @distributed(nproc=2)
-def ranks_that_disagree() -> None:
+def test_ranks_that_disagree_about_a_tensor_fail_together() -> None:
+    """Other shapes under one name, a tensor that one rank cannot store, a shard that one rank does not list."""
     rank = dist.get_rank()
     coordinator = Coordinator.current()
     with pytest.raises((StateEncodingError, PeerError), match=r"disagree.*\bw\b"):
@@ -202,8 +179,3 @@ def ranks_that_disagree() -> None:
     with both_write_the_same_rows, pytest.raises((StateEncodingError, PeerError), match="overlap"):
         WritePlan.of(shards, coordinator)
     WritePlan.of(shards, coordinator)
-
-
-def test_ranks_that_disagree_about_a_tensor_fail_together() -> None:
-    """Other shapes under one name, a tensor that one rank cannot store, a shard that one rank does not list."""
-    ranks_that_disagree()

@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.trainer_layouts import LAYOUTS, SHAPES, built, next_step, settings
 from tests.faults.scenarios import SOAK
-from titan_ckpt.testing import distributed
+from tests.world import on_ranks
 
 COMPILED = ("1f1b", "context", "experts", *(["interleaved"] if SOAK else []))
 IN_BFLOAT16 = ("fsdp", "tensor", "gpipe", "experts")
@@ -30,8 +30,7 @@ def step_in(
         return next_step(trainer)
 
 
-@distributed(nproc=2, timeout_seconds=240)
-def on_2(root: Path, expected: dict[int, tuple[float, float]]) -> None:
+def in_every_layout(root: Path, expected: dict[int, tuple[float, float]]) -> None:
     for layout in IN_BFLOAT16:
         assert step_in(layout, root, 2, "bfloat16") == pytest.approx(expected[2], rel=2e-2), layout
     for layout in COMPILED:
@@ -52,4 +51,4 @@ def test_layers_compute_the_same_compiled_and_in_bfloat16(tmp_path: Path) -> Non
         (folder / "config.json").write_text(json.dumps(replace(SHAPES["qwen3_moe"], num_layers=layers).to_hf()))
         expected[layers] = step_in("single", tmp_path, layers)
     assert step_in("single", tmp_path, 2, "bfloat16") == pytest.approx(expected[2], rel=2e-2)
-    on_2(tmp_path, expected)
+    on_ranks(2, in_every_layout, tmp_path, expected, timeout_seconds=240)

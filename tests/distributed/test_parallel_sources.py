@@ -12,6 +12,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed.trainer_layouts import LAYOUTS, built, managed, next_step, settings, write_shapes
+from tests.world import on_ranks
 from titan_ckpt.converters import from_tables
 from titan_ckpt.geometry.chunks import Chunk, blocks_of
 from titan_ckpt.testing import distributed
@@ -109,16 +110,6 @@ def assert_loads_and_trains(root: Path, model: str, layout: str) -> None:
         assert next_step(trainer) == pytest.approx(expected, rel=1e-5), layout
 
 
-@distributed(nproc=2)
-def on_2(root: Path) -> None:
-    everywhere(root, 2)
-
-
-@distributed(nproc=4)
-def on_4(root: Path) -> None:
-    everywhere(root, 4)
-
-
 def everywhere(root: Path, num_ranks: int) -> None:
     for model, (_, layouts) in RUNS.items():
         for layout in layouts:
@@ -144,6 +135,5 @@ def test_a4_a_base_and_an_adapter_load_into_every_layout(tmp_path: Path) -> None
     write_shapes(tmp_path)
     for model in RUNS:
         write_sources(tmp_path, model)
-    everywhere(tmp_path, 1)
-    on_2(tmp_path)
-    on_4(tmp_path)
+    for num_ranks in (1, 2, 4):
+        on_ranks(num_ranks, everywhere, tmp_path, num_ranks)

@@ -18,8 +18,9 @@ from torchao.quantization import Float8WeightOnlyConfig, quantize_
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
 from tests.unit.weights.test_inner_tensors import Run as Frozen
+from tests.world import manager as build
 from tests.zoo.optimizer_runs import comparable
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt import CheckpointManager
 from titan_ckpt.components.quantised_state import parts
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
 from titan_ckpt.geometry.chunks import local_tensor
@@ -39,12 +40,7 @@ class Run:
         if dist.is_initialized():
             fully_shard(self.model)
         self.optimizer = KINDS[kind](self.model.parameters(), lr=0.1)
-        self.manager = CheckpointManager(
-            CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled")),
-            model_parts=[self.model],
-            optimizers=[self.optimizer],
-            base_folder=folder,
-        )
+        self.manager = build(folder, self.model, self.optimizer, async_mode="disabled")
 
     def step(self) -> None:
         for parameter in self.model.parameters():
@@ -159,8 +155,7 @@ def _shard_frozen_weights(folder: Path) -> None:
     """Save and load weights that are sharded by rows, each row with its scale; refuse others by name."""
 
     def manager(kind: str, model: Base) -> CheckpointManager:
-        config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"))
-        return CheckpointManager(config, model_parts=[model], base_folder=folder / kind)
+        return build(folder / kind, model, async_mode="disabled")
 
     for kind in ("int8 of FSDP2", "float8 rows"):
         first, second = Base(kind, dist.get_rank()), Base(kind, 2 + dist.get_rank())

@@ -9,17 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.interop.folders import assert_same_bytes
+from tests.distributed.layouts import split_converted
+from tests.world import assert_same_bytes, llama, shard
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, StateDictTransforms
 from titan_ckpt.converters import from_tables
-from titan_ckpt.converters.parallel import converted_plan
 from titan_ckpt.errors import ExportError
 from titan_ckpt.geometry.chunks import Chunk, blocks_of
-from titan_ckpt.models.llama3 import Llama3, Llama3Config
+from titan_ckpt.models.llama3 import Llama3Config
 from titan_ckpt.testing import distributed
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -45,15 +42,14 @@ class Run:
     """A converted model with values that depend on names alone, laid out in one of three ways, and its exports."""
 
     def __init__(self, name: str, layout: str, folder: Path) -> None:
-        torch.manual_seed(0)
         dtype, tables = SETS[name]
-        self.model = Llama3(SHAPE)
-        self.model.init_weights()
-        self.model.to(dtype)
+        self.model: Any = llama(SHAPE).to(dtype)
         self.converters = from_tables(tables)
         self.converters.convert(self.model)
-        if layout != "single":
-            getattr(self, f"_lay_out_by_{layout}")(init_device_mesh("cpu", (dist.get_world_size(),)))
+        if layout == "rows":
+            shard(self.model)
+        elif layout == "tensors":
+            split_converted(self.model, init_device_mesh("cpu", (dist.get_world_size(),)))
         for fqn, value in ModelWrapper([self.model], self.converters).state_dict("full").items():
             if self.converters.key_filter(fqn):
                 whole = torch.rand(value.shape, generator=torch.Generator().manual_seed(sum(fqn.encode()))) / 8
@@ -66,23 +62,6 @@ class Run:
             model_converters=self.converters,
             base_folder=folder,
         )
-
-    def _lay_out_by_rows(self, mesh: Any) -> None:
-        for layer in self.model.layers.children():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(self.model, mesh=mesh)
-
-    def _lay_out_by_tensors(self, mesh: Any) -> None:
-        ends = {
-            "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Replicate()),
-            "output": ColwiseParallel(output_layouts=Replicate()),
-        }
-        block = {f"attention.{name}": ColwiseParallel() for name in ("wq", "wk", "wv")}
-        block |= {f"feed_forward.{name}": ColwiseParallel() for name in ("w1", "w3")}
-        rows = {name: RowwiseParallel() for name in ("attention.wo", "feed_forward.w2")}
-        parallelize_module(self.model, mesh, converted_plan(ends))
-        for layer in self.model.layers.children():
-            parallelize_module(layer, mesh, converted_plan({**block, **rows}))
 
     def export(self) -> None:
         with self.manager:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests.world import Value, heard, manager
 from titan_ckpt.errors import LoadMismatchError, ReplicaMismatchError, SaveError
 from titan_ckpt.testing import distributed
 
@@ -31,11 +31,6 @@ class Net(nn.Module):
         self.register_buffer("mean", torch.zeros(4))
 
 
-def manager(folder: Path, model: nn.Module, check: str = "sampled") -> CheckpointManager:
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled", check_replicas=check))  # type: ignore[arg-type]
-    return CheckpointManager(config, model_parts=[model], base_folder=folder)
-
-
 def sizes(step: Path) -> list[int]:
     return [(step / f"rank-{rank:05d}.safetensors").stat().st_size for rank in range(4)]
 
@@ -46,7 +41,7 @@ def test_replicas_share_the_bytes_and_drifted_ones_are_named(tmp_path: Path) -> 
     torch.manual_seed(0)
     whole = Net()
     total = sum(p.nbytes for p in whole.parameters())
-    with manager(tmp_path / "ddp", whole) as m:
+    with manager(tmp_path / "ddp", whole, async_mode="disabled") as m:
         m.save(1)
     of_ranks = sizes(tmp_path / "ddp/checkpoints/step-1")
     assert total < sum(of_ranks) < total + 4 * 16384, "headers apart, each byte is there once"
@@ -55,7 +50,7 @@ def test_replicas_share_the_bytes_and_drifted_ones_are_named(tmp_path: Path) -> 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     sharded = Net()
     fully_shard(sharded, mesh=mesh)
-    with manager(tmp_path / "hsdp", sharded) as m:
+    with manager(tmp_path / "hsdp", sharded, async_mode="disabled") as m:
         m.save(1)
         of_ranks = sizes(tmp_path / "hsdp/checkpoints/step-1")
         assert total < sum(of_ranks) < total + 4 * 16384, "headers apart, each byte is there once"
@@ -73,11 +68,15 @@ def test_replicas_share_the_bytes_and_drifted_ones_are_named(tmp_path: Path) -> 
     if dist.get_rank() == 2:
         with torch.no_grad():
             whole.wide.weight[4000, 17] += 1
-    with manager(tmp_path / "full", whole, "full") as m, pytest.raises(SaveError, match=r"wide\.weight: rank 2 of 4"):
+    run = partial(manager, async_mode="disabled")
+    with (
+        run(tmp_path / "full", whole, check_replicas="full") as m,
+        pytest.raises(SaveError, match=r"wide\.weight: rank 2 of 4"),
+    ):
         m.save(1)
-    with manager(tmp_path / "off", whole, "off") as m:
+    with run(tmp_path / "off", whole, check_replicas="off") as m:
         assert m.save(1)
-    with manager(tmp_path / "sampled", whole) as m:
+    with run(tmp_path / "sampled", whole) as m:
         found = None
         for step in range(1, 60):  # a lone value is found when its turn comes
             try:
@@ -91,40 +90,36 @@ def test_replicas_share_the_bytes_and_drifted_ones_are_named(tmp_path: Path) -> 
 @distributed(nproc=2)
 def test_buffers_of_ranks_may_differ(tmp_path: Path) -> None:
     """Statistics that each rank keeps for itself are saved, from one rank, with a warning that names them."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("titan_ckpt.distributed.replicas").addHandler(handler)
     torch.manual_seed(0)
     model = Net()
     model.get_buffer("mean").add_(dist.get_rank())
-    with manager(tmp_path, model) as m:
+    with heard("titan_ckpt.distributed.replicas") as lines, manager(tmp_path, model, async_mode="disabled") as m:
         assert m.save(1)
     assert len(lines) == 1
     assert "model.mean: rank 1 of 2 ranks" in lines[0]
+
+
+def statistics() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
 
 
 @distributed(nproc=2)
 def states_and_statistics(root: Path) -> None:
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
-    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    model: Any = fully_shard(statistics(), mesh=init_device_mesh("cpu", (2,)))
     model(torch.randn(8, 6) + rank)
     generator = torch.Generator().manual_seed(rank)
-    own = Held({"generator": generator.get_state(), "queue": torch.arange(9.0)})
-    alike = Held({"average": torch.ones(700_000), "steps": 4})
-    config = CheckpointConfig(save=SaveConfig(interval=1))
+    own = Value({"generator": generator.get_state(), "queue": torch.arange(9.0)})
+    alike = Value({"average": torch.ones(700_000), "steps": 4})
     expected = torch.rand(5, generator=generator)
-    states = {"own": own, "alike": alike}
-    with CheckpointManager(config, model_parts=[model], states=states, base_folder=root) as m:
+    with manager(root, model, states={"own": own, "alike": alike}) as m:
         m.save(1)
         assert m.save(2)  # by the same plan
     for step in (1, 2):
-        found = {"own": Held({}), "alike": Held({})}
-        other = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
-        fully_shard(other, mesh=init_device_mesh("cpu", (2,)))
-        with CheckpointManager(config, model_parts=[other], states=found, base_folder=root) as m:
+        found = {"own": Value({}), "alike": Value({})}
+        other: Any = fully_shard(statistics(), mesh=init_device_mesh("cpu", (2,)))
+        with manager(root, other, states=found) as m:
             assert m.load(step).step == step
         generator.set_state(found["own"].value["generator"])
         assert torch.equal(torch.rand(5, generator=generator), expected)
@@ -137,33 +132,17 @@ def states_and_statistics(root: Path) -> None:
             assert [b.tolist() for b in other.get_submodule(name).buffers()] in of_ranks, name
 
 
-class Held:
-    """A state that is one dict."""
-
-    def __init__(self, value: dict[str, Any]) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.value
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.value = state_dict
-
-
 def test_a_state_that_differs_is_each_rank_s_own_and_statistics_of_a_module_fit_together(tmp_path: Path) -> None:
     """Generators go on as each rank's; what is alike is stored once; another number of ranks is refused by name."""
     states_and_statistics(tmp_path)
     step = tmp_path / "checkpoints" / "step-1"
     names = [name for rank in (0, 1) for name in load_file(step / f"rank-{rank:05d}.safetensors")]
-    own = {f"states.own.rank-{rank}.{path}" for rank in (0, 1) for path in ("generator", "queue")}
-    assert {name for name in names if name.startswith("states.")} == {"states.alike.average", *own}
-    model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 4), nn.BatchNorm1d(4))
-    states = {"own": Held({"queue": None}), "alike": Held({})}
+    own = {f"states.own.rank-{rank}.value.{path}" for rank in (0, 1) for path in ("generator", "queue")}
+    assert {name for name in names if name.startswith("states.")} == {"states.alike.value.average", *own}
+    states = {"own": Value({"queue": None}), "alike": Value({})}
     refused = pytest.raises(LoadMismatchError, match=r"no state for: states \('own'\).*number of ranks.*exclude")
-    with CheckpointManager(CheckpointConfig(), model_parts=[model], states=states, base_folder=tmp_path) as m, refused:
+    with manager(tmp_path, statistics(), states=states, save=None) as m, refused:
         m.load()
-    with CheckpointManager(
-        CheckpointConfig(), model_parts=[model], states={"alike": states["alike"]}, base_folder=tmp_path
-    ) as m:
+    with manager(tmp_path, statistics(), states={"alike": states["alike"]}, save=None) as m:
         assert m.load().step == 2
     assert torch.equal(states["alike"].value["average"], torch.ones(700_000))

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.forked import Program
-from tests.tiny_run import losses, rows, settings
+from tests.tiny_run import Gradients, losses, rows, settings
 from tests.unit.training.test_runs import CONSTANT, LENGTH, Tiny, epochs
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import llama3
@@ -97,18 +97,6 @@ class MeanOfMeans(Uneven):
     def compute_loss(self, batch: Batch) -> torch.Tensor:
         loss: torch.Tensor = super().compute_loss(batch) * next(self.factors)
         return loss
-
-
-class Gradients(Callback):
-    """Keeps the whole gradients of every step."""
-
-    def __init__(self) -> None:
-        self.found: list[dict[str, torch.Tensor]] = []
-
-    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        grads = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
-        whole = {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in grads.items()}
-        self.found.append({name: grad.clone() for name, grad in whole.items() if grad is not None})
 
 
 def averaged(folder: Path, ranks: int) -> Any:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.tiny_run import losses, rows, settings
+from tests.tiny_run import Gradients, losses, rows, settings
+from tests.world import on_ranks
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.data.batch import IGNORED, Batch, collate
@@ -35,46 +35,16 @@ class UnevenLabels(Trainer):
         return uneven
 
 
-class Gradients(Callback):
-    """Keeps the whole gradient of the first step."""
-
-    def __init__(self) -> None:
-        self.found: dict[str, torch.Tensor] = {}
-
-    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
-        if step == 1:
-            for fqn, parameter in trainer.model.named_parameters():
-                assert parameter.grad is not None
-                grad = parameter.grad
-                self.found[fqn] = (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
-
-
-def train(folder: Path, size: int, accumulation: int) -> None:
-    """Take two steps, and leave the first one's gradient in gradients.pt."""
-    gradients = Gradients()
-    batch_size = GLOBAL_BATCH // (size * accumulation)
-    config = settings(
-        folder,
-        training={"steps": 2, "batch_size": batch_size, "accumulation": accumulation},
-        checkpoint={"save": {"interval": 5}},
-    )
-    UnevenLabels(config, callbacks=[gradients]).run()
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        torch.save(gradients.found, folder / "gradients.pt")
-
-
-@distributed(nproc=2)
-def train_on_two(tmp_path: Path) -> None:
-    """Train with every accumulation on two ranks."""
+def train(root: Path, size: int) -> None:
+    """Take two steps with every accumulation, and leave the first one's gradient in gradients.pt."""
     for accumulation in (1, 2, 4):
-        train(tmp_path / f"2x{accumulation}", 2, accumulation)
-
-
-@distributed(nproc=4)
-def train_on_four(tmp_path: Path) -> None:
-    """Train with every accumulation on four ranks."""
-    for accumulation in (1, 2, 4):
-        train(tmp_path / f"4x{accumulation}", 4, accumulation)
+        gradients, folder = Gradients(), root / f"{size}x{accumulation}"
+        batch_size = GLOBAL_BATCH // (size * accumulation)
+        training = {"steps": 2, "batch_size": batch_size, "accumulation": accumulation}
+        config = settings(folder, training=training, checkpoint={"save": {"interval": 5}})
+        UnevenLabels(config, callbacks=[gradients]).run()
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            torch.save(gradients.found[0], folder / "gradients.pt")
 
 
 def test_d3_loss_and_gradient_do_not_change_with_ranks_or_accumulation(tmp_path: Path) -> None:
@@ -82,10 +52,8 @@ def test_d3_loss_and_gradient_do_not_change_with_ranks_or_accumulation(tmp_path:
 
     The loss is the mean over all predicted tokens of all ranks, the norm that of the whole gradient.
     """
-    for accumulation in (1, 2, 4):
-        train(tmp_path / f"1x{accumulation}", 1, accumulation)
-    train_on_two(tmp_path)
-    train_on_four(tmp_path)
+    for size in (1, 2, 4):
+        on_ranks(size, train, tmp_path, size)
     expected_loss = losses(tmp_path / "1x1")
     norms = [row["grad_norm"] for row in rows(tmp_path / "1x1")]
     expected = torch.load(tmp_path / "1x1" / "gradients.pt")

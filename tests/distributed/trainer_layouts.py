@@ -15,15 +15,13 @@ import torch
 import torch.distributed as dist
 
 from tests.faults.scenarios import SOAK
+from tests.world import on_ranks, read_all
 from titan_ckpt.components.snapshot import take_snapshot
 from titan_ckpt.config import CheckpointConfig, ResumeConfig, from_dict
-from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk, blocks_of, info_of
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.chunks import Chunk, blocks_of
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.models.llama3 import Llama3Config
 from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
-from titan_ckpt.testing import distributed
 from titan_ckpt.training.build_steps import Converters
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import Batch
@@ -178,9 +176,7 @@ def assert_holds(trainer: Trainer, step: Path) -> None:
     """Fail unless all that this rank has, weights and optimizer state, is bit for bit what the files have."""
     manager = trainer.manager
     live = take_snapshot(manager._run, STEPS, manager._model.state("full")).tensors
-    with open_reader(step) as reader:
-        stored = {key: torch.empty(info_of(live[key]).shape, dtype=live[key].dtype) for key in live}
-        reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in stored.items()])
+    stored = read_all(step)
     for name, value in live.items():
         for block in blocks_of(value):
             assert torch.equal(block.data, stored[name][block.chunk.within(Chunk.whole(stored[name].shape))]), name
@@ -229,13 +225,7 @@ def everywhere(act: Callable[[str, str, Path], None], model: str, root: Path) ->
         act(layout, model, root)
 
 
-@distributed(nproc=2, timeout_seconds=240)
-def on_2(act: str, model: str, root: Path) -> None:
-    everywhere(globals()[act], model, root)
-
-
-@distributed(nproc=4, timeout_seconds=480)
-def on_4(model: str, root: Path) -> None:
+def save_and_load(model: str, root: Path) -> None:
     """Save and load in one world, because the first operation of each kind on a DTensor takes long."""
     everywhere(save_in, model, root)
     dist.barrier()  # rank 0 has written what the next loss would be
@@ -249,9 +239,9 @@ def assert_every_layout_loads_what_every_other_one_saves(model: str, root: Path)
     """
     write_shapes(root)
     everywhere(save_in, model, root)
-    on_2(save_in.__name__, model, root)
-    on_4(model, root)
-    on_2(load_in.__name__, model, root)
+    on_ranks(2, everywhere, save_in, model, root, timeout_seconds=240)
+    on_ranks(4, save_and_load, model, root, timeout_seconds=480)
+    on_ranks(2, everywhere, load_in, model, root, timeout_seconds=240)
     everywhere(load_in, model, root)
     losses = [json.loads(file.read_text()) for file in (root / model).glob("*/next.json")]
     assert len(losses) == sum(len(layouts_of(model, n)) for n in (1, 2, 4))

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
@@ -15,9 +14,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
 from torch.distributed import TCPStore
 
+from tests.forked import fork
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError
 
@@ -35,12 +34,9 @@ class Ranks:
         members = list(range(world)) if rank_0_serves else [*range(world), -1]
         for rank in members:
             read, write = os.pipe()
-            pid = os.fork()
-            if pid == 0:
-                code = 1
+
+            def live(rank: int = rank, write: int = write) -> None:
                 try:
-                    gc.freeze()  # a collection would copy every page of the parent's objects
-                    torch.set_num_threads(1)  # makes anew the pool that a fork breaks, which two threads cannot at once
                     if rank == (0 if rank_0_serves else -1):
                         store = TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=30), False)
                         os.write(host_write, f"{store.port:06d}".encode() * world)
@@ -50,11 +46,10 @@ class Ranks:
                         time.sleep(600)
                     result = body(Coordinator(rank, world, store, "test", timeout))
                     os.write(write, json.dumps(result).encode())
-                    code = 0
                 except BaseException:
                     os.write(write, json.dumps({"crash": traceback.format_exc()[-2000:]}).encode())
-                finally:
-                    os._exit(code)
+
+            pid = fork(live)
             os.close(write)
             self.pids.append(pid)
             self.pipes.append(read)

@@ -15,26 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.world import Value
 from titan_ckpt import CheckpointManager, RunGuard
 from titan_ckpt.config import CheckpointConfig, from_dict
 from titan_ckpt.guard import run_guard
 
 
-class Data:
+class Data(Value):
     """A position in endless data, moved by every micro-batch."""
 
-    def __init__(self) -> None:
-        self.taken = 0
-
     def take(self) -> torch.Tensor:
-        self.taken += 1
-        return torch.full((2, 4), self.taken / 100)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"taken": self.taken}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.taken = state_dict["taken"]
+        self.value += 1
+        return torch.full((2, 4), self.value / 100)
 
 
 class Model(torch.nn.Module):
@@ -77,7 +69,7 @@ def main(job: dict[str, Any]) -> None:
         RunGuard(manager) as guard,
     ):
         start = manager.load().step
-        say("from", start, data.taken, int(model.num_passes))
+        say("from", start, data.value, int(model.num_passes))
         for step in range(start + 1, job["steps"] + 1):
             for micro_batch in range(2):
                 time.sleep(job.get("slow", 0.005) + rank * job.get("lag", 0))

@@ -16,12 +16,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.faults.test_hf_export import CONFIG
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig, StateDictTransforms
+from tests.world import llama
+from tests.world import manager as build
+from titan_ckpt import ExportConfig, StateDictTransforms
 from titan_ckpt.config import InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.huggingface.export import export_huggingface
-from titan_ckpt.models.llama3 import Llama3
 
 ALONE = Coordinator(0, 1, None, "", 60.0)
 _LORA = {"kind": "lora", "rank": 2, "target_modules": ["wq", "wo"]}
@@ -30,9 +31,7 @@ _WHOLE = {f"w{i}": torch.arange(1000 * 70).float().view(1000, 70) + i for i in r
 
 def prepare(root: Path) -> None:
     """Make what an export only reads: a Hugging Face folder with a tokenizer, as root/base."""
-    torch.manual_seed(1)
-    model = Llama3(CONFIG)
-    model.init_weights()
+    model = llama(CONFIG, 1)
     groups = StateDictTransforms(model.key_map()).to_file(dict(model.state_dict()), None, None)
     export_huggingface(
         root / "base", groups, config=model.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=ALONE
@@ -71,22 +70,19 @@ def _shards(dim: Literal[0, 1], root: Path, line: Coordinator) -> Callable[[], N
 
 def _run(mode: Literal["disabled", "thread"], root: Path, line: Coordinator) -> Callable[[], None]:
     """Save a step of a LoRA model, with an export of its merged weights: at once, or of what the save has staged."""
-    torch.manual_seed(0)
-    model = Llama3(CONFIG)
-    model.init_weights()
     converters = from_tables([_LORA])
-    converters.convert(model)
+    model = llama(CONFIG, converters=converters)
     if line.world_size > 1:
         for layer in model.layers.values():
             fully_shard(layer, mesh=init_device_mesh("cpu", (line.world_size,)))
-    config = CheckpointConfig(
-        save=SaveConfig(interval=1, async_mode=mode, timeout_seconds=line.timeout_seconds),
+    manager = build(
+        root,
+        model,
+        async_mode=mode,
+        timeout_seconds=line.timeout_seconds,
         initial_load=(InitialLoadConfig(str(root / "base")),),
         export=(ExportConfig("hf", interval=1),),
-    )
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    manager = CheckpointManager(
-        config, model_parts=[model], sd_transforms=transforms, model_converters=converters, base_folder=root
+        model_converters=converters,
     )
     step = manager.load().step
     with torch.no_grad():

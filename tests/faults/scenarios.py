@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.faults.shim import intercepted
+from tests.faults.shim import KillAt, Moment, intercepted
 from tests.faults.writers import Save, Writer
 from tests.forked import fork
 from titan_ckpt.directory.lease import LEASE_NAME
@@ -96,6 +96,17 @@ def quick_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def kill_at(ordinal: int, act: Callable[[], object], moment: Moment = "before") -> None:
+    """Run `act` in a process of its own, which is killed at one operation; fail if it was not reached."""
+
+    def killed() -> None:
+        with intercepted(KillAt(ordinal=ordinal, moment=moment)):
+            act()
+
+    status = os.waitpid(fork(killed), 0)[1]
+    assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (ordinal, status)
 
 
 def run_killed(

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from tests.forked import fork
-from titan_ckpt.config import CheckpointConfig, SaveConfig
+from tests.world import manager as build
 from titan_ckpt.disk import descriptors, posix
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.disk.kernel import libc
@@ -38,9 +38,8 @@ ARENA_BYTES = 8 << 20
 def manager_of(folder: Path, mode: Literal["thread", "process"]) -> CheckpointManager:
     """Return a manager of a model that is larger than what a small allocation reuses."""
     model = torch.nn.Linear(ARENA_BYTES // 4096, 1024)
-    config = CheckpointConfig(folder="checkpoints", save=SaveConfig(interval=1, async_mode=mode))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    manager = CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder)
+    manager = build(folder, model, optimizer, async_mode=mode, folder="checkpoints")
     manager.load()
     return manager
 

@@ -1,4 +1,4 @@
-"""Hostile bytes: a manifest, a state file or a header turned into anything gives a value or the one typed error.
+"""Hostile bytes: a manifest or a state file turned into anything gives a value or the one typed error.
 
 10,000 documents of each, 1,000,000 in a soak; half of them edits of the text, half of them well-formed JSON with other
 things in it, under digests that hold.
@@ -13,7 +13,6 @@ import json
 import math
 import pathlib
 import random
-import struct
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -27,9 +26,6 @@ from tests.unit.directory.test_manifest import example, seal
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.encoding.typed_json import decode, dumps, encode, loads
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.layout import lay_out
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
 FUZZ = 500_000 if SOAK else 5_000
 HOSTILE: list[Any] = [
@@ -54,8 +50,6 @@ HOSTILE: list[Any] = [
     ),
     *([], {}, [[]], [2**62, 2**62], [0, 2**62], {"$set": [[]]}, {"$type": "os.system"}, {"__reduce__": ["os.system"]}),
 ]
-INNER = ("titan_ckpt.kinds", "titan_ckpt.kind_of", "titan_ckpt.fqns", "titan_ckpt.elsewhere")
-"""Texts of a rank file's metadata that are JSON again."""
 
 
 def fuzz_text(original: bytes, read: Callable[[bytes], object]) -> int:
@@ -128,54 +122,6 @@ def test_state_files() -> None:
     }
     assert fuzz_text(dumps(rich), loads) > FUZZ // 2
     assert fuzz_structure(encode(rich), decode) > FUZZ // 10
-
-
-def test_headers_of_rank_files() -> None:
-    """A header with other content, under a digest that holds, is a header that can be used, or refused."""
-    info, split = TensorInfo((8, 4), torch.float32), TensorInfo((16, 4), torch.bfloat16)
-    chunks = [
-        ("c", TensorInfo((), torch.complex128), Chunk((), ())),
-        ("a.weight", info, Chunk.whole((8, 4))),
-        ("b", split, Chunk((8, 0), (8, 4))),
-        ("b", split, Chunk((0, 0), (4, 4))),
-    ]
-    layout = lay_out(chunks, 0, 2, {"other": info})
-    header, _ = layout.seal(["0" * 32] * layout.num_blocks)
-    document = json.loads(header[8:])
-    for key in INNER:
-        document["__metadata__"][key] = json.loads(document["__metadata__"][key])
-
-    def read(document: Any) -> None:
-        raw = sealed_header(document)
-        rank_file = parse_header(raw, len(raw) + layout.data_bytes, "rank-00000.safetensors")
-        for fqn in rank_file.infos():
-            rank_file.entries_of(fqn)
-
-    read(document)
-    assert fuzz_structure(document, read) > FUZZ // 10
-
-    def read_text(data: bytes) -> None:
-        parse_header(data, len(data) + layout.data_bytes, "rank-00000.safetensors")
-
-    assert fuzz_text(header, read_text) > 0.99 * FUZZ
-
-
-def sealed_header(document: Any) -> bytes:
-    """Write a header with a digest that holds, the nested JSON as text again, where it still is what it was."""
-    document = copy.deepcopy(document)
-    metadata = document.get("__metadata__") if isinstance(document, dict) else None
-    if isinstance(metadata, dict):
-        for key in INNER:
-            if key in metadata and not isinstance(metadata[key], str):
-                metadata[key] = json.dumps(metadata[key])
-        metadata["titan_ckpt.digest"] = "0" * 32
-    text = json.dumps(document, separators=(",", ":")).encode()
-    text = text.ljust(-(-(8 + len(text)) // 4096) * 4096 - 8)
-    raw = bytearray(struct.pack("<Q", len(text)) + text)
-    at = 8 + len(b'{"__metadata__":{"titan_ckpt.digest":"')
-    digest = xxhash.xxh3_128_hexdigest(bytes(raw[:at]) + b"0" * 32 + bytes(raw[at + 32 :]))
-    raw[at : at + 32] = digest.encode()
-    return bytes(raw)
 
 
 def edit(data: bytearray, generator: random.Random) -> None:

@@ -18,8 +18,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import tests.world as kit
 from tests.unit.formats.native.test_native import drop_from_page_cache
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, RunGuard, SaveConfig
+from tests.world import flip_bit, same
+from titan_ckpt import CheckpointManager, ExportConfig, RunGuard
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.errors import CorruptCheckpointError, HalfLoadedError, LoadMismatchError
@@ -32,23 +34,22 @@ WARM_OR_COLD = pytest.mark.parametrize("cold", [False, True], ids=["warm", "cold
 ROLLED_BACK_OR_RESUMED = pytest.mark.parametrize("fresh", [False, True], ids=["rolled back", "resumed"])
 
 
-class Run:
+class Run(kit.Run):
     """Some MiB of weights and moments, on all ranks of the job, and a manager that saves every step."""
 
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
-        self.model = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 64))
+        model = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Linear(1024, 64))
         if dist.is_initialized():
-            fully_shard(self.model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
+            fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+        super().__init__(model, is_laid_out=True, lr=0.1)
         self.folder = folder
 
-    def manager(self, *, saves: bool = True) -> CheckpointManager:
-        save = SaveConfig(interval=1, async_mode="disabled", timeout_seconds=20.0) if saves else None
-        config = CheckpointConfig(save=save, export=(ExportConfig("dcp"),))
-        return CheckpointManager(config, model_parts=[self.model], optimizers=[self.optimizer], base_folder=self.folder)
+    def manager(self, *, saves: bool = True) -> CheckpointManager:  # type: ignore[override]
+        save = {"async_mode": "disabled"} if saves else {"save": None}
+        return super().manager(self.folder, timeout_seconds=20.0, export=(ExportConfig("dcp"),), **save)
 
-    def step(self) -> None:
+    def step(self) -> None:  # type: ignore[override]
         for parameter in self.model.parameters():
             parameter.grad = torch.sin(parameter.detach() * 1e3)
         self.optimizer.step()
@@ -72,22 +73,13 @@ class Run:
         return [*history, self.values()]
 
 
-def same(a: Values, b: Values) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 def file_of(folder: Path, step: int, rank: int = 0) -> Path:
     return folder / "checkpoints" / f"step-{step}" / f"rank-{rank:05d}.safetensors"
 
 
 def flip(path: Path, share: float, *, cold: bool) -> None:
     """Flip a bit in the values, at some share of the file, on the disk and in the page cache or only on the disk."""
-    at = int(path.stat().st_size * share)
-    with path.open("r+b") as file:
-        file.seek(at)
-        (byte,) = file.read(1)
-        file.seek(at)
-        file.write(bytes([byte ^ 4]))
+    flip_bit(path, int(path.stat().st_size * share), 4)
     path.read_bytes()
     if cold:
         drop_from_page_cache(path.parent)

@@ -28,17 +28,18 @@ from tests.faults.test_half_loaded import (
     keeps,
     once,
     refused,
-    same,
     settle,
 )
+from tests.world import same
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, PeerError
 from titan_ckpt.testing import distributed
 
 
 @distributed(nproc=2)
-def two_ranks(root: Path) -> None:
-    rank = dist.get_rank()
+def test_damage_in_either_ranks_file_and_a_failure_of_one_rank_stop_both(tmp_path: Path) -> None:
+    """Warm and cold: one names the file, both refuse to keep what is in memory, and both go on from a right step."""
+    rank, root = dist.get_rank(), tmp_path
     run = Run(root)
     history = run.save(2)
     with run.manager() as manager:
@@ -114,8 +115,9 @@ def one_rank_fails(run: Run, history: list[Values], is_failing: bool, is_error: 
 
 
 @distributed(nproc=2, timeout_seconds=300)
-def a_peer_that_stops(root: Path) -> None:
-    rank = dist.get_rank()
+def test_a_rank_that_falls_silent_in_the_middle_leaves_the_mark_on_the_others(tmp_path: Path) -> None:
+    """They do not wait longer than the timeout, and keep nothing until a load succeeds on all."""
+    rank, root = dist.get_rank(), tmp_path
     run = Run(root)
     history = run.save(2)
     pids: list[Any] = [None, None]
@@ -147,16 +149,6 @@ def a_peer_that_stops(root: Path) -> None:
     with run.manager() as manager:
         manager.load()
         assert keeps(manager, 3)
-
-
-def test_damage_in_either_ranks_file_and_a_failure_of_one_rank_stop_both(tmp_path: Path) -> None:
-    """Warm and cold: one names the file, both refuse to keep what is in memory, and both go on from a right step."""
-    two_ranks(tmp_path)
-
-
-def test_a_rank_that_falls_silent_in_the_middle_leaves_the_mark_on_the_others(tmp_path: Path) -> None:
-    """They do not wait longer than the timeout, and keep nothing until a load succeeds on all."""
-    a_peer_that_stops(tmp_path)
 
 
 def test_a_rank_that_dies_in_the_middle_leaves_the_mark_on_the_others(tmp_path: Path) -> None:

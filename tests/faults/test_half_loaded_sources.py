@@ -13,10 +13,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from tests.faults.test_half_loaded import ROLLED_BACK_OR_RESUMED, WARM_OR_COLD, Values, refused, same
+from tests.faults.test_half_loaded import ROLLED_BACK_OR_RESUMED, WARM_OR_COLD, Values, refused
 from tests.interop.test_merge_sources import LORA, SHAPE, manager_of, write_adapter, write_base
 from tests.unit.formats.native.test_native import drop_from_page_cache
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests.world import manager as build
+from tests.world import same
+from titan_ckpt import CheckpointManager
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import PeerError
 from titan_ckpt.geometry.chunks import local_tensor
@@ -105,14 +107,7 @@ class DeliveredRun(Run):
 
     def manager(self) -> CheckpointManager:
         optimizer = torch.optim.AdamW(self.model.parameters())
-        config = CheckpointConfig(components=("optimizer",), save=SaveConfig(interval=1))
-        return CheckpointManager(
-            config,
-            model_parts=[self.model],
-            optimizers=[optimizer],
-            external_weights=self.deliver,
-            base_folder=self.folder,
-        )
+        return build(self.folder, self.model, optimizer, components=("optimizer",), external_weights=self.deliver)
 
     def deliver(self, event: ExternalLoad) -> None:
         for name, value in event.tensors.items():

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import errno
 import os
-import signal
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.faults.scenarios import quick_folder
-from tests.faults.shim import FailAt, KillAt, Moment, count_operations, intercepted
-from tests.forked import fork
+from tests.faults.scenarios import kill_at, quick_folder
+from tests.faults.shim import FailAt, Moment, count_operations, intercepted
+from tests.world import contents, llama, names_in
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.huggingface.export import export_huggingface
-from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.models.llama3 import FLAVORS
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=64, num_layers=1, dim=32, num_heads=2, num_kv_heads=1, head_dim=16,
                  ffn_dim=32, max_seq_len=16)  # fmt: skip
+
+
+MOMENTS: tuple[Moment, ...] = ("before", "half", "after")
 
 
 def export(root: Path) -> None:
@@ -30,23 +32,12 @@ def export(root: Path) -> None:
     assets = root / "assets"
     assets.mkdir(exist_ok=True)
     (assets / "tokenizer.json").write_text("{}")
-    torch.manual_seed(0)
-    model = Llama3(CONFIG)
-    model.init_weights()
+    model = llama(CONFIG)
     groups = StateDictTransforms(model.key_map()).to_file(model.state_dict(), None, None)
     export_huggingface(
         root / "exports" / "step-1", groups, config=model.hf_config(), assets=assets, max_shard_bytes=16_000,
         coordinator=Coordinator.current(),
     )  # fmt: skip
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {p.name: p.read_bytes() for p in folder.iterdir()}
-
-
-def beside(root: Path) -> list[str]:
-    exports = root / "exports"
-    return sorted(p.name for p in exports.iterdir()) if exports.exists() else []
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +56,9 @@ def test_a_kill_leaves_no_folder_or_a_proved_one(complete: dict[str, bytes]) -> 
     assert names.count("open_exclusive") == 1 + len(complete)
     published = set()
     for ordinal, name in enumerate(names):
-        moments: tuple[Moment, ...] = ("before", "half", "after") if name == "pwrite_all" else ("before", "after")
-        for moment in moments:
+        for moment in MOMENTS if name == "pwrite_all" else MOMENTS[::2]:
             with quick_folder() as root:
-                kill = KillAt(ordinal=ordinal, moment=moment)
-
-                def killed(root: Path = root, kill: KillAt = kill) -> None:
-                    with intercepted(kill):
-                        export(root)
-
-                _, status = os.waitpid(fork(killed), 0)
-                assert os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL, (ordinal, name, status)
+                kill_at(ordinal, partial(export, root), moment)
                 target = root / "exports" / "step-1"
                 published.add(target.exists())
                 if target.exists():
@@ -83,7 +66,7 @@ def test_a_kill_leaves_no_folder_or_a_proved_one(complete: dict[str, bytes]) -> 
                     target.rename(root / "exports" / "done")
                 export(root)
                 assert contents(target) == complete
-                assert set(beside(root)) <= {"done", "step-1"}, (ordinal, name, moment)
+                assert set(names_in(root / "exports")) <= {"done", "step-1"}, (ordinal, name, moment)
     assert published == {False, True}
 
 
@@ -106,7 +89,7 @@ def test_a_failed_operation_is_one_error_and_leaves_nothing(complete: dict[str, 
                 failed += 1
                 assert os.strerror(code) in str(raised), (ordinal, name)
                 assert not (root / "exports" / "step-1").exists(), (ordinal, name)
-                assert beside(root) == [], (ordinal, name)
+                assert names_in(root / "exports") == [], (ordinal, name)
             else:
                 assert contents(root / "exports" / "step-1") == complete, (ordinal, name)
             assert fault.hits == 1, (ordinal, name)
@@ -119,22 +102,16 @@ def test_a_kill_while_an_expired_export_is_removed_leaves_it_whole_or_gone(compl
         export(root)
         target = root / "exports" / "step-1"
         names = count_operations(lambda: StagedFolder.discard(target))
-        assert beside(root) == []
+        assert names_in(root / "exports") == []
     assert names.count("unlink") == 1 + len(complete)
     for ordinal, name in enumerate(names):
-        for moment in ("before", "after"):
+        for moment in MOMENTS[::2]:
             with quick_folder() as root:
                 export(root)
                 target = root / "exports" / "step-1"
-                kill = KillAt(ordinal=ordinal, moment=moment)
-
-                def killed(target: Path = target, kill: KillAt = kill) -> None:
-                    with intercepted(kill):
-                        StagedFolder.discard(target)
-
-                assert os.WIFSIGNALED(os.waitpid(fork(killed), 0)[1]), (ordinal, name)
+                kill_at(ordinal, partial(StagedFolder.discard, target), moment)
                 if target.exists():
                     assert contents(target) == complete, (ordinal, name, moment)
                     target.rename(root / "exports" / "kept")
                 export(root)
-                assert set(beside(root)) <= {"kept", "step-1"}, (ordinal, name, moment)
+                assert set(names_in(root / "exports")) <= {"kept", "step-1"}, (ordinal, name, moment)

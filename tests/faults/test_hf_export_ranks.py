@@ -21,6 +21,7 @@ from tests.faults.forked_ranks import Ranks, outcome
 from tests.faults.rank_exports import ALONE, KINDS, Kind, prepare
 from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.shim import Counter, KillAt, Moment, intercepted
+from tests.world import contents
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import PeerGroups
 
@@ -97,10 +98,6 @@ def results(ranks: Ranks) -> list[Any]:
         return [ranks.result(rank) for rank in range(2)]
     finally:
         ranks.stop()
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def unfinished(root: Path) -> list[str]:

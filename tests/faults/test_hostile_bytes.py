@@ -17,6 +17,7 @@ import xxhash
 from safetensors.torch import save_file
 
 from tests.chats import chat_tokenizer
+from tests.faults.test_fuzz import walk
 from tests.faults.test_rank_file_fuzz import sealed
 from tests.unit.directory.test_manifest import example
 from titan_ckpt.directory.lease import holder_of
@@ -85,15 +86,9 @@ PLACE = "THE PLACE OF A BOMB"
 def planted(document: Any, bomb: str, place: int) -> bytes:
     """Return the JSON of a document in which the value at one place is the bomb."""
     document = json.loads(json.dumps(document))
-    node, key = places_in(document)[place]
+    node, key = [*walk(document)][place]
     node[key] = PLACE
     return json.dumps(document, separators=(",", ":")).replace(json.dumps(PLACE), bomb).encode()
-
-
-def places_in(node: Any) -> list[tuple[Any, Any]]:
-    """Return the container and the key of every value."""
-    keys = [*node] if isinstance(node, dict) else range(len(node)) if isinstance(node, list) else []
-    return [place for key in keys for place in ((node, key), *places_in(node[key]))]
 
 
 def in_file(path: Path, read: Callable[[], object]) -> Callable[[bytes], object]:
@@ -262,7 +257,7 @@ def test_a_file_that_is_made_to_harm_is_read_or_refused_at_once(
     generator = random.Random(kind.__name__)
     wrong = {}
     for name, bomb in BOMBS.items():
-        places = [*range(len(places_in(document)))]
+        places = [*range(len([*walk(document)]))]
         for place in places if len(bomb) < 10_000 else [generator.choice(places)]:
             data = planted(document, bomb, place)
             assert len(data) <= MOST_BYTES

@@ -18,7 +18,8 @@ from hypothesis import find
 from hypothesis.strategies import from_regex
 from safetensors.torch import save_file
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, KeepConfig, SaveConfig
+from tests.world import manager as build
+from titan_ckpt import ExportConfig, KeepConfig
 from titan_ckpt.cli.main import main
 from titan_ckpt.directory import names
 from titan_ckpt.disk import unpublished_folder
@@ -157,9 +158,8 @@ def test_a_state_file_with_what_no_run_writes_is_refused(
     (folder / name).write_text(text.replace(old, new, 1))
     resealed(folder, lambda manifest: None)
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
-    config = CheckpointConfig(components=("rng", "states"))
-    manager = CheckpointManager(
-        config, model_parts=[model], base_folder=tmp_path, external_weights=lambda event: event.fill(model.state_dict())
+    manager = build(
+        tmp_path, model, save=None, components=("rng", "states"), external_weights=lambda e: e.fill(model.state_dict())
     )
     with manager, pytest.raises(CorruptCheckpointError, match=cause) as caught:
         manager.load()
@@ -253,11 +253,8 @@ def owned_names() -> set[str]:
 
 def train(run: Path, steps: range, resume: int = -1) -> None:
     """Save and export every step, keep few of them, and delete what a rollback has set aside."""
-    config = CheckpointConfig(
-        save=SaveConfig(interval=1, keep=KeepConfig(latest=2), async_mode="disabled"),
-        export=(ExportConfig("dcp", interval=1, keep=1),),
-    )
-    with CheckpointManager(config, model_parts=[torch.nn.Linear(2, 2)], base_folder=run) as manager:
+    keep, exports = KeepConfig(latest=2), (ExportConfig("dcp", interval=1, keep=1),)
+    with build(run, torch.nn.Linear(2, 2), keep=keep, async_mode="disabled", export=exports) as manager:
         manager.load(resume)
         for step in steps:
             manager.save(step)

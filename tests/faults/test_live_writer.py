@@ -14,7 +14,8 @@ from torch import nn
 
 from tests.forked import Program
 from tests.run_folder import RunFolder
-from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, ResumeConfig, SaveConfig
+from tests.world import manager as build
+from titan_ckpt import KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.directory import names
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.disk import posix
@@ -28,8 +29,7 @@ def save_without_a_pause(folder: RunFolder) -> None:
     torch.set_num_threads(1)
     model = nn.Linear(64, 64)
     save = SaveConfig(interval=1, async_mode="disabled", keep=KeepConfig(latest=1))
-    config = CheckpointConfig(**folder.settings, save=save)
-    with CheckpointManager(config, model_parts=[model], base_folder=folder.base) as manager:
+    with build(folder, model, save=save) as manager:
         for step in range(1, 1_000_000):
             for parameter in model.parameters():
                 nn.init.constant_(parameter, step)
@@ -57,8 +57,7 @@ def load(folder: RunFolder | Path, step: int | None = None) -> int:
     """Load as a run without [checkpoint.save]; return the step, whose number every weight must have."""
     folder = RunFolder(folder) if isinstance(folder, Path) else folder
     model = nn.Linear(64, 64)
-    config = CheckpointConfig(**folder.settings, resume=ResumeConfig(step=step))
-    with CheckpointManager(config, model_parts=[model], base_folder=folder.base) as manager:
+    with build(folder, model, save=None, resume=ResumeConfig(step=step)) as manager:
         loaded = manager.load().step
     assert {value for p in model.parameters() for value in p.detach().unique().tolist()} == {float(loaded)}
     return loaded
@@ -90,8 +89,7 @@ def _load_on_two_ranks(folder: Path) -> None:
 
 
 def save(folder: Path, step: int) -> None:
-    config = CheckpointConfig(save=SaveConfig(interval=1))
-    with CheckpointManager(config, model_parts=[nn.Linear(64, 64)], base_folder=folder) as manager:
+    with build(folder, nn.Linear(64, 64)) as manager:
         manager.load()
         manager.save(step)
 

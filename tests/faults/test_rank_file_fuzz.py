@@ -21,8 +21,6 @@ from titan_ckpt.errors import CheckpointError, CorruptCheckpointError
 from titan_ckpt.formats.native.header import header_bytes, parse_header
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import ReadRequest
 
 NUMBER = 1_000_000 if SOAK else 10_000
 FILE = "rank-00000.safetensors"
@@ -112,8 +110,7 @@ def read_everything(folder: Path) -> None:
     with NativeReader(folder) as reader:
         for fqn, info in reader.tensors.items():
             if info.nbytes < 1 << 20:
-                into = torch.empty(info.shape, dtype=info.dtype)
-                reader.read([ReadRequest(fqn, Chunk.whole(info.shape), into)])
+                reader.whole(fqn)
         reader.verify()
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.faults.test_half_loaded import WARM_OR_COLD, Run, file_of, io_error, keeps, refused, same, settle
+from tests.faults.test_half_loaded import WARM_OR_COLD, Run, file_of, io_error, keeps, refused, settle
+from tests.world import same
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.errors import CorruptCheckpointError

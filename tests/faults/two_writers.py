@@ -13,13 +13,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
 
 from tests.faults.scenarios import SOAK
 from tests.faults.shim import intercepted
-from titan_ckpt.config import CheckpointConfig, KeepConfig, ResumeConfig, SaveConfig
+from tests.world import manager as build
+from titan_ckpt.config import KeepConfig, ResumeConfig
 from titan_ckpt.directory import lease
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.holder import Holder
@@ -103,10 +105,11 @@ BEFORE = (10, 20)
 
 def manager_of(folder: str, base: Path, resume: int | None = None, *, saves: bool = True) -> CheckpointManager:
     model = torch.nn.Linear(4, 4)
-    save = SaveConfig(interval=1, async_mode="disabled", keep=KeepConfig(latest=2)) if saves else None
-    config = CheckpointConfig(folder=folder, save=save, resume=ResumeConfig(step=resume))
+    save: dict[str, Any] = {"save": None}
+    if saves:  # longer than a commit to a bucket may take
+        save = {"async_mode": "disabled", "keep": KeepConfig(latest=2), "timeout_seconds": 600}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=base)
+    return build(base, model, optimizer, folder=folder, resume=ResumeConfig(step=resume), **save)
 
 
 def race(baton: Baton, folders: Sequence[str], base: Path, case: Case) -> Run:

@@ -10,14 +10,14 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
 from tests.faults import small_checkpoints as small
-from titan_ckpt.config import CheckpointConfig, KeepConfig, ResumeConfig, SaveConfig
+from tests.world import manager as build
+from titan_ckpt.config import KeepConfig, ResumeConfig
 from titan_ckpt.disk import posix
-from titan_ckpt.manager import CheckpointManager
 
 Save = tuple[int, int]
 """(step, value): the value is what every byte of the save is made of."""
@@ -152,11 +152,9 @@ class ManagerWriter:
         keep: int | None = 2,
     ) -> None:
         model, optimizer = _model_and_optimizer(self.num_rows)
-        save = SaveConfig(
-            interval=1, async_mode=self.async_mode, keep=None if keep is None else KeepConfig(latest=keep)
-        )
-        config = CheckpointConfig(folder=root.name, save=save, resume=ResumeConfig(step=resume))
-        with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=root.parent) as manager:
+        keeping = {} if keep is None else {"keep": KeepConfig(latest=keep)}
+        how: dict[str, Any] = {"folder": root.name, "async_mode": self.async_mode, **keeping}
+        with build(root.parent, model, optimizer, resume=ResumeConfig(step=resume), **how) as manager:
             manager.load()
             for step, value in saves:
                 manager.maybe_wait_for_staging()
@@ -167,8 +165,7 @@ class ManagerWriter:
 
     def load(self, root: Path) -> Save | None:
         model, optimizer = _model_and_optimizer(self.num_rows)
-        config = CheckpointConfig(folder=root.name)
-        with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=root.parent) as manager:
+        with build(root.parent, model, optimizer, folder=root.name, save=None) as manager:
             step = manager.load().step
         if step == 0:
             return None

@@ -7,6 +7,7 @@ import threading
 import time
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -103,11 +104,8 @@ def test_one_of_many_writers_creates(place: BucketPath) -> None:
         except FileExistsError:
             pass
 
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(8) as pool:
+        assert [*pool.map(write, range(8))]
     assert len(won) == 1
     assert (place / "commit").read() == b"%d" % won[0]
 

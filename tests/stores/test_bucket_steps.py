@@ -8,6 +8,7 @@ import os
 import threading
 import uuid
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -147,11 +148,8 @@ def test_a_store_that_one_rank_cannot_reach_stops_all_ranks_and_damages_no_step(
         except BaseException as error:
             errors[rank] = error
 
-    threads = [threading.Thread(target=open_step, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(open_step, range(2))]
     assert isinstance(errors[1], StoreError) and isinstance(errors[0], PeerError)
     assert "rank 1" in str(errors[0]) and "could not read it" in str(errors[0])
 

@@ -6,6 +6,7 @@ import errno
 import threading
 import warnings
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -127,11 +128,8 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server, monkeypatch:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(run, range(2))]
     assert not errors and len(held) == 2 and max(held) <= 4
     assert (place / "f").read(len(half) * 80) == half * 80
 
@@ -170,11 +168,8 @@ def test_a_long_header_that_cannot_be_uploaded_stops_all_ranks_at_once(s3: Serve
 
     with behind(s3, DENIED, "PUT", "b.safetensors", times=10_000) as proxy:
         broken = through(place, proxy, part_mib=5, concurrency=1)
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
+        with ThreadPoolExecutor(2) as pool:
+            assert [*pool.map(run, range(2))]
     assert "e/b.safetensors" in errors[1] and "Access Denied" in errors[1]
     assert "export/create: stopped on all ranks because\n  rank 1 failed: StoreError" in errors[0]
     assert names(place) == [f"{RECORDS}/e.json"]

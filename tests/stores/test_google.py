@@ -12,7 +12,8 @@ from tests.stores.export_runs import CONFIG
 from tests.stores.servers import GoogleProxy, Server
 from tests.stores.test_exports_in_bucket import export, names
 from tests.stores.test_manager_in_bucket import manager
-from tests.test_manager import Run, same
+from tests.test_manager import Run
+from tests.world import same
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.errors import CommitConflictError

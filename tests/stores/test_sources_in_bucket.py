@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.stores.conftest import behind, place_in, put_folder, through
 from tests.stores.servers import Proxy, Server
-from tests.test_manager import Run, same
+from tests.test_manager import Run
+from tests.world import same
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.directory.bucket_commits import Commits

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -202,11 +203,8 @@ def on_two_ranks(act: Callable[[Coordinator], None]) -> dict[int, BaseException]
         except BaseException as error:
             errors[rank] = error
 
-    ranks = [threading.Thread(target=run, args=(rank,)) for rank in range(2)]
-    for thread in ranks:
-        thread.start()
-    for thread in ranks:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(run, range(2))]
     return errors
 
 

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests.world import manager as build
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig, __version__
 from titan_ckpt.cli import tables
 from titan_ckpt.cli.main import main
@@ -61,9 +62,7 @@ def test_ls_pins_and_prune_do_not_wait_for_torch(tmp_path: Path) -> None:
 def test_a_reader_that_has_gone_ends_the_command_without_a_word(tmp_path: Path, command: list[str]) -> None:
     """`titan-ckpt ls RUN | head -1` prints no traceback; the code is the one that SIGPIPE would give."""
     if command[0] == "ls":
-        with CheckpointManager(
-            CheckpointConfig(save=SaveConfig(interval=1)), model_parts=[nn.Linear(1, 1)], base_folder=tmp_path
-        ) as m:
+        with build(tmp_path, nn.Linear(1, 1)) as m:
             m.save_seed()
     places = [str(tmp_path)] if command[0] == "ls" else []
     code = "import sys; from titan_ckpt.cli.main import main; sys.exit(main())"

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from tests.forked import answer
-from titan_ckpt import CheckpointManager, RunGuard
-from titan_ckpt.config import CheckpointConfig, SaveConfig, StopConfig
+from tests.world import manager as build
+from titan_ckpt import RunGuard
+from titan_ckpt.config import StopConfig
 from titan_ckpt.formats.native.writer import StagedFile
 from titan_ckpt.guard import outside_request, run_guard
 
@@ -29,9 +30,8 @@ def guarded(folder: Path, interval: int = 1000, **stop: Any) -> Iterator[Callabl
     """Yield a function that takes a step and returns whether the loop must end."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = CheckpointConfig(save=SaveConfig(interval=interval), stop=StopConfig(**stop))
     with (
-        CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder) as manager,
+        build(folder, model, optimizer, interval=interval, stop=StopConfig(**stop)) as manager,
         RunGuard(manager) as guard,
     ):
         manager.load()

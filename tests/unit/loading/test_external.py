@@ -17,6 +17,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.run_folder import RunFolder
+from tests.world import Value
+from tests.world import manager as build_manager
 from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
 from titan_ckpt.config import from_dict
 from titan_ckpt.directory.directory import CheckpointDirectory
@@ -37,19 +39,6 @@ from titan_ckpt.training.config import RunConfig
 from titan_ckpt.weights.initialize import construct, empty_tensors, materialise
 
 
-class Counter:
-    """A user state, or a loader's position."""
-
-    def __init__(self, value: int = 0) -> None:
-        self.value = value
-
-    def state_dict(self) -> dict[str, int]:
-        return {"value": self.value}
-
-    def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        self.value = state_dict["value"]
-
-
 class Run:
     """One model with everything a checkpoint may hold, after two steps."""
 
@@ -59,8 +48,8 @@ class Run:
         self.model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
-        self.counter = Counter()
-        self.loader: Counter | None = None
+        self.counter = Value()
+        self.loader: Value | None = None
         self.folder = RunFolder(folder) if isinstance(folder, Path) else folder
         config |= self.folder.settings
         self.config = CheckpointConfig(components=components, save=SaveConfig(interval=1), **config)
@@ -109,7 +98,7 @@ WITHOUT_MODEL = ("optimizer", "lr_scheduler", "rng", "states")
 def test_c1_one_setting_selects_what_is_saved_and_loaded(run_folder: RunFolder) -> None:
     """A run of model and states saves these two, and takes these two from a checkpoint that holds everything."""
     few = Run(run_folder / "few", ("model", "states"))
-    few.loader = Counter()
+    few.loader = Value()
     assert few.save().components == ("model", "states")
     few_files = run_folder / "few"
     assert {name.split(".")[0] for name in load(few_files.read(2, "rank-00000.safetensors"))} == {"model"}
@@ -118,10 +107,10 @@ def test_c1_one_setting_selects_what_is_saved_and_loaded(run_folder: RunFolder) 
     Run(run_folder / "one", ("model",)).save()
     assert json.loads((run_folder / "one").read(2, "state.json")).keys() == {"step"}
     whole = Run(run_folder / "all", None)
-    whole.loader = Counter(7)
+    whole.loader = Value(7)
     whole.save()
     run = Run(run_folder / "all", ("states", "model"))
-    run.loader = Counter()
+    run.loader = Value()
     rate, generators = run.schedule.get_last_lr(), torch.get_rng_state()
     run.load()
     assert run.result.step == 2 and run.counter.value == 2 and run.loader.value == 0
@@ -278,12 +267,8 @@ def test_c3_non_persistent_tensors_are_initialised_after_the_handler(tmp_path: P
     source.init_weights()
     model = construct(lambda: build_model("llama3", flavor="debug-0.5m"))
     materialise(model, "cpu")
-    config = CheckpointConfig(components=("rng",))
-    with CheckpointManager(
-        config,
-        model_parts=[model],
-        external_weights=lambda event: event.fill(source.state_dict()),
-        base_folder=tmp_path,
+    with build_manager(
+        tmp_path, model, save=None, components=("rng",), external_weights=lambda event: event.fill(source.state_dict())
     ) as manager:
         manager.load()
     tokens = torch.arange(9).view(1, 9)
@@ -304,11 +289,8 @@ def test_c4_excluding_the_model_is_not_sharding_it(tmp_path: Path) -> None:
         return model
 
     def manager(model: nn.Module, folder: str, handler: Any, *components: Any) -> CheckpointManager:
-        config = CheckpointConfig(components=components, save=SaveConfig(interval=1))
         optimizer = torch.optim.AdamW(model.parameters())
-        return CheckpointManager(
-            config, model_parts=[model], optimizers=[optimizer], external_weights=handler, base_folder=tmp_path / folder
-        )
+        return build_manager(tmp_path / folder, model, optimizer, components=components, external_weights=handler)
 
     with manager(build(), "sharded", None, "model", "optimizer") as m:
         m.save(1)

@@ -24,7 +24,8 @@ from torch import nn
 from tests.forked import answer
 from tests.hunt.slow import Slow, interrupted
 from tests.run_folder import RunFolder
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, KeepConfig, SaveConfig
+from tests.world import manager as build
+from titan_ckpt import ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.errors import SaveError
 from titan_ckpt.telemetry.events import TELEMETRY, Telemetry, append_line, read_events
@@ -36,8 +37,7 @@ def run(folder: RunFolder | Path, async_mode: Any = "thread", sinks: Any = (), s
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     save = SaveConfig(interval=1, async_mode=async_mode, keep=KeepConfig(latest=1), **changes)
-    config = CheckpointConfig(**folder.settings, save=save, export=(ExportConfig("dcp", interval=2),))
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder.base) as manager:
+    with build(folder, model, optimizer, save=save, export=(ExportConfig("dcp", interval=2),)) as manager:
         for sink in sinks:
             manager.telemetry.add_sink(sink)
         start = manager.load().step
@@ -104,7 +104,7 @@ def test_a_run_that_only_loads_writes_nothing(tmp_path: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
     seen: list[Mapping[str, Any]] = []
     model = nn.Linear(8, 8)
-    with CheckpointManager(CheckpointConfig(save=None), model_parts=[model], base_folder=tmp_path) as manager:
+    with build(tmp_path, model, save=None) as manager:
         manager.telemetry.add_sink(seen.append)
         assert manager.load().step == 2
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
@@ -166,11 +166,7 @@ def test_a_sink_that_saves_is_refused_and_ends_no_run(
     async_mode: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It would wait for the save that it is told about. The refusal is in the log, and every event is a line."""
-    config = CheckpointConfig(
-        save=SaveConfig(interval=1, async_mode=async_mode),  # type: ignore[arg-type]
-        export=(ExportConfig("dcp", interval=1),),
-    )
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+    with build(tmp_path, nn.Linear(2, 2), async_mode=async_mode, export=(ExportConfig("dcp", interval=1),)) as manager:
         for act in (partial(manager.save, 9), manager.wait):
             manager.telemetry.add_sink(lambda values, act=act: values["event"] == "save" and act())  # type: ignore[misc]
         for step in (1, 2):

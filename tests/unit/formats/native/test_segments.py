@@ -10,13 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.fake_cuda import on_device
+from tests.world import bits
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.formats.native import segments
 from titan_ckpt.formats.native.segments import Places, Segments
-
-
-def raw(tensor: torch.Tensor) -> bytes:
-    return tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def some_tensors() -> list[torch.Tensor]:
@@ -43,7 +40,7 @@ def some_tensors() -> list[torch.Tensor]:
 
 def laid_out(tensors: Sequence[torch.Tensor]) -> tuple[Segments, bytes]:
     places = Places.of([(tensor.dtype, tensor.shape) for tensor in tensors])
-    return Segments(places, tensors), b"".join(map(raw, tensors))
+    return Segments(places, tensors), b"".join(bits(tensor.resolve_conj().resolve_neg()) for tensor in tensors)
 
 
 @given(st.data())

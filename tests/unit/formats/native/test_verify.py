@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests.world import manager as build
 from titan_ckpt.cli.main import main
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.disk.memory import Buffer, round_up
@@ -24,8 +24,7 @@ from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
 @pytest.fixture
 def step(tmp_path: Path) -> Path:
-    config = CheckpointConfig(save=SaveConfig(interval=1))
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 3)], base_folder=tmp_path) as manager:
+    with build(tmp_path, nn.Linear(2, 3)) as manager:
         manager.save(1)
     return tmp_path / "checkpoints" / "step-1"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -40,11 +40,8 @@ def test_the_buffers_of_a_module_are_exported_from_one_rank() -> None:
         made = plan_export(groups, lambda infos: pack_model_files(infos, 256), lambda *_: {}, line, names)
         written[rank] = [group.fqns[0] for group in groups if made.writes(group)]
 
-    threads = [threading.Thread(target=plan, args=(rank,)) for rank in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(plan, range(2))]
     modules = [{name.rpartition(".")[0] for name in of_rank} for of_rank in written]
     assert sorted(written[0] + written[1]) == sorted(names)
     assert all(modules) and not set.intersection(*modules)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
+from tests.world import read_all
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Transpose
@@ -155,7 +156,7 @@ def test_shards_of_any_dim_load_straight_into_parameters(tmp_path: Path) -> None
     experts.mkdir()
     save_file({"e.w_blocks": blocks, "e.w_scales": scales}, experts / "model.safetensors")
     (experts / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "mxfp4"}}))
-    expected["e.w"] = _read_whole(experts, "e.w")
+    expected["e.w"] = read_all(experts)["e.w"]
     for key, source in (("a.weight", folder), ("e.w", experts)):
         placements: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(expected[key].dim()))]
         for placement in placements:
@@ -167,10 +168,3 @@ def test_shards_of_any_dim_load_straight_into_parameters(tmp_path: Path) -> None
                 reader.read(plan.requests)
             assert isinstance(value, DTensor)
             assert torch.equal(value.full_tensor(), expected[key]), (key, placement)
-
-
-def _read_whole(folder: Path, key: str) -> torch.Tensor:
-    with open_reader(folder) as reader:
-        into = torch.zeros(reader.tensors[key].shape)
-        reader.read([ReadRequest(key, Chunk.whole(into.shape), into)])
-    return into

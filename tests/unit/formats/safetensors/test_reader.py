@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from titan_ckpt.disk.direct import IO_BYTES, FileReader
+from tests.unit.formats.native.test_native import drop_from_page_cache
+from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.safetensors import regions
@@ -34,73 +34,6 @@ def opened(*paths: Path) -> Iterator[SafetensorsFiles]:
         yield files
     finally:
         files.close()
-
-
-def drop_from_cache(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    os.fsync(fd)
-    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    os.close(fd)
-
-
-def memory(sizes: tuple[int, ...], dtype: torch.dtype, kind: str) -> torch.Tensor:
-    """A destination of these sizes: contiguous, transposed, or with gaps between its elements."""
-    if kind == "transposed":
-        return torch.zeros(sizes[::-1], dtype=dtype).permute(list(range(len(sizes)))[::-1])
-    if kind == "gaps":
-        return torch.zeros([2 * n for n in sizes], dtype=dtype)[tuple(slice(None, None, 2) for _ in sizes)]
-    return torch.zeros(sizes, dtype=dtype)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.data())
-def test_any_box_lands_in_any_memory(data: st.DataObject) -> None:
-    """A random box of a random tensor, in memory of any strides and of the same or another dtype, is exact."""
-    shape = tuple(data.draw(st.lists(st.integers(1, 7), max_size=4)))
-    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool]))
-    value = torch.randint(0, 2 if dtype is torch.bool else 100, shape).to(dtype)
-    starts = [data.draw(st.integers(0, n - 1)) for n in shape]
-    sizes = tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, starts, strict=True))
-    chunk = Chunk(tuple(starts), sizes)
-    kind = data.draw(st.sampled_from(["plain", "transposed", "gaps"]))
-    into = memory(sizes, data.draw(st.sampled_from([dtype, torch.float64])), kind)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "a.safetensors")
-        save_file({"before": torch.zeros(3, dtype=torch.uint8), "x": value}, path)
-        with opened(path) as files:
-            files.read([ReadRequest("x", chunk, into)])
-    assert torch.equal(into, value[chunk.within(Chunk.whole(shape))].to(into.dtype))
-
-
-@pytest.mark.parametrize("cold", [False, True])
-def test_a_tensor_larger_than_every_buffer(tmp_path: Path, cold: bool) -> None:
-    """Long runs are cut into blocks, strided boxes into maps, and come together again, also past the page cache."""
-    value = torch.arange(900_001 * 7, dtype=torch.int32).view(-1, 7)
-    assert value.nbytes > 3 * IO_BYTES
-    path = tmp_path / "a.safetensors"
-    save_file({"x": value, "y": torch.arange(1000.0)}, path)
-    rows = value.shape[0]
-    whole, cast = torch.zeros_like(value), torch.zeros(value.shape, dtype=torch.float64)
-    strided = torch.zeros(7, rows, dtype=torch.int32).t()
-    columns = torch.zeros(rows, 3, dtype=torch.int64)
-    small = torch.zeros(10)
-    if cold:
-        drop_from_cache(path)
-    with opened(path) as files:
-        files.read(
-            [
-                ReadRequest("x", Chunk.whole(value.shape), whole),
-                ReadRequest("x", Chunk.whole(value.shape), cast),
-                ReadRequest("x", Chunk.whole(value.shape), strided),
-                ReadRequest("x", Chunk((0, 2), (rows, 3)), columns),
-                ReadRequest("y", Chunk((990,), (10,)), small),
-            ]
-        )
-    assert torch.equal(whole, value)
-    assert torch.equal(cast, value.double())
-    assert torch.equal(strided, value)
-    assert torch.equal(columns, value[:, 2:5].long())
-    assert torch.equal(small, torch.arange(990.0, 1000.0))
 
 
 def test_neighbours_in_file_and_memory_are_one_direct_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,7 +56,7 @@ def test_neighbours_in_file_and_memory_are_one_direct_read(tmp_path: Path, monke
         true(self, view, offset)
 
     monkeypatch.setattr(FileReader, "read_blocks", counted)
-    drop_from_cache(path)
+    drop_from_page_cache(path.parent)
     with opened(path) as files:
         files.read(requests)
     assert reads == [at - start % 4096]
@@ -157,7 +90,7 @@ def test_tensors_at_odd_offsets_are_read(tmp_path: Path, shape: tuple[int, int])
     run, box = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape[0], 2)
     for cold in (False, True):
         if cold:
-            drop_from_cache(tmp_path / "a.safetensors")
+            drop_from_page_cache(tmp_path)
         with opened(tmp_path / "a.safetensors") as files:
             files.read([ReadRequest("x", Chunk.whole(shape), run), ReadRequest("x", Chunk((0, 1), (shape[0], 2)), box)])
         assert torch.equal(run, value.double())

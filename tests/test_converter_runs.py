@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from tests.converter_sets import SETS
 from tests.forked import Program
-from tests.interop.folders import assert_same_bytes
+from tests.world import assert_same_bytes
 from titan_ckpt.config import from_dict
 from titan_ckpt.converters import from_tables
 from titan_ckpt.training.callbacks import Callback, StepMetrics

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from tests.interop.folders import assert_same_bytes
+from tests.world import assert_same_bytes
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, StateDictTransforms
 from titan_ckpt.converters import from_tables
 from titan_ckpt.converters.parallel import converted_plan

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-from tests.interop.folders import assert_same_bytes
+from tests.world import assert_same_bytes
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.open import open_reader

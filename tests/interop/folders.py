@@ -9,8 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import nn
 
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -37,26 +35,6 @@ def export(model: nn.Module, table: KeyMap, config: dict[str, Any], folder: Path
     export_huggingface(
         folder, groups, config=config, assets=None, max_shard_bytes=1_000_000, coordinator=Coordinator.current()
     )
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """Read every tensor of every safetensors file."""
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            for key in file.keys():  # noqa: SIM118  # not a mapping
-                assert key not in found, f"{key} is in two files"
-                found[key] = file.get_tensor(key)
-    return found
-
-
-def assert_same_bytes(one: Path, other: Path) -> None:
-    """Fail unless both folders hold the same tensors, bit for bit."""
-    a, b = tensors(one), tensors(other)
-    assert a.keys() == b.keys(), a.keys() ^ b.keys()
-    for key, value in a.items():
-        assert (value.dtype, value.shape) == (b[key].dtype, b[key].shape), key
-        assert torch.equal(value.contiguous().view(torch.uint8), b[key].contiguous().view(torch.uint8)), key
 
 
 class Recorder(logging.Handler):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import AutoModelForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
 
-from tests.interop.folders import assert_same_bytes
+from tests.world import assert_same_bytes
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.converters import from_tables
 from titan_ckpt.converters.lora.layers import LoRALinear

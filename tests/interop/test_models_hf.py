@@ -12,7 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.interop.folders import assert_same_bytes, export, load, open_strictly, tensors
+from tests.interop.folders import export, load, open_strictly
+from tests.world import assert_same_bytes, tensors
 from titan_ckpt.models import hf
 from titan_ckpt.testing import distributed
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from tests.interop.folders import assert_same_bytes, export, load, open_strictly, tensors
+from tests.interop.folders import export, load, open_strictly
+from tests.world import assert_same_bytes, tensors
 from titan_ckpt.models import qwen3, qwen3_moe
 from titan_ckpt.models.qwen3 import Qwen3, Qwen3Config
 from titan_ckpt.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig

@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.interop.folders import export, load, tensors
+from tests.interop.folders import export, load
+from tests.world import tensors
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.converting import convert
 from titan_ckpt.errors import ExportError

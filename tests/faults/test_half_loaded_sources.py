@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.faults.test_half_loaded import ROLLED_BACK_OR_RESUMED, WARM_OR_COLD, Values, refused, same
-from tests.interop.test_merge_sources import LORA, SHAPE, manager_of, write_adapter, write_base
+from tests.interop.test_merge_sources import LORA, manager_of, write_adapter, write_base
 from tests.unit.formats.native.test_native import drop_from_page_cache
+from tests.world import TINY
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import PeerError
@@ -70,7 +71,7 @@ class MergedRun(Run):
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        model = Llama3(SHAPE)
+        model = Llama3(TINY)
         model.init_weights()
         self.hooks = from_tables([LORA])
         self.hooks.convert(model)

@@ -106,8 +106,8 @@ def adamw(model: nn.Module, lr: float = 0.01, **settings: Any) -> torch.optim.Ad
     return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, **settings)
 
 
-def manager(folder: RunFolder | Path, /, *objects: nn.Module | Optimizer, **given: Any) -> CheckpointManager:
-    """Return the manager of a run that saves every step, whose parts and optimizers are `objects`.
+def manager(folder: RunFolder | Path, /, *objects: Any, **given: Any) -> CheckpointManager:
+    """Return the manager of a run that saves every step; `objects` are its parts, and all others its optimizers.
 
     `given` are settings of SaveConfig and of CheckpointConfig, and objects that CheckpointManager takes. A path in
     `initial_load` is a source without settings. A model of ours brings its key map. `save=None` saves nothing.
@@ -124,7 +124,7 @@ def manager(folder: RunFolder | Path, /, *objects: nn.Module | Optimizer, **give
     return CheckpointManager(
         CheckpointConfig(**{"save": SaveConfig(**save), **place.settings, **given}),
         model_parts=parts,
-        optimizers=[one for one in objects if isinstance(one, Optimizer)],
+        optimizers=[one for one in objects if not isinstance(one, nn.Module)],
         base_folder=place.base,
         **taken,
     )

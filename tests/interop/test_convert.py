@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests import world
+from tests.forked import memory_of
 from tests.interop.folders import gap
 from tests.world import same, tensors
 from titan_ckpt.converting import convert
@@ -59,7 +57,7 @@ def test_a_training_step_gives_its_weights_only(tmp_path: Path, base: Path) -> N
     model.init_weights()
     optimizer = world.adamw(model)
     world.step_on(model, optimizer, world.TOKENS)
-    world.save(world.manager(tmp_path / "run", model, optimizer), 1)
+    world.save(world.manager(tmp_path / "run", model, optimizer))
     step = tmp_path / "run" / "checkpoints" / "step-1"
     convert(step, tmp_path / "dcp", "dcp", dtype=torch.bfloat16)
     convert(tmp_path / "dcp", tmp_path / "native", "native")
@@ -128,24 +126,15 @@ def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """A 320 MB model converts in a process that grows by less than 200 MB."""
-    script = textwrap.dedent(
-        """
-        import resource, sys, torch
-        from pathlib import Path
-        from titan_ckpt.converting import convert
-        folder = Path(sys.argv[1])
-        convert(folder / "small", folder / "warm", "native")
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        convert(folder / "hf", folder / "native", "native")
-        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-        convert(folder / "native", folder / "back", "hf", hf_config=config)
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-        """
-    )
     for name, rows in (("hf", 1 << 12), ("small", 4)):
         (tmp_path / name).mkdir()
-        tensors = {f"layers.{i}.weight": torch.full((rows, 1 << 13), float(i), dtype=torch.bfloat16) for i in range(5)}
-        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 200
+        made = {f"layers.{i}.weight": torch.full((rows, 1 << 13), float(i), dtype=torch.bfloat16) for i in range(5)}
+        save_file(made, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+
+    def act() -> None:
+        convert(tmp_path / "hf", tmp_path / "native", "native")
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        convert(tmp_path / "native", tmp_path / "back", "hf", hf_config=config)
+
+    peak, _ = memory_of(act, before=lambda: convert(tmp_path / "small", tmp_path / "warm", "native"))
+    assert peak < 200 << 20

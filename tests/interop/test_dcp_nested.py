@@ -57,7 +57,7 @@ def test_a_prefix_that_cannot_be_is_refused(tmp_path: Path) -> None:
     """A missing dot and a format without prefixes are faults of the config."""
     with pytest.raises(ConfigError, match=r"ends without a dot; write .model\..\n.*only a DCP folder nests the model"):
         InitialLoadConfig("x", format="hf", prefix="model")
-    world.save(world.manager(tmp_path, _model(1)), 1)
+    world.save(world.manager(tmp_path, _model(1)))
     with pytest.raises(ConfigError, match=r"initial_load\.prefix: only a DCP folder nests the model, and .* is native"):
         _loaded(tmp_path / "checkpoints" / "step-1", prefix="model.")
 

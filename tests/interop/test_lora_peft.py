@@ -15,7 +15,7 @@ from torch import nn
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from tests import world
-from tests.interop.folders import disturb, gap, logits, theirs, tuned
+from tests.interop.folders import disturb, gap, logits, theirs, tuned, without_a_word
 from tests.world import TINY, same, whole
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.converters import ModelConverters, from_tables
@@ -109,7 +109,9 @@ def test_a7_our_adapter_in_peft(name: str, tmp_path: Path) -> None:
     assert gap(model, base) > 1e-2
     folder = exports / "step-1-peft"
     assert gap(LlamaForCausalLM.from_pretrained(exports / "step-1"), model) <= 1e-5
-    assert gap(PeftModel.from_pretrained(base, str(folder)).eval(), model) <= 1e-5
+    with without_a_word("transformers", "peft"):
+        adapted = PeftModel.from_pretrained(base, str(folder)).eval()
+    assert gap(adapted, model) <= 1e-5
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
     assert type(config["r"]) is int and type(config["lora_alpha"]) is int
@@ -188,30 +190,6 @@ def test_adapters_on_experts_in_peft(targets: list[str], tmp_path: Path) -> None
     assert gap(model, base) > 1e-2
     assert gap(Qwen3MoeForCausalLM.from_pretrained(exports / "step-1"), model) <= 1e-5
     assert gap(PeftModel.from_pretrained(base, str(exports / "step-1-peft")).eval(), model) <= 1e-5
-
-
-def test_a_second_run_goes_on_from_base_and_adapter(tmp_path: Path) -> None:
-    """An adapter of ours, exported as PEFT, is a source for another run, and its base is checked by digest."""
-    hf_base(tmp_path / "base")
-    model, converters = native(CASES["all"][0])
-    exports = trained(model, converters, tmp_path / "one", tmp_path / "base", formats=("peft",))
-    other, others = native(CASES["all"][0])
-    world.load(manager(other, others, tmp_path / "two", tmp_path / "base", exports / "step-1-peft"))
-    assert torch.equal(logits(other), logits(model))
-
-
-def test_interval_saves_hold_the_adapter_alone_and_resume(tmp_path: Path) -> None:
-    """A step is adapter-sized; resuming puts it over its base, bit for bit."""
-    hf_base(tmp_path / "base")
-    ours, _ = CASES["attention"]
-    model, converters = native(ours)
-    trained(model, converters, tmp_path / "run", tmp_path / "base", formats=())
-    adapter = sum(p.numel() * 4 for n, p in model.named_parameters() if converters.key_filter(n))
-    stored = sum(f.stat().st_size for f in (tmp_path / "run/checkpoints/step-1").glob("*.safetensors"))
-    assert adapter <= stored <= adapter + 20_000
-    other, others = native(ours)
-    assert world.load(manager(other, others, tmp_path / "run", tmp_path / "base")).step == 1
-    assert torch.equal(logits(other), logits(model))
 
 
 @pytest.mark.parametrize(

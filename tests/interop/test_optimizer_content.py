@@ -365,7 +365,7 @@ def test_an_optimizer_of_fabric_is_the_one_inside(tmp_path: Path) -> None:
     _, wrapped = Fabric(accelerator="cpu").setup(model, AdamW(model.parameters(), lr=0.1))
     model(torch.ones(2)).sum().backward()
     wrapped.step()
-    world.save(manager(tmp_path, model, wrapped), 1)
+    world.save(manager(tmp_path, model, wrapped))
     fresh = AdamW(model.parameters())
     world.load(manager(tmp_path, model, fresh))
     assert comparable(fresh.state_dict()["state"]) == comparable(wrapped.state_dict()["state"])
@@ -443,7 +443,7 @@ class Holder:
 def test_a_load_that_an_optimizer_refuses_is_one_error(tmp_path: Path) -> None:
     """State of another class goes to load_state_dict(), which fails: named, with the next step."""
     model = nn.Linear(2, 2)
-    world.save(manager(tmp_path, model, Plain(model.parameters())), 1)
+    world.save(manager(tmp_path, model, Plain(model.parameters())))
     world.load_fails(
         manager(tmp_path, model, Counts(model.parameters())),
         CheckpointError,

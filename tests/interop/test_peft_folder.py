@@ -11,20 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
 
 from tests import world
-from tests.interop.folders import disturb, gap, tuned, without_a_word
+from tests.interop.folders import disturb
 from titan_ckpt.converters.container import ModelConverters
 from titan_ckpt.converters.lora import LoRAConverter
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, NotACheckpointError
-from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.peft import PeftFormat
-from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, info_of
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
@@ -41,11 +38,7 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 KINDS: Mapping[str, LoRAConfig] = {
     "plain": LoRAConfig(ALL, rank=4, alpha=8.0),
     "queries": LoRAConfig(("wq",), rank=4, alpha=8.0),
-    "rslora": LoRAConfig(ALL, rank=4, alpha=8.0, use_rslora=True),
     "dora": LoRAConfig(ALL, rank=4, alpha=8.0, use_dora=True),
-    "patterns": LoRAConfig(ALL, rank=4, alpha=8.0, rank_pattern={"wq": 2, "w2": 6}, alpha_pattern={"wq": 3.0}),
-    "embeddings": LoRAConfig(("wq", "tok_embeddings", "output"), rank=4, alpha=8.0),
-    "saved_modules": LoRAConfig(("wq",), rank=4, alpha=8.0, modules_to_save=("output",)),
 }
 
 
@@ -69,14 +62,6 @@ def planned(folder: Path, model: Llama3, converters: ModelConverters) -> Iterato
         yield reader, StateDictTransforms(model.key_map()).from_file(tensors, reader.tensors, converters, cast=False)
 
 
-def export_base(model: Llama3, converters: ModelConverters, folder: Path) -> None:
-    base = {fqn: value for fqn, value in model.state_dict().items() if not converters.key_filter(fqn)}
-    export_huggingface(
-        folder, StateDictTransforms(model.key_map()).to_file(base, None, None),
-        config=model.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=Coordinator.current(),
-    )  # fmt: skip
-
-
 def adapter_groups(model: Llama3, converters: ModelConverters) -> list[FileGroup]:
     return StateDictTransforms(model.key_map()).to_file(owned(model, converters), converters, None)
 
@@ -93,40 +78,6 @@ def export_adapter(
     """Export the adapter, or other groups, with fields of its config changed."""
     made = adapter_groups(model, converters) if groups is None else groups
     FolderExport(made, PeftFormat(config_of(model, converters) | config)).write(folder, Coordinator.current())
-
-
-def open_with_peft(base: Path, adapter: Path) -> Any:
-    """Open base and adapter with transformers and PEFT; any warning is an error."""
-    with without_a_word("transformers", "peft"):
-        opened: Any = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), adapter)
-    return opened.eval()
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_an_exported_adapter_opens_with_peft(tmp_path: Path, kind: str) -> None:
-    """Base and adapter, opened by their own libraries without a warning, give the native logits."""
-    model, converters = adapted(KINDS[kind])
-    export_base(model, converters, tmp_path / "base")
-    export_adapter(model, converters, tmp_path / "adapter")
-    theirs = open_with_peft(tmp_path / "base", tmp_path / "adapter")
-    assert gap(theirs, model) <= 1e-5
-    with theirs.disable_adapter():
-        assert gap(theirs, model) > 0.01
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "saved_modules"])
-def test_an_adapter_of_peft_opens_here(tmp_path: Path, kind: str) -> None:
-    """A folder that PEFT saved loads into the converter's tensors, heads permuted, and gives PEFT's logits."""
-    model, converters = adapted(KINDS[kind])
-    export_base(model, converters, tmp_path / "base")
-    fields = {k: v for k, v in config_of(model, converters).items() if k not in ("peft_type", "inference_mode")}
-    theirs = tuned(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter", seed=5, **fields)
-    assert detect_format(tmp_path / "adapter") == "peft"
-    with planned(tmp_path / "adapter", model, converters) as (reader, plan):
-        assert not (plan.report.missing or plan.report.unexpected or plan.report.mismatched), plan.report
-        assert set(plan.report.loaded) == set(owned(model, converters))
-        reader.read(plan.requests)
-    assert gap(model, theirs) <= 1e-5
 
 
 def test_a7_the_folder_holds_what_vllm_and_peft_need(tmp_path: Path) -> None:

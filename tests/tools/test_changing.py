@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.chats import write_model
 from tests.faults.shim import Counter, KillAt, intercepted
-from tests.forked import answer, fork
+from tests.forked import answer, fork, memory_of
 from tests.test_bad_input import write_config
 from tests.tools.steps import LORA, TOKENS, call, save_step
 from tests.world import contents, same, tensors
@@ -208,17 +208,10 @@ def write_gigabyte(folder: Path) -> int:
 
 
 def peak_of(*words: object) -> int:
-    """Call titan-ckpt in a forked process; return its peak memory in bytes."""
-
-    def act() -> int:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-        assert call(*words) == 0
-        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-        return 1024 * int(peak.split()[1])
-
-    peak, _ = answer(act)
-    assert peak, words
-    return int(peak)
+    """Call titan-ckpt in a forked process; return the bytes that it takes at its peak."""
+    peak, code = memory_of(lambda: call(*words))
+    assert code == 0, words
+    return peak
 
 
 def test_f4_a_gigabyte_takes_little_memory(root: Path, tmp_path: Path) -> None:

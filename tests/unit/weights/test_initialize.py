@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -20,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests import world
+from tests.forked import memory_of
 from tests.world import shard
 from titan_ckpt import InitialLoadConfig
 from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConverters
@@ -468,33 +466,6 @@ def test_d6_a_weights_path_that_cannot_be_loaded_stops_the_run(tmp_path: Path) -
     assert model.touched == [] and len(empty_tensors([model])) == 5
 
 
-MEASURE = """
-import json, resource, sys, torch
-from torch import nn
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig
-from titan_ckpt.weights.initialize import InitialValues, construct, materialise
-
-def rss():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-def build():
-    return nn.ModuleList([nn.Linear(4096, 4096, bias=False) for _ in range(12)] + [nn.Embedding(16384, 4096)])
-
-sources = (InitialLoadConfig(path=sys.argv[1]),)
-tiny = nn.ModuleList([nn.Linear(2, 2, bias=False)])
-with CheckpointManager(CheckpointConfig(), model_parts=[tiny], base_folder=sys.argv[2]) as manager:
-    manager.load()  # imports and first uses
-before = rss()
-model = construct(build)
-materialise(model, "cpu")
-with CheckpointManager(CheckpointConfig(initial_load=sources), model_parts=[model], base_folder=sys.argv[2]) as manager:
-    manager.load()
-sizes = [p.nbytes for p in model.parameters()]
-last = model[12].weight[-1, -1].item()
-print(json.dumps({"extra": rss() - before, "last": last, "model": sum(sizes), "largest": max(sizes)}))
-"""
-
-
 def test_b1_loading_takes_the_models_memory_the_largest_tensor_and_64_mib_at_most(tmp_path: Path) -> None:
     """A Hugging Face folder of 1.07 GB into a model from meta, in a process of its own; the kernel counts the peak."""
     shapes = {f"{i}.weight": [4096, 4096] for i in range(12)} | {"12.weight": [16384, 4096]}
@@ -510,11 +481,16 @@ def test_b1_loading_takes_the_models_memory_the_largest_tensor_and_64_mib_at_mos
         file.write(len(text).to_bytes(8, "little") + text)
         file.seek(8 + len(text) + end - 4)
         file.write(struct.pack("<f", 0.5))
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder), str(tmp_path)],
-        capture_output=True, text=True, check=False, env=os.environ, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["model"] > 1e9 and found["last"] == 0.5
-    assert found["extra"] <= found["model"] + found["largest"] + 64 * 2**20, found
+
+    def build() -> nn.Module:
+        return nn.ModuleList([nn.Linear(4096, 4096, bias=False) for _ in range(12)] + [nn.Embedding(16384, 4096)])
+
+    def act() -> tuple[float, list[int]]:
+        model: Any = construct(build)
+        materialise(model, "cpu")
+        load(model, tmp_path, initial_load=[folder])
+        return model[12].weight[-1, -1].item(), [p.nbytes for p in model.parameters()]
+
+    peak, (last, sizes) = memory_of(act, before=lambda: load(nn.ModuleList([nn.Linear(2, 2)]), tmp_path))
+    assert sum(sizes) > 1e9 and last == 0.5
+    assert sum(sizes) < peak <= sum(sizes) + max(sizes) + 64 * 2**20, peak

@@ -64,7 +64,7 @@ def test_a_frozen_quantised_weight_comes_back(kind: str, tmp_path: Path) -> None
 
 def test_a_weight_of_another_class_is_not_filled(tmp_path: Path) -> None:
     """int8 values are not loaded into a weight that reads them in another way: named, nothing is changed."""
-    world.save(Run(tmp_path, "int8", 0).manager, 1)
+    world.save(Run(tmp_path, "int8", 0).manager)
     other = Run(tmp_path, "intx", 1)
     before = comparable(dict(other.model.state_dict()))
     world.load_fails(other.manager, LoadMismatchError, r"base\.weight\.Int8Tensor\.qdata")

@@ -105,7 +105,7 @@ def test_only_the_subtree_with_the_hooks_is_loaded_through_them(tmp_path: Path) 
     """Plain modules around it are filled in place, without a call of their load_state_dict."""
     calls = []
     run = Run("split with collectives", 0)
-    world.save(run.manager(tmp_path), 1)
+    world.save(run.manager(tmp_path))
     other = Run("split with collectives", 1)
     for name, module in other.net.named_modules():
         module.register_load_state_dict_post_hook(lambda *_, name=name: calls.append(name)) if "middle." in name else 0
@@ -199,7 +199,7 @@ def test_code_that_would_resume_another_model_is_refused_before_the_first_step(t
 
 def test_a_load_that_reaches_a_parameter_no_more_is_an_error(tmp_path: Path) -> None:
     """A resume whose hook drops the stored value names the parameter, instead of training on other weights."""
-    world.save(world.manager(tmp_path, nn.Sequential(Renamed())), 1)
+    world.save(world.manager(tmp_path, nn.Sequential(Renamed())))
 
     class Careless(Renamed):
         def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:

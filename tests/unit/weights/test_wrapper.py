@@ -139,6 +139,6 @@ def test_a_tensor_whose_only_row_is_expanded_is_plain(tmp_path: Path) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     model.register_buffer("positions", torch.arange(5).expand(1, -1))
     other.register_buffer("positions", torch.zeros(5, dtype=torch.int64).expand(1, -1))
-    world.save(world.manager(tmp_path, model, async_mode="disabled"), 1)
+    world.save(world.manager(tmp_path, model, async_mode="disabled"))
     world.load(world.manager(tmp_path, other))
     assert torch.equal(other.get_buffer("positions"), torch.arange(5)[None])

@@ -67,6 +67,7 @@ def memory_of(act: Callable[[], object], before: Callable[[], object] = int) -> 
     def measured() -> tuple[int, object]:
         ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back, and counts again
         before()
+        gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
         begin = resident("VmRSS")
         found = act()

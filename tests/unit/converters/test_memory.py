@@ -32,4 +32,4 @@ def test_a_merge_takes_the_memory_of_one_tensor(dtype: torch.dtype, use_dora: bo
                 del block  # as a writer does before it asks for the next
 
     peak, _ = memory_of(export, before=export)  # the libraries' own buffers
-    assert WIDTH * WIDTH * dtype.itemsize / 2 < peak < WIDTH * WIDTH * dtype.itemsize + (4 << 20)
+    assert peak < WIDTH * WIDTH * dtype.itemsize + (4 << 20)

@@ -27,7 +27,7 @@ def save_step(base: Path, run: Path, *, converters: Any = None, cast: bool = Fal
     model = Llama3(SHAPE)
     if converters is not None:
         converters.convert(model)
-    model = shard(model)
+    shard(model)
     optimizer = world.adamw(model, 0.0 if converters is None else 0.1, weight_decay=0.0)
     with world.manager(
         run,

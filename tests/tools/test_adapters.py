@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from tests import world
-from tests.tools.steps import LORA, SHAPE, TOKENS, call, save_step
-from tests.world import same
+from tests.tools.steps import LORA, call, save_step
+from tests.world import TINY as SHAPE
+from tests.world import TOKENS, same
 from titan_ckpt import InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.models.llama3 import Llama3

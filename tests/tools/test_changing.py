@@ -25,8 +25,8 @@ from tests.chats import write_model
 from tests.faults.shim import Counter, KillAt, intercepted
 from tests.forked import answer, fork, memory_of
 from tests.test_bad_input import write_config
-from tests.tools.steps import LORA, TOKENS, call, save_step
-from tests.world import contents, same, tensors
+from tests.tools.steps import LORA, call, save_step
+from tests.world import TOKENS, contents, same, tensors
 from titan_ckpt.cli import tables
 from titan_ckpt.converters import from_tables
 from titan_ckpt.converting import stored_tensor

@@ -22,7 +22,7 @@ from tests import world
 from tests.interop.folders import gap, logits
 from tests.world import TINY as SHAPE
 from tests.world import read_all, same
-from titan_ckpt import ExportConfig, StateDictTransforms
+from titan_ckpt import ExportConfig
 from titan_ckpt.converters import QATConfig, from_tables
 from titan_ckpt.converters.qat.converter import _torchao_config
 from titan_ckpt.errors import ConfigError, ExportError
@@ -74,7 +74,11 @@ def export(model: Any, converters: Any, folder: Path, *, step: int = 1, **settin
     """Make a quantised export as the last step of a run does, and return it."""
     world.save(
         world.manager(
-            folder, model, export=(ExportConfig("hf", quantised=True, **settings),), model_converters=converters
+            folder,
+            model,
+            save=None,
+            export=(ExportConfig("hf", quantised=True, **settings),),
+            model_converters=converters,
         ),
         step,
         last_step=True,
@@ -159,7 +163,7 @@ def test_our_reader_gives_back_what_training_computed_with(tmp_path: Path) -> No
     train(model)
     folder = export(model, converters, tmp_path)
     plain = llama3.Llama3(SHAPE)
-    world.load(world.manager(tmp_path, plain, initial_load=[folder]))
+    world.load(world.manager(tmp_path, plain, save=None, initial_load=[folder]))
     for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w2"):
         module: Any = model.get_submodule(f"layers.1.{name}")
         weight = module.merged_weight() if hasattr(module, "lora_a") else module.weight
@@ -175,15 +179,10 @@ def test_quantising_again_gives_other_values_and_a_warning(
 
     def again(folder: Path, out: Path, *tables: dict[str, Any]) -> Any:
         model = llama()
-        objects: dict[str, Any] = {"model_parts": [model], "model_converters": convert(model, *tables)}
+        exports = (ExportConfig("hf", quantised=True),) * bool(tables)
+        hooks = convert(model, *tables)
         world.finish(
-            world.manager(
-                out,
-                initial_load=[folder],
-                export=(ExportConfig("hf", quantised=True),) * bool(tables),
-                sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
-                **objects,
-            )
+            world.manager(out, model, save=None, initial_load=[folder], export=exports, model_converters=hooks)
         )
         return model
 
@@ -206,7 +205,9 @@ def test_a_plain_export_stands_beside_the_quantised_one(tmp_path: Path) -> None:
     model = llama()
     converters = convert(model, INT4)
     exports = (ExportConfig("hf", quantised=True), ExportConfig("hf", dtype="bfloat16"))
-    world.save(world.manager(tmp_path, model, export=exports, model_converters=converters), 3, last_step=True)
+    world.save(
+        world.manager(tmp_path, model, save=None, export=exports, model_converters=converters), 3, last_step=True
+    )
     assert "quantization_config" not in json.loads((tmp_path / "exports/step-3/config.json").read_text())
     assert {value.dtype for value in read_all(tmp_path / "exports/step-3").values()} == {torch.bfloat16}
     assert (tmp_path / "exports/step-3-quantised/config.json").is_file()

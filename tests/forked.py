@@ -6,6 +6,7 @@ once more. What a command line does before `main` is not in it: tests of that st
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import multiprocessing
@@ -52,6 +53,30 @@ def answer(act: Callable[[], object]) -> tuple[Any, int]:
     with os.fdopen(read) as pipe:
         text = pipe.read()
     return json.loads(text or "null"), os.waitpid(pid, 0)[1]
+
+
+def memory_of(act: Callable[[], object], before: Callable[[], object] = int) -> tuple[int, Any]:
+    """Run `act` in a forked process; return the bytes that it takes at its peak, and what it returned.
+
+    `before` runs first, so that first uses of libraries are not counted.
+    """
+
+    def resident(name: str) -> int:
+        status = Path("/proc/self/status").read_text()
+        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith(name))
+
+    def measured() -> tuple[int, object]:
+        ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back, and counts again
+        before()
+        gc.collect()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+        begin = resident("VmRSS")
+        found = act()
+        return resident("VmHWM") - begin, found
+
+    answered, status = answer(measured)
+    assert status == 0 and answered is not None
+    return answered[0], answered[1]
 
 
 class Program:

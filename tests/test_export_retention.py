@@ -86,8 +86,7 @@ def test_a_folder_of_the_users_in_the_place_of_a_recorded_export_is_the_users(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Retention leaves it, and a run that goes back refuses it by name and renames nothing."""
-    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp", interval=1, keep=1),))
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+    with build(tmp_path, nn.Linear(2, 2), export=(ExportConfig("dcp", interval=1, keep=1),)) as manager:
         for step in (1, 2):
             manager.save(step)
         manager.wait()

@@ -15,6 +15,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -25,10 +26,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from tests.run_folder import RunFolder
-from titan_ckpt.config import CheckpointConfig, SaveConfig
+from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk, local_tensor
 from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.testing import distributed
@@ -125,15 +127,17 @@ def adamw(model: nn.Module, lr: float = 0.01, **settings: Any) -> torch.optim.Ad
 
 
 def manager(folder: RunFolder | Path, /, *objects: Any, **given: Any) -> CheckpointManager:
-    """Return the manager of a run that saves every step; `objects` are its modules, and its optimizers.
+    """Return the manager of a run that saves every step; `objects` are its parts, and all others its optimizers.
 
-    `given` are settings of SaveConfig and of CheckpointConfig, and objects that CheckpointManager takes. A model of
-    ours brings its key map. `save=None` saves nothing.
+    `given` are settings of SaveConfig and of CheckpointConfig, and objects that CheckpointManager takes. A path in
+    `initial_load` is a source without settings. A model of ours brings its key map. `save=None` saves nothing.
     """
     place = RunFolder(folder) if isinstance(folder, Path) else folder
     parts = [one for one in objects if isinstance(one, nn.Module)]
     save = {"interval": 1, "timeout_seconds": 60.0} | {name: given.pop(name) for name in _SAVE & given.keys()}
     taken: dict[str, Any] = {name: given.pop(name) for name in _OBJECTS & given.keys()}
+    sources: Iterable[Any] = given.pop("initial_load", ())
+    given["initial_load"] = tuple(InitialLoadConfig(str(s)) if isinstance(s, (str, Path)) else s for s in sources)
     if len(parts) == 1 and hasattr(parts[0], "key_map"):
         model: Any = parts[0]
         taken = {"sd_transforms": StateDictTransforms(model.key_map(), model.hf_config()), **taken}
@@ -301,3 +305,32 @@ def on_ranks(nproc: int, act: Callable[..., None], *args: Any, timeout_seconds: 
 @distributed()
 def _act(act: Callable[..., None], args: Iterable[Any], named: dict[str, Any]) -> None:
     act(*args, **named)
+
+
+def load(run: CheckpointManager) -> LoadResult:
+    """Load by a manager that does nothing else."""
+    with run:
+        return run.load()
+
+
+def load_fails(
+    run: CheckpointManager, error: type[Exception] | tuple[type[Exception], ...], match: str | None = None
+) -> str:
+    """Fail unless the load of a manager is refused so, and return what it says."""
+    with run, pytest.raises(error, match=match) as raised:
+        run.load()
+    return str(raised.value)
+
+
+def save(run: CheckpointManager, step: int = 1, **due: Any) -> bool:
+    """Save a step by a manager that does nothing else."""
+    with run:
+        return run.save(step, **due)
+
+
+def finish(run: CheckpointManager, step: int = 1) -> LoadResult:
+    """Load, and save the last step of a run with its exports, without training between."""
+    with run:
+        result = run.load()
+        run.save(step, last_step=True)
+    return result

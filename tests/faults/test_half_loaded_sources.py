@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.faults.test_half_loaded import ROLLED_BACK_OR_RESUMED, WARM_OR_COLD, Values, refused
-from tests.interop.test_merge_sources import LORA, SHAPE, manager_of, write_adapter, write_base
+from tests.interop.test_merge_sources import LORA, manager_of, write_adapter, write_base
 from tests.unit.formats.native.test_native import drop_from_page_cache
+from tests.world import TINY, same
 from tests.world import manager as build
-from tests.world import same
 from titan_ckpt import CheckpointManager
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import PeerError
@@ -72,7 +72,7 @@ class MergedRun(Run):
 
     def build(self) -> nn.Module:
         torch.manual_seed(0)
-        model = Llama3(SHAPE)
+        model = Llama3(TINY)
         model.init_weights()
         self.hooks = from_tables([LORA])
         self.hooks.convert(model)

@@ -15,7 +15,7 @@ pytest.importorskip("torchao")
 
 from tests.unit.converters.test_float8 import convert as to_float8
 from tests.unit.converters.test_qat import convert as to_qat
-from tests.unit.converters.test_qat import llama
+from tests.world import llama
 
 pytestmark = pytest.mark.gpu(only=True)
 

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from transformers import LlamaForCausalLM
 
-from tests.interop.test_lora_peft import FusedLlama, randomise
-from tests.interop.test_lora_run import LoraRun, trained, write_base
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig, StateDictTransforms
+from tests import world
+from tests.interop.folders import disturb
+from tests.interop.test_lora_peft import FusedLlama
+from tests.interop.test_lora_run import LoraRun, trained
+from titan_ckpt import CheckpointManager, InitialLoadConfig, SaveConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import BaseMismatchError, LoadMismatchError
 from titan_ckpt.geometry.chunks import Chunk, blocks_of
@@ -24,12 +25,6 @@ from titan_ckpt.weights.wrapper import ModelWrapper
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
 EVERYWHERE = ["wq", "wk", "wv", "wo", "w1", "w2", "w3", "tok_embeddings"]
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A tiny Llama that transformers wrote."""
-    return write_base(tmp_path / "base", seed=0)
 
 
 def write_dcp(run: LoraRun, folder: Path) -> Path:
@@ -90,13 +85,13 @@ def test_other_settings_than_the_steps_are_named(
     """Every setting that would change the adapter's result is listed, once, before anything is loaded."""
     trained(tmp_path, base)
     run = LoraRun.build(base, **changed)
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    before = world.whole(run.model.state_dict())
     sources = [base, tmp_path / "run/checkpoints/step-4"]
     with run.manager(tmp_path / "second", sources) as manager, pytest.raises(LoadMismatchError) as raised:
         manager.load()
     assert all(fault in str(raised.value) for fault in faults), raised.value
     assert str(raised.value).count("in this run") == len(faults)
-    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    assert world.same(run.model.state_dict(), before)
 
 
 def test_settings_that_give_the_same_result_are_accepted(tmp_path: Path, base: Path) -> None:
@@ -111,8 +106,7 @@ def test_settings_that_give_the_same_result_are_accepted(tmp_path: Path, base: P
         use_rslora=True,
         dropout=0.5,
     )
-    with second.manager(tmp_path / "second", [base, tmp_path / "run/checkpoints/step-4"]) as manager:
-        manager.load()
+    world.load(second.manager(tmp_path / "second", [base, tmp_path / "run/checkpoints/step-4"]))
     second.model.eval()
     assert torch.equal(second.logits(), first.logits())
 
@@ -120,10 +114,9 @@ def test_settings_that_give_the_same_result_are_accepted(tmp_path: Path, base: P
 def test_f9_another_base_than_the_steps_is_named(tmp_path: Path, base: Path) -> None:
     """An adapter step knows the weights it was trained on, as a source too, loaded or merged."""
     trained(tmp_path, base)
-    other, adapter = write_base(tmp_path / "other", seed=1), tmp_path / "run/checkpoints/step-4"
+    other, adapter = world.write_llama(tmp_path / "other", seed=1), tmp_path / "run/checkpoints/step-4"
     run = LoraRun.build(base)
-    with run.manager(tmp_path / "a", [other, adapter]) as manager, pytest.raises(BaseMismatchError, match="step-4 was"):
-        manager.load()
+    world.load_fails(run.manager(tmp_path / "a", [other, adapter]), BaseMismatchError, "step-4 was")
     with pytest.raises(BaseMismatchError, match="step-4 was trained on another base"):
         merge_into(other, tmp_path / "b", adapter)
 
@@ -132,13 +125,7 @@ def merge_into(base: Path, folder: Path, *adapters: Path) -> Llama3:
     """Return a model without converters: the base with the adapters merged into it."""
     model = Llama3(Llama3Config.from_hf(json.loads((base / "config.json").read_text())))
     sources = (InitialLoadConfig(str(base)), *(InitialLoadConfig(str(path), merge=True) for path in adapters))
-    with CheckpointManager(
-        CheckpointConfig(initial_load=sources),
-        model_parts=[model],
-        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
-        base_folder=folder,
-    ) as manager:
-        manager.load()
+    world.load(world.manager(folder, model, initial_load=sources))
     return model
 
 
@@ -157,13 +144,7 @@ def test_a_merged_step_has_the_bits_of_the_merged_export(lora: dict[str, Any], t
     ours = merge_into(base, tmp_path / "merged", tmp_path / "run/checkpoints/step-4")
     expected = Llama3(ours.config)
     export = InitialLoadConfig(str(tmp_path / "run/exports/step-4"))
-    with CheckpointManager(
-        CheckpointConfig(initial_load=(export,)),
-        model_parts=[expected],
-        sd_transforms=StateDictTransforms(expected.key_map(), expected.hf_config()),
-        base_folder=tmp_path / "expected",
-    ) as manager:
-        manager.load()
+    world.load(world.manager(tmp_path / "expected", expected, initial_load=[export]))
     assert all(torch.equal(value, expected.state_dict()[name]) for name, value in ours.state_dict().items())
     unmerged = merge_into(base, tmp_path / "unmerged").state_dict()
     assert not torch.equal(ours.state_dict()["layers.0.attention.wq.weight"], unmerged["layers.0.attention.wq.weight"])
@@ -183,18 +164,16 @@ def test_fused_weights_and_stacked_experts_are_merged_too(form: str, tmp_path: P
     targets = ["w13"] if form == "fused" else ["wq", "experts.w1", "experts.w2"]
     first, folder = model(), tmp_path / "run"
     hooks = from_tables([{"kind": "lora", "rank": 4, "target_modules": targets, "use_dora": form == "fused"}])
-    with manager_of(model(), tmp_path / "origin") as manager:
-        manager.save(1)
+    world.save(manager_of(model(), tmp_path / "origin"))
     origin = InitialLoadConfig(str(tmp_path / "origin/checkpoints/step-1"))
     hooks.convert(first)
     with manager_of(first, folder, origin, hooks=hooks) as manager:
         manager.load()
-        randomise(first, hooks)
+        disturb(first, lambda name, _: hooks.key_filter(name))
         manager.save(1)
     merged = model()
     adapter = InitialLoadConfig(str(folder / "checkpoints/step-1"), merge=True)
-    with manager_of(merged, tmp_path / "merged", origin, adapter) as manager:
-        manager.load()
+    world.load(manager_of(merged, tmp_path / "merged", origin, adapter))
     expected = ModelWrapper([first], hooks).state_dict("export")
     for name, value in merged.state_dict().items():
         for block in blocks_of(expected[name]):
@@ -202,13 +181,7 @@ def test_fused_weights_and_stacked_experts_are_merged_too(form: str, tmp_path: P
 
 
 def manager_of(model: Any, folder: Path, *sources: InitialLoadConfig, hooks: Any = None) -> CheckpointManager:
-    return CheckpointManager(
-        CheckpointConfig(initial_load=sources, save=SaveConfig(interval=1)),
-        model_parts=[model],
-        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
-        model_converters=hooks,
-        base_folder=folder,
-    )
+    return world.manager(folder, model, initial_load=sources, model_converters=hooks)
 
 
 def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Path) -> None:
@@ -216,17 +189,13 @@ def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Pat
     first = trained(tmp_path, base)
     adapter = tmp_path / "run/checkpoints/step-4"
     second = LoraRun.build(base, seed=3)
-    config = CheckpointConfig(
-        save=SaveConfig(interval=2),
-        initial_load=(InitialLoadConfig(str(base)), InitialLoadConfig(str(adapter), merge=True)),
-    )
-    with CheckpointManager(
-        config,
-        model_parts=[second.model],
-        optimizers=[second.optimizer],
-        sd_transforms=StateDictTransforms(second.model.key_map(), second.model.hf_config()),
+    with world.manager(
+        tmp_path / "second",
+        second.model,
+        second.optimizer,
+        interval=2,
+        initial_load=[base, InitialLoadConfig(str(adapter), merge=True)],
         model_converters=second.hooks,
-        base_folder=tmp_path / "second",
     ) as manager:
         manager.load()
         torch.testing.assert_close(second.logits(), first.logits(), rtol=0, atol=1e-5)
@@ -257,28 +226,18 @@ def test_a4_a_whole_step_with_an_adapter_inside_is_exact_or_refused(tmp_path: Pa
         second.step()
         manager.save(2)  # the adapter alone; the step that it began with is its base
     resumed = LoraRun.build(base, seed=6)
-    with resumed.manager(tmp_path / "second", [step]) as manager:
-        assert manager.load().step == 2
+    assert world.load(resumed.manager(tmp_path / "second", [step])).step == 2
     assert torch.equal(resumed.logits(), second.logits())
     third = LoraRun.build(base, alpha=32.0)
-    with (
-        third.manager(tmp_path / "third", [step]) as manager,
-        pytest.raises(LoadMismatchError, match=r"lora\.alpha: 8"),
-    ):
-        manager.load()
+    world.load_fails(third.manager(tmp_path / "third", [step]), LoadMismatchError, r"lora\.alpha: 8")
     plain = Llama3(first.model.config)
-    with (
-        CheckpointManager(
-            CheckpointConfig(initial_load=(InitialLoadConfig(str(step)),)),
-            model_parts=[plain],
-            base_folder=tmp_path / "plain",
-        ) as manager,
-        pytest.raises(LoadMismatchError, match=r"step-1 holds 16 tensors of converters \(lora\).*has no converters"),
-    ):
-        manager.load()
+    world.load_fails(
+        world.manager(tmp_path / "plain", plain, initial_load=[step]),
+        LoadMismatchError,
+        r"step-1 holds 16 tensors of converters \(lora\).*has no converters",
+    )
     base_alone = InitialLoadConfig(str(step), ignore=("*.lora_*",))
-    with manager_of(plain, tmp_path / "base-alone", base_alone) as manager:
-        manager.load()
+    world.load(manager_of(plain, tmp_path / "base-alone", base_alone))
     assert all(torch.equal(value, first.model.state_dict()[name]) for name, value in plain.state_dict().items())
     with pytest.raises(LoadMismatchError, match="step-1 is native and holds whole weights, and only an adapter"):
         merge_into(base, tmp_path / "merged", step)
@@ -293,17 +252,11 @@ def test_a_dcp_adapter_is_not_merged_by_a_guessed_alpha(tmp_path: Path, base: Pa
     hooks = from_tables([])
     plain = Llama3(first.model.config)
     sources = (InitialLoadConfig(str(base)), InitialLoadConfig(str(folder)))
-    with (
-        CheckpointManager(
-            CheckpointConfig(initial_load=sources),
-            model_parts=[plain],
-            sd_transforms=StateDictTransforms(plain.key_map(), plain.hf_config()),
-            model_converters=hooks,
-            base_folder=tmp_path / "plain",
-        ) as manager,
-        pytest.raises(LoadMismatchError, match="dcp is an adapter, and no converter of this run owns"),
-    ):
-        manager.load()
+    world.load_fails(
+        world.manager(tmp_path / "plain", plain, initial_load=sources, model_converters=hooks),
+        LoadMismatchError,
+        "dcp is an adapter, and no converter of this run owns",
+    )
 
 
 class OwnLoRA(torch.nn.Module):
@@ -320,10 +273,7 @@ def test_names_that_the_model_has_itself_are_no_converters(tmp_path: Path) -> No
     """Without converters such tensors are weights like others: a step of them loads, and a DCP folder beside a base."""
     first, second = torch.nn.ModuleDict({"x": OwnLoRA()}), torch.nn.ModuleDict({"x": OwnLoRA()})
     values = {name: value.clone() for name, value in first.state_dict().items()}
-    with CheckpointManager(
-        CheckpointConfig(save=SaveConfig(interval=1)), model_parts=[first], base_folder=tmp_path / "run"
-    ) as manager:
-        manager.save(1)
+    world.save(world.manager(tmp_path / "run", first))
     for name in ("base", "lora_"):
         part = {key: value for key, value in values.items() if f"x.{name}" in key}
         dcp.save(part, checkpoint_id=tmp_path / name)
@@ -331,19 +281,5 @@ def test_names_that_the_model_has_itself_are_no_converters(tmp_path: Path) -> No
         for parameter in second.parameters():
             torch.nn.init.zeros_(parameter)
         loads = tuple(InitialLoadConfig(str(path)) for path in sources)
-        with CheckpointManager(
-            CheckpointConfig(initial_load=loads), model_parts=[second], base_folder=tmp_path / "second"
-        ) as manager:
-            manager.load()
+        world.load(world.manager(tmp_path / "second", second, initial_load=loads))
         assert all(torch.equal(value, values[name]) for name, value in second.state_dict().items())
-
-
-def test_a_merged_step_is_the_model_that_transformers_opens(tmp_path: Path, base: Path) -> None:
-    """The merge of a step, and the folder that its run exported, in transformers: the same logits."""
-    run = trained(tmp_path, base)
-    exported: Any = LlamaForCausalLM.from_pretrained(tmp_path / "run/exports/step-4")
-    tokens = torch.arange(18).view(2, 9)
-    with torch.no_grad():
-        ours = merge_into(base, tmp_path / "merged", tmp_path / "run/checkpoints/step-4")(tokens)
-        assert (ours - exported.eval()(tokens).logits).abs().max() <= 1e-5
-        assert (ours - run.model(tokens)).abs().max() <= 1e-5

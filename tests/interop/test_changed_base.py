@@ -11,17 +11,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests import world
 from tests.faults.shim import intercepted
-from tests.interop.test_lora_run import LoraRun, write_base
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig, converters
+from tests.interop.test_lora_run import LoraRun
+from titan_ckpt import ExportConfig, InitialLoadConfig, SaveConfig, converters
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.errors import ConfigError, ExportError, ExportSettingError
-
-
-@pytest.fixture
-def base(tmp_path: Path) -> Path:
-    """A tiny Llama that transformers wrote."""
-    return write_base(tmp_path / "base", seed=0)
 
 
 def unfrozen(base: Path, seed: int) -> LoraRun:
@@ -64,8 +59,7 @@ def test_a_base_that_is_trained_is_saved_with_its_adapter(
         manager.save(4)
     assert kind(tmp_path / "run", 4) == "full"
     last = unfrozen(base, seed=4)
-    with last.manager(tmp_path / "run", [base]) as manager:
-        assert manager.load().step == 4
+    assert world.load(last.manager(tmp_path / "run", [base])).step == 4
     assert torch.equal(last.logits(), frozen.logits())
 
 
@@ -142,12 +136,13 @@ class NormedRun:
             hooks.convert(self.model)
         self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
         sources = () if source is None else (InitialLoadConfig(str(source)),)
-        self.manager = CheckpointManager(
-            CheckpointConfig(initial_load=sources, **{"save": SaveConfig(interval=2)} | settings),
-            model_parts=[self.model],
-            optimizers=[self.optimizer],
+        self.manager = world.manager(
+            folder,
+            self.model,
+            self.optimizer,
+            initial_load=sources,
+            **{"save": SaveConfig(interval=2)} | settings,
             model_converters=hooks,
-            base_folder=folder,
         )
 
     def train(self) -> None:
@@ -183,8 +178,7 @@ def test_statistics_that_change_beside_an_adapter_are_saved(
     assert kind(tmp_path / "run", 2) == "full"
     assert ("tensors of the base, such as norm.running_mean" in caplog.text) is (kind_of_run == "base left out")
     second = NormedRun(tmp_path / "run", 2, base, **settings)
-    with second.manager as manager:
-        assert manager.load().step == 2
+    assert world.load(second.manager).step == 2
     assert all(torch.equal(a, b) for a, b in zip(first.model.buffers(), second.model.buffers(), strict=True))
 
 
@@ -246,6 +240,5 @@ def test_a_frozen_base_that_other_code_has_changed_is_saved_with_its_adapter(tmp
             first.model.last.weight.add_(1)
         manager.save(2)
     second = NormedRun(tmp_path / "run", 2, source)
-    with second.manager as manager:
-        assert manager.load().step == 2
+    assert world.load(second.manager).step == 2
     assert torch.equal(first.model.last.weight, second.model.last.weight)

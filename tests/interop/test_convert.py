@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig
+from tests import world
+from tests.forked import memory_of
+from tests.interop.folders import gap
+from tests.world import same, tensors
 from titan_ckpt.converting import convert
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, KeyMapError, NotACheckpointError
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
@@ -23,32 +23,12 @@ from titan_ckpt.models.llama3 import Llama3, Llama3Config
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A tiny Llama in two shards that transformers wrote."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=96,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    model.save_pretrained(tmp_path / "base", max_shard_size="200KB")
-    return tmp_path / "base"
+    return world.write_llama(tmp_path / "base", max_shard_size="200KB")
 
 
 def model_of(base: Path) -> Llama3:
     config = LlamaConfig.from_pretrained(base)
     return Llama3(Llama3Config.from_hf(config.to_dict()))
-
-
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
 def test_there_and_back_through_every_format_is_byte_identical(tmp_path: Path, base: Path) -> None:
@@ -58,7 +38,7 @@ def test_there_and_back_through_every_format_is_byte_identical(tmp_path: Path, b
     convert(base, tmp_path / "native", "native", key_map=table)
     convert(tmp_path / "native", tmp_path / "dcp", "dcp")
     convert(tmp_path / "dcp", tmp_path / "hf", "hf", key_map=table, hf_config=model.hf_config(), assets=base)
-    assert same(weights(tmp_path / "hf"), weights(base))
+    assert same(tensors(tmp_path / "hf"), tensors(base))
     LlamaForCausalLM.from_pretrained(tmp_path / "hf")
 
 
@@ -66,28 +46,18 @@ def test_a_converted_folder_is_a_source_of_a_run(tmp_path: Path, base: Path) -> 
     """A run starts from the converted native folder as from the Hugging Face one."""
     convert(base, tmp_path / "native", "native", key_map=model_of(base).key_map())
     model = model_of(base)
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(tmp_path / "native")),))
-    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path / "run") as manager:
-        manager.load()
-    ids = torch.arange(8)[None]
-    with torch.no_grad():
-        loaded: Any = LlamaForCausalLM.from_pretrained(base)
-        theirs = loaded.eval()(ids).logits
-        assert (model(ids) - theirs).abs().max() <= 1e-5
+    world.load(world.manager(tmp_path / "run", model, initial_load=[tmp_path / "native"]))
+    loaded: Any = LlamaForCausalLM.from_pretrained(base)
+    assert gap(model, loaded.eval()) <= 1e-5
 
 
 def test_a_training_step_gives_its_weights_only(tmp_path: Path, base: Path) -> None:
     """Optimizer state stays behind; bf16 is the cast."""
     model = model_of(base)
     model.init_weights()
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(torch.arange(8)[None]).sum().backward()
-    optimizer.step()
-    config = CheckpointConfig(save=SaveConfig(interval=1))
-    with CheckpointManager(
-        config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path / "run"
-    ) as manager:
-        manager.save(1)
+    optimizer = world.adamw(model)
+    world.step_on(model, optimizer, world.TOKENS)
+    world.save(world.manager(tmp_path / "run", model, optimizer))
     step = tmp_path / "run" / "checkpoints" / "step-1"
     convert(step, tmp_path / "dcp", "dcp", dtype=torch.bfloat16)
     convert(tmp_path / "dcp", tmp_path / "native", "native")
@@ -156,24 +126,15 @@ def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
 
 def test_memory_is_bounded(tmp_path: Path) -> None:
     """A 320 MB model converts in a process that grows by less than 200 MB."""
-    script = textwrap.dedent(
-        """
-        import resource, sys, torch
-        from pathlib import Path
-        from titan_ckpt.converting import convert
-        folder = Path(sys.argv[1])
-        convert(folder / "small", folder / "warm", "native")
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        convert(folder / "hf", folder / "native", "native")
-        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-        convert(folder / "native", folder / "back", "hf", hf_config=config)
-        print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) // 1024)
-        """
-    )
     for name, rows in (("hf", 1 << 12), ("small", 4)):
         (tmp_path / name).mkdir()
-        tensors = {f"layers.{i}.weight": torch.full((rows, 1 << 13), float(i), dtype=torch.bfloat16) for i in range(5)}
-        save_file(tensors, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-    done = subprocess.run([sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 200
+        made = {f"layers.{i}.weight": torch.full((rows, 1 << 13), float(i), dtype=torch.bfloat16) for i in range(5)}
+        save_file(made, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
+
+    def act() -> None:
+        convert(tmp_path / "hf", tmp_path / "native", "native")
+        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+        convert(tmp_path / "native", tmp_path / "back", "hf", hf_config=config)
+
+    peak, _ = memory_of(act, before=lambda: convert(tmp_path / "small", tmp_path / "warm", "native"))
+    assert peak < 200 << 20

@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
+from tests.world import same
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, ExportError
@@ -39,103 +40,59 @@ def read(folder: Path, metadata: Any) -> torch.Tensor:
     return out
 
 
-def _chunks(metadata: Any, *boxes: tuple[tuple[int, int], tuple[int, int]]) -> None:
-    [info] = metadata.storage_data.values()
-    entry = metadata.state_dict_metadata["w"]
-    entry.chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in boxes]
-    metadata.storage_data = {MetadataIndex("w", torch.Size(o), i): info for i, (o, _) in enumerate(boxes)}
+def chunks(*boxes: tuple[tuple[int, int], tuple[int, int]]) -> Callable[[Any], None]:
+    """Say that the tensor lies in these chunks: (offsets, sizes)."""
+
+    def damage(metadata: Any) -> None:
+        [info] = metadata.storage_data.values()
+        entry = metadata.state_dict_metadata["w"]
+        entry.chunks = [ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in boxes]
+        metadata.storage_data = {MetadataIndex("w", torch.Size(o), i): info for i, (o, _) in enumerate(boxes)}
+
+    return damage
 
 
-def overlapping_with_a_hole(m: Any) -> None:
-    _chunks(m, ((0, 0), (2, 3)), ((1, 0), (2, 3)))
+def stored(**fields: Any) -> Callable[[Any], object]:
+    """Say something else of where every chunk is stored."""
+    return lambda m: [info.__dict__.update(fields) for info in m.storage_data.values()]
 
 
-def hole(m: Any) -> None:
-    _chunks(m, ((0, 0), (3, 3)))
+def entry(change: Callable[[Any], object]) -> Callable[[Any], object]:
+    return lambda m: change(m.state_dict_metadata["w"])
 
 
-def outside_the_shape(m: Any) -> None:
-    _chunks(m, ((0, 0), (4, 3)), ((4, 0), (4, 3)))
+OVERLAPPING_WITH_A_HOLE = chunks(((0, 0), (2, 3)), ((1, 0), (2, 3)))
+DAMAGES: dict[str, Callable[[Any], object]] = {
+    "overlapping with a hole": OVERLAPPING_WITH_A_HOLE,
+    "hole": chunks(((0, 0), (3, 3))),
+    "outside the shape": chunks(((0, 0), (4, 3)), ((4, 0), (4, 3))),
+    "negative offset": chunks(((-1, 0), (4, 3))),
+    "twice at one place": chunks(((0, 0), (4, 3)), ((0, 0), (4, 3))),
+    "huge size": chunks(((0, 0), (2**62, 2**62))),
+    "sizes that are no numbers": entry(lambda e: setattr(e, "size", ["a", None])),
+    "another number of dims": entry(
+        lambda e: setattr(e, "chunks", [ChunkStorageMetadata(torch.Size((0,)), torch.Size((12,)))])
+    ),
+    "another dtype": entry(lambda e: setattr(e.properties, "dtype", torch.int32)),
+    "no dtype": entry(lambda e: setattr(e.properties, "dtype", "float32")),
+    "names that are numbers": lambda m: m.state_dict_metadata.update({5: m.state_dict_metadata["w"]}),
+    "no fields": entry(lambda e: e.__dict__.clear()),
+    "no table": lambda m: setattr(m, "storage_data", ["w"]),
+    "negative length": stored(length=-1),
+    "huge length": stored(length=2**60),
+    "shifted offset": lambda m: [
+        info.__dict__.update(offset=info.offset + 1, length=info.length - 1) for info in m.storage_data.values()
+    ],
+    "a name with a null": stored(relative_path="a\0b"),
+    "a folder": stored(relative_path="."),
+}
 
 
-def negative_offset(m: Any) -> None:
-    _chunks(m, ((-1, 0), (4, 3)))
-
-
-def twice_at_one_place(m: Any) -> None:
-    _chunks(m, ((0, 0), (4, 3)), ((0, 0), (4, 3)))
-
-
-def huge_size(m: Any) -> None:
-    _chunks(m, ((0, 0), (2**62, 2**62)))
-
-
-def sizes_that_are_no_numbers(m: Any) -> None:
-    m.state_dict_metadata["w"].size = ["a", None]
-
-
-def another_number_of_dims(m: Any) -> None:
-    m.state_dict_metadata["w"].chunks = [ChunkStorageMetadata(torch.Size((0,)), torch.Size((12,)))]
-
-
-def another_dtype(m: Any) -> None:
-    m.state_dict_metadata["w"].properties.dtype = torch.int32
-
-
-def no_dtype(m: Any) -> None:
-    m.state_dict_metadata["w"].properties.dtype = "float32"
-
-
-def names_that_are_numbers(m: Any) -> None:
-    m.state_dict_metadata[5] = m.state_dict_metadata["w"]
-
-
-def no_fields(m: Any) -> None:
-    m.state_dict_metadata["w"].__dict__.clear()
-
-
-def no_table(m: Any) -> None:
-    m.storage_data = ["w"]
-
-
-def negative_length(m: Any) -> None:
-    for info in m.storage_data.values():
-        info.length = -1
-
-
-def huge_length(m: Any) -> None:
-    for info in m.storage_data.values():
-        info.length = 2**60
-
-
-def shifted_offset(m: Any) -> None:
-    for info in m.storage_data.values():
-        info.offset += 1
-        info.length -= 1
-
-
-def a_name_with_a_null(m: Any) -> None:
-    for info in m.storage_data.values():
-        info.relative_path = "a\0b"
-
-
-def a_folder(m: Any) -> None:
-    for info in m.storage_data.values():
-        info.relative_path = "."
-
-
-DAMAGES = [
-    value
-    for value in list(globals().values())
-    if callable(value) and getattr(value, "__annotations__", {}).get("m") == "Any"
-]
-
-
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda f: f.__name__)
-def test_metadata_that_lies_is_one_typed_error(tmp_path: Path, damage: Callable[[Any], None]) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_metadata_that_lies_is_one_typed_error(tmp_path: Path, damage: str) -> None:
     """Never a value in silence, never a traceback from deep inside."""
     metadata = saved(tmp_path)
-    damage(metadata)
+    DAMAGES[damage](metadata)
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         read(tmp_path, metadata)
 
@@ -143,7 +100,7 @@ def test_metadata_that_lies_is_one_typed_error(tmp_path: Path, damage: Callable[
 def test_overlapping_chunks_with_a_hole_of_the_same_size_are_refused(tmp_path: Path) -> None:
     """As many elements as the tensor has, and one row that nobody wrote; here no such folder is written either."""
     metadata = saved(tmp_path)
-    overlapping_with_a_hole(metadata)
+    OVERLAPPING_WITH_A_HOLE(metadata)
     with pytest.raises(CorruptCheckpointError, match=r"w is stored twice at \[0, 0\]\+\[2, 3\] and \[1, 0\]"):
         read(tmp_path, metadata)
     blocks = [Block(Chunk((i, 0), (2, 3)), torch.ones(2, 3)) for i in (0, 1)]
@@ -212,9 +169,9 @@ def test_a_pickle_cannot_ask_for_memory(tmp_path: Path) -> None:
     assert time.perf_counter() - begin < 60
 
 
-@pytest.mark.parametrize("depth", [10**5])
-def test_deep_nesting_is_a_typed_error(tmp_path: Path, depth: int) -> None:
+def test_deep_nesting_is_a_typed_error(tmp_path: Path) -> None:
     """A pickle nested a hundred thousand times is not the metadata of anything."""
+    depth = 10**5
     (tmp_path / ".metadata").write_bytes(b"\x80\x04" + b"(" * depth + b"t" * depth + b".")
     with pytest.raises(CorruptCheckpointError):
         DcpReader(tmp_path)
@@ -231,11 +188,6 @@ EXOTIC = {
     "strided": torch.randn(4, 6).t(),
     "part": torch.randn(100, 100)[3:5, ::2],
 }
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    raw = [t.contiguous().reshape(-1).view(torch.uint8) if t.numel() else t for t in (a, b)]
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
 
 
 @pytest.mark.parametrize("writer", ["ours", "theirs"])

@@ -11,9 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, SaveConfig
+from tests import world
+from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.manager import CheckpointManager
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 
@@ -25,9 +25,7 @@ def _model(seed: int) -> nn.Sequential:
 
 def _loaded(folder: Path, **settings: Any) -> nn.Sequential:
     model = _model(9)
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(folder), **settings),))
-    with CheckpointManager(config, model_parts=[model], base_folder=folder.parent / "run") as manager:
-        manager.load()
+    world.load(world.manager(folder.parent / "run", model, initial_load=[InitialLoadConfig(str(folder), **settings)]))
     return model
 
 
@@ -59,9 +57,7 @@ def test_a_prefix_that_cannot_be_is_refused(tmp_path: Path) -> None:
     """A missing dot and a format without prefixes are faults of the config."""
     with pytest.raises(ConfigError, match=r"ends without a dot; write .model\..\n.*only a DCP folder nests the model"):
         InitialLoadConfig("x", format="hf", prefix="model")
-    config = CheckpointConfig(save=SaveConfig(interval=1))
-    with CheckpointManager(config, model_parts=[_model(1)], base_folder=tmp_path) as manager:
-        manager.save(1)
+    world.save(world.manager(tmp_path, _model(1)))
     with pytest.raises(ConfigError, match=r"initial_load\.prefix: only a DCP folder nests the model, and .* is native"):
         _loaded(tmp_path / "checkpoints" / "step-1", prefix="model.")
 
@@ -76,29 +72,22 @@ def _tied(seed: int) -> nn.Sequential:
 def test_a_tied_tensor_has_both_names_and_must_be_one(tmp_path: Path) -> None:
     """A tied model is exported and loaded with both names, as torchtitan has it; two different tensors are refused."""
     model = _tied(1)
-    config = CheckpointConfig(export=(ExportConfig("dcp"),))
-    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+    with world.manager(tmp_path, model, export=(ExportConfig("dcp"),)) as manager:
         manager.load()
         manager.export(1, last_step=True)
     found = {name: torch.zeros(8, 4) for name in model.state_dict()}
     dcp.load(found, checkpoint_id=tmp_path / "exports/step-1", no_dist=True)
     assert torch.equal(found["1.weight"], model.state_dict()["0.weight"])
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(tmp_path / "exports/step-1")),))
-    with CheckpointManager(config, model_parts=[other := _tied(2)], base_folder=tmp_path / "run") as manager:
-        manager.load()
+    other = _tied(2)
+    world.load(world.manager(tmp_path / "run", other, initial_load=[tmp_path / "exports/step-1"]))
     assert torch.equal(other.state_dict()["1.weight"], model.state_dict()["1.weight"])
     broken = torch.full((8, 4), math.nan)
     dcp.save({"model": dict.fromkeys(found, broken)}, checkpoint_id=tmp_path / "nan", no_dist=True)
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(tmp_path / "nan")),))
-    with CheckpointManager(config, model_parts=[other], base_folder=tmp_path / "run") as manager:
-        manager.load()
+    world.load(world.manager(tmp_path / "run", other, initial_load=[tmp_path / "nan"]))
     assert other.state_dict()["1.weight"].isnan().all(), "the same bits are one tensor"
     dcp.save({"model": found | {"1.weight": torch.ones(8, 4)}}, checkpoint_id=tmp_path / "untied", no_dist=True)
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(tmp_path / "untied")),))
-    with (
-        CheckpointManager(config, model_parts=[_tied(2)], base_folder=tmp_path / "run") as manager,
-        pytest.raises(
-            LoadMismatchError, match=r"1\.weight and 0\.weight are one tensor in this model and differ there"
-        ),
-    ):
-        manager.load()
+    world.load_fails(
+        world.manager(tmp_path / "run", _tied(2), initial_load=[tmp_path / "untied"]),
+        LoadMismatchError,
+        r"1\.weight and 0\.weight are one tensor in this model and differ there",
+    )

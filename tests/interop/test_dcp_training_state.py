@@ -11,7 +11,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, ResumeConfig, SaveConfig
+from tests import world
+from tests.world import differing, same
+from titan_ckpt.config import ExportConfig, InitialLoadConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, ExportError, LoadMismatchError
 from titan_ckpt.manager import CheckpointManager
 
@@ -55,14 +57,14 @@ class _Run:
 
     def manager(self, folder: Path, **settings: Any) -> CheckpointManager:
         settings.setdefault("save", SaveConfig(interval=1, async_mode="disabled"))
-        return CheckpointManager(
-            CheckpointConfig(**settings),
-            model_parts=[self.model],
-            optimizers=[self.optimizer],
+        return world.manager(
+            folder,
+            self.model,
+            self.optimizer,
+            **settings,
             lr_schedulers=[_Part(self, ("last_epoch", "epoch"))],
             dataloader=_Data(self),
             states={"train_state": _Part(self, ("step", "step"))},
-            base_folder=folder,
         )
 
 
@@ -95,18 +97,19 @@ def _saved(folder: Path, steps: int = 3) -> _Run:
 
 
 def _same(a: _Run, b: _Run) -> None:
-    left, right = a.flat(), b.flat()
-    assert left.keys() == right.keys()
-    for name, value in left.items():
-        assert torch.equal(value, right[name]) if isinstance(value, torch.Tensor) else value == right[name], name
+    assert not (found := differing(a.flat(), b.flat())), found
+
+
+def _from(step: Path) -> dict[str, Any]:
+    """Return the setting that a run goes on from a step of another run."""
+    return {"initial_load": [InitialLoadConfig(str(step), training_state=True)]}
 
 
 def test_a_run_goes_on_from_a_folder_that_is_named(tmp_path: Path) -> None:
     """Weights, moments, hyperparameters, schedule, counters and data position are the saved ones."""
     saved = _saved(tmp_path / "theirs" / "step-3")
     run = _Run(seed=2)
-    source = InitialLoadConfig(str(tmp_path / "theirs" / "step-3"), training_state=True)
-    with run.manager(tmp_path / "ours", initial_load=(source,)) as manager:
+    with run.manager(tmp_path / "ours", **_from(tmp_path / "theirs" / "step-3")) as manager:
         assert manager.load().step == 3
         _same(saved, run)
         saved.train(2)
@@ -114,8 +117,7 @@ def test_a_run_goes_on_from_a_folder_that_is_named(tmp_path: Path) -> None:
         manager.save(4)
         run.train(1)
     _same(saved, run)
-    with run.manager(tmp_path / "ours") as manager:
-        assert manager.load().step == 4
+    assert world.load(run.manager(tmp_path / "ours")).step == 4
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])
@@ -134,13 +136,10 @@ def test_an_export_with_training_state_holds_what_torchtitan_would_save(
         run.train(1)
     loaded = {n: torch.zeros_like(v) if isinstance(v, torch.Tensor) else None for n, v in expected.items()}
     dcp.load(loaded, checkpoint_id=tmp_path / "run/exports/step-2", no_dist=True)
-    for name, value in expected.items():
-        found: Any = loaded[name]
-        assert torch.equal(found, value) if isinstance(value, torch.Tensor) else found == value, name
+    assert same(loaded, expected)
     again = _Run(seed=2)
-    source = InitialLoadConfig(str(tmp_path / "run/exports/step-2"), training_state=True)
-    with again.manager(tmp_path / "again", initial_load=(source,)) as manager:
-        assert manager.load().step == 2
+    source = _from(tmp_path / "run/exports/step-2")
+    assert world.load(again.manager(tmp_path / "again", **source)).step == 2
     again.train(1)
     _same(run, again)
 
@@ -170,27 +169,22 @@ def test_a_run_goes_on_from_a_step_of_another_run(tmp_path: Path) -> None:
         manager.save(2)
         first.train(1)
     step = tmp_path / "first/checkpoints/step-2"
-    source = InitialLoadConfig(str(step), training_state=True)
-    with second.manager(tmp_path / "second", initial_load=(source,)) as manager:
+    source = _from(step)
+    with second.manager(tmp_path / "second", **source) as manager:
         assert manager.load().step == 2
         second.train(1)
         manager.save(3)
     _same(first, second)
-    with _Run(seed=3).manager(tmp_path / "second", initial_load=(source,)) as manager:
-        assert manager.load().step == 3
+    assert world.load(_Run(seed=3).manager(tmp_path / "second", **source)).step == 3
     before = InitialLoadConfig(str(tmp_path / "second/checkpoints/step-3"))
-    with (
-        _Run(seed=3).manager(tmp_path / "third", initial_load=(before, source)) as manager,
-        pytest.raises(LoadMismatchError, match="holds a whole model: leave the sources before it out"),
-    ):
-        manager.load()
+    world.load_fails(
+        _Run(seed=3).manager(tmp_path / "third", initial_load=(before, *source["initial_load"])),
+        LoadMismatchError,
+        "holds a whole model: leave the sources before it out",
+    )
     step.rename(tmp_path / "copy")
-    moved = InitialLoadConfig(str(tmp_path / "copy"), training_state=True)
-    with (
-        _Run(seed=3).manager(tmp_path / "third", initial_load=(moved,)) as manager,
-        pytest.raises(CheckpointError, match="is not named step-N"),
-    ):
-        manager.load()
+    moved = _from(tmp_path / "copy")
+    world.load_fails(_Run(seed=3).manager(tmp_path / "third", **moved), CheckpointError, "is not named step-N")
 
 
 def test_a_run_goes_on_in_torchtitans_own_folder(tmp_path: Path) -> None:
@@ -204,8 +198,7 @@ def test_a_run_goes_on_in_torchtitans_own_folder(tmp_path: Path) -> None:
         run.train(1)
         manager.save(4)
     again = _Run(seed=3)
-    with again.manager(tmp_path) as manager:
-        assert manager.load().step == 4
+    assert world.load(again.manager(tmp_path)).step == 4
     _same(run, again)
     assert (tmp_path / "checkpoints/step-2/.metadata").is_file()
 
@@ -215,11 +208,9 @@ def test_a_step_that_was_not_finished_is_named_before_the_first_step(tmp_path: P
     for step in (2, 3):
         _saved(tmp_path / "checkpoints" / f"step-{step}", step)
     (tmp_path / "checkpoints/step-3/.metadata").unlink()
-    with (
-        _Run(seed=2).manager(tmp_path) as manager,
-        pytest.raises(CommitConflictError, match="torchtitan's step 2, and step-3 would be in the way"),
-    ):
-        manager.load()
+    world.load_fails(
+        _Run(seed=2).manager(tmp_path), CommitConflictError, "torchtitan's step 2, and step-3 would be in the way"
+    )
 
 
 @pytest.mark.parametrize(
@@ -241,11 +232,10 @@ def test_what_a_folder_lacks_is_named(tmp_path: Path, lost: str, complaint: str)
         flat = {name: value for name, value in flat.items() if not name.startswith("optimizer.param_groups")}
     dcp.save(flat, checkpoint_id=tmp_path / "step-3", no_dist=True)
     run = _Run(seed=2)
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
-    source = InitialLoadConfig(str(tmp_path / "step-3"), training_state=True)
-    with run.manager(tmp_path, initial_load=(source,)) as manager, pytest.raises(CheckpointError, match=complaint):
-        manager.load()
-    assert all(torch.equal(value, before[name]) for name, value in run.model.state_dict().items())
+    before = world.whole(run.model.state_dict())
+    source = _from(tmp_path / "step-3")
+    world.load_fails(run.manager(tmp_path, **source), CheckpointError, complaint)
+    assert same(run.model.state_dict(), before)
 
 
 def test_groups_that_were_split_otherwise_are_refused(tmp_path: Path) -> None:
@@ -253,13 +243,12 @@ def test_groups_that_were_split_otherwise_are_refused(tmp_path: Path) -> None:
     _saved(tmp_path / "step-3")
     run = _Run(seed=2)
     run.optimizer = torch.optim.AdamW(run.model.parameters(), lr=1e-2)
-    source = InitialLoadConfig(str(tmp_path / "step-3"), training_state=True)
-    with (
-        run.manager(tmp_path, initial_load=(source,)) as manager,
-        pytest.raises(LoadMismatchError, match="its parameters were in 2 groups with other hyperparameters"),
-    ):
-        manager.load()
+    source = _from(tmp_path / "step-3")
+    world.load_fails(
+        run.manager(tmp_path, **source),
+        LoadMismatchError,
+        "its parameters were in 2 groups with other hyperparameters",
+    )
     exclude = ResumeConfig(exclude=("optimizer",))
-    with run.manager(tmp_path, initial_load=(source,), resume=exclude) as manager:
-        assert manager.load().step == 3
+    assert world.load(run.manager(tmp_path, **source, resume=exclude)).step == 3
     assert not run.optimizer.state

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+from tests import world
 from tests.interop.test_models_hf import CONFIGS
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, StateDictTransforms
+from titan_ckpt import ExportConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.huggingface import export as huggingface_export
@@ -66,13 +67,7 @@ def test_a_flipped_bit_in_any_tensor_is_found(
         return HuggingFaceReader(path, **how)
 
     monkeypatch.setattr(huggingface_export, "HuggingFaceReader", open_damaged)
-    manager = CheckpointManager(
-        CheckpointConfig(export=(export,)),
-        model_parts=[model],
-        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
-        model_converters=converters,
-        base_folder=tmp_path,
-    )
+    manager = world.manager(tmp_path, model, export=(export,), model_converters=converters)
     with manager, pytest.raises(ExportError, match="read back differ from what was written, of ") as caught:
         manager.save(1, last_step=True)
     found = re.split("written, of ", str(caught.value))[1].split(", ")

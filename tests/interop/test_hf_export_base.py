@@ -16,9 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
+from tests import world
 from tests.interop.folders import open_strictly
 from tests.zoo.tiny_models import species, tiny_config
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.errors import ConfigError, ExportError, LoadMismatchError
 from titan_ckpt.models import hf
 from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
@@ -41,11 +42,7 @@ def base(tmp_path: Path) -> Path:
 def run(base: Path, folder: Path, export: ExportConfig, shape: Llama3Config = CONFIG) -> Path:
     """Load a base into a float32 model, and export it after a last step that changed nothing."""
     model = Llama3(shape)
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(base), cast=True),), export=(export,))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder) as manager:
-        manager.load()
-        manager.save(1, last_step=True)
+    world.finish(world.manager(folder, model, initial_load=[InitialLoadConfig(str(base), cast=True)], export=(export,)))
     return folder / "exports" / "step-1"
 
 
@@ -98,9 +95,9 @@ def test_f2_keys_and_shapes_must_be_the_bases(tmp_path: Path, base: Path) -> Non
     """A base that changed under the run's feet has other tensors than the export: nothing is published."""
     first = min(base.glob("model-*.safetensors"))
     model = Llama3(CONFIG)
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(base), cast=True),), export=(ExportConfig("hf"),))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+    with world.manager(
+        tmp_path, model, initial_load=[InitialLoadConfig(str(base), cast=True)], export=(ExportConfig("hf"),)
+    ) as manager:
         manager.load()
         tensors = load_file(first)
         key = min(tensors)
@@ -113,11 +110,9 @@ def test_f2_keys_and_shapes_must_be_the_bases(tmp_path: Path, base: Path) -> Non
 def test_what_only_a_base_can_say_needs_one(tmp_path: Path) -> None:
     """Before training: original dtypes without a base's folder, and for formats that cannot look like it."""
     model = Llama3(CONFIG)
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
     for export in (ExportConfig("hf", dtype="original"), ExportConfig("hf", file_layout="base")):
-        config = CheckpointConfig(export=(export,))
         with pytest.raises(ExportError, match="name its Hugging Face folder"):
-            CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path)
+            world.manager(tmp_path, model, export=(export,))
     with pytest.raises(ConfigError, match="only hf exports"):
         ExportConfig("dcp", dtype="original")
 
@@ -182,15 +177,18 @@ ODD["tie_word_embeddings"] = False
 def odd_manager(folder: Path, base: Path | None) -> CheckpointManager:
     """Return the manager of a run of OddHead that exports at its end."""
     sources = () if base is None else (InitialLoadConfig(str(base)),)
-    config = CheckpointConfig(initial_load=sources, export=(ExportConfig("hf"),))
-    transforms = StateDictTransforms(hf_config=ODD)
-    return CheckpointManager(config, model_parts=[OddHead()], sd_transforms=transforms, base_folder=folder)
+    return world.manager(
+        folder,
+        OddHead(),
+        initial_load=sources,
+        export=(ExportConfig("hf"),),
+        sd_transforms=StateDictTransforms(hf_config=ODD),
+    )
 
 
 def test_what_an_export_would_refuse_is_refused_before_the_first_step(tmp_path: Path) -> None:
     """Without a base nothing says that weights and config.json belong together: load() refuses, not the last save."""
-    with odd_manager(tmp_path, None) as manager, pytest.raises(ExportError, match=r"no lm_head\.weight, nor two"):
-        manager.load()
+    world.load_fails(odd_manager(tmp_path, None), ExportError, r"no lm_head\.weight, nor two")
 
 
 def test_a_base_with_the_same_keys_and_shapes_is_trusted(tmp_path: Path) -> None:
@@ -199,14 +197,11 @@ def test_a_base_with_the_same_keys_and_shapes_is_trusted(tmp_path: Path) -> None
     base.mkdir()
     save_file(dict(OddHead().state_dict()), base / "model.safetensors", metadata={"format": "pt"})
     (base / "config.json").write_text(json.dumps(ODD))
-    with odd_manager(tmp_path / "run", base) as manager:
-        manager.load()
-        manager.save(1, last_step=True)
+    world.finish(odd_manager(tmp_path / "run", base))
     exported = load_file(tmp_path / "run/exports/step-1/model.safetensors")
     assert exported.keys() == OddHead().state_dict().keys()
     (base / "config.json").write_text(json.dumps(ODD | {"vocab_size": 64}))
-    with odd_manager(tmp_path / "other", base) as manager, pytest.raises(ExportError, match=r"no lm_head\.weight"):
-        manager.load()
+    world.load_fails(odd_manager(tmp_path / "other", base), ExportError, r"no lm_head\.weight")
 
 
 @pytest.mark.parametrize("name", ["biogpt", "electra", "roberta", "rwkv", "xlnet"])
@@ -218,11 +213,9 @@ def test_an_output_matrix_with_a_name_of_its_own_needs_no_base(name: str, tmp_pa
     model: Any = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     assert "lm_head.weight" not in model.state_dict()
     about = {**config.to_dict(), "architectures": [type(model).__name__]}
-    settings = CheckpointConfig(export=(ExportConfig("hf"),))
-    transforms = StateDictTransforms(hf_config=about)
-    with CheckpointManager(settings, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
-        manager.load()
-        manager.save(1, last_step=True)
+    world.finish(
+        world.manager(tmp_path, model, export=(ExportConfig("hf"),), sd_transforms=StateDictTransforms(hf_config=about))
+    )
     opened = open_strictly(type(model), tmp_path / "exports" / "step-1").state_dict()
     assert opened.keys() == model.state_dict().keys()
     assert all(torch.equal(value, opened[key]) for key, value in model.state_dict().items())
@@ -238,11 +231,7 @@ def test_a_narrow_export_keeps_what_transformers_holds_in_float32(
     biases = {key: value for key, value in model.state_dict().items() if key.endswith("e_score_correction_bias")}
     for bias in biases.values():
         bias.copy_(5.0 + torch.arange(bias.numel()) / 4096)
-    settings = CheckpointConfig(export=(ExportConfig("hf", dtype=dtype),))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(settings, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
-        manager.load()
-        manager.save(1, last_step=True)
+    world.finish(world.manager(tmp_path, model, export=(ExportConfig("hf", dtype=dtype),)))
     load: Any = AutoModelForCausalLM.from_pretrained
     opened = load(tmp_path / "exports" / "step-1", dtype=getattr(torch, dtype)).state_dict()
     assert biases
@@ -270,9 +259,12 @@ def test_every_file_of_a_tokenizer_class_is_copied(tmp_path: Path, base: Path) -
 def plain_manager(run: Path, hf_config: dict[str, Any], folder: str = "exports") -> CheckpointManager:
     """Return the manager of a run without a base that exports at its end."""
     model = Llama3(CONFIG)
-    config = CheckpointConfig(export=(ExportConfig("hf", folder=folder),))
-    transforms = StateDictTransforms(model.key_map(), hf_config)
-    return CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=run)
+    return world.manager(
+        run,
+        model,
+        export=(ExportConfig("hf", folder=folder),),
+        sd_transforms=StateDictTransforms(model.key_map(), hf_config),
+    )
 
 
 @pytest.mark.parametrize(
@@ -299,8 +291,7 @@ def test_a_config_that_json_cannot_hold_is_told_before_training(tmp_path: Path) 
     """A dtype of torch is what a config of one's own may hold."""
     fault = r"config holds what config\.json cannot: .*dtype is not JSON"
     settings = {**CONFIG.to_hf(), "kind": torch.float32}
-    with plain_manager(tmp_path, settings) as manager, pytest.raises(ExportError, match=fault):
-        manager.load()
+    world.load_fails(plain_manager(tmp_path, settings), ExportError, fault)
 
 
 def test_exports_from_before_the_run_are_named_at_its_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

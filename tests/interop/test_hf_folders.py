@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
-from titan_ckpt import (
-    CheckpointConfig,
-    CheckpointManager,
-    ExportConfig,
-    InitialLoadConfig,
-    SaveConfig,
-    StateDictTransforms,
-)
+from tests import world
+from tests.interop.folders import theirs
+from tests.interop.test_models_hf import GPT2
+from tests.interop.test_models_hf import SMALL as TWO_LAYERS
+from titan_ckpt import ExportConfig
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.models import hf
 from titan_ckpt.types import LoadReport
@@ -30,29 +27,12 @@ auto: Any = AutoModelForCausalLM  # its methods have no types
 Tensors = dict[str, torch.Tensor]
 TOKENS = torch.randint(3, 60, (2, 12), generator=torch.Generator().manual_seed(0))
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 40,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+SMALL: dict[str, Any] = TWO_LAYERS | {"num_experts": 4}
+del SMALL["num_local_experts"]
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", **SMALL},
     "llama_tied": {"model_type": "llama", **SMALL, "tie_word_embeddings": True},
-    "gpt2": {
-        "model_type": "gpt2", "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "vocab_size": 64,
-        "bos_token_id": 1, "eos_token_id": 2,
-    },
+    "gpt2": {"model_type": "gpt2", **GPT2},
     "qwen3_moe": {"model_type": "qwen3_moe", **SMALL},
     "glm4_moe": {"model_type": "glm4_moe", **SMALL, "n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     "gemma3": {"model_type": "gemma3_text", **SMALL, "tie_word_embeddings": False},
@@ -63,13 +43,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def write(folder: Path, name: str) -> Tensors:
     """Write transformers' folder of this config with random weights, and return its tensors."""
-    torch.manual_seed(1)
-    model = auto.from_config(AutoConfig.for_model(**CONFIGS[name]))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+    theirs(CONFIGS[name], folder)
+    return world.tensors(folder)
 
 
 def rewrite(folder: Path, tensors: Tensors) -> None:
@@ -81,15 +56,7 @@ def rewrite(folder: Path, tensors: Tensors) -> None:
 def train_once(base: Path, folder: Path) -> tuple[hf.HuggingFaceModel, LoadReport]:
     """Load a folder through the manager without taking a step, and export it again."""
     model = hf.build(base)
-    config = CheckpointConfig(
-        save=SaveConfig(interval=1, async_mode="disabled"),
-        initial_load=(InitialLoadConfig(str(base)),),
-        export=(ExportConfig("hf"),),
-    )
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder) as manager:
-        report = manager.load().report
-        manager.save(1, last_step=True)
+    report = world.finish(world.manager(folder, model, initial_load=[base], export=(ExportConfig("hf"),))).report
     return model.eval(), report
 
 

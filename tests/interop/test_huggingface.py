@@ -17,10 +17,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
+from tests import world
 from tests.forked import fork
-from tests.interop.folders import open_strictly
+from tests.interop import folders
+from tests.interop.folders import gap, open_strictly
+from tests.world import same, tensors
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import (
@@ -36,8 +39,9 @@ from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.open import detect_format, open_reader
 from titan_ckpt.formats.publish.plan import pack_model_files
 from titan_ckpt.formats.publish.run import FolderExport
+from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, info_of
-from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
 from titan_ckpt.stores.source import Source
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -51,17 +55,12 @@ CONFIGS = {
 
 
 def native(name: str = "untied", seed: int = 1) -> Llama3:
-    torch.manual_seed(seed)
-    model = Llama3(CONFIGS[name]).eval()
-    model.init_weights()
-    return model
+    return world.llama(CONFIGS[name], seed).eval()
 
 
 def theirs(name: str = "untied") -> Any:
     """A model of transformers' own."""
-    torch.manual_seed(2)
-    model: Any = LlamaForCausalLM(LlamaConfig.from_dict(CONFIGS[name].to_hf()))
-    return model.eval()
+    return folders.theirs(CONFIGS[name].to_hf())
 
 
 def transforms_of(model: Llama3) -> StateDictTransforms:
@@ -84,12 +83,12 @@ def load(model: Llama3, path: Path, cast: bool = False) -> None:
         reader.read(plan.requests)
 
 
-def logits(model: torch.nn.Module) -> torch.Tensor:
-    tokens = torch.arange(40).view(2, 20) * 3 % 160
-    with torch.no_grad():
-        out = model(tokens)
-    result: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
-    return result
+def opens(path: Path, model: Any, **how: Any) -> Llama3:
+    """Load a path strictly into another model, which gives the logits of this one; return it."""
+    ours = Llama3(Llama3Config.from_hf(model.config.to_dict())).eval()
+    load(ours, path, **how)
+    assert gap(ours, model) <= 1e-5
+    return ours
 
 
 def siblings(folder: Path) -> list[str]:
@@ -107,46 +106,42 @@ def test_a_folder_of_transformers_opens_here(tmp_path: Path, name: str, shard: s
     model = theirs(name)
     model.save_pretrained(tmp_path / "base", max_shard_size=shard)
     assert detect_format(tmp_path / "base") == "hf"
-    ours = native(name)
-    load(ours, tmp_path / "base")
-    assert (logits(ours) - logits(model)).abs().max() <= 1e-5
+    opens(tmp_path / "base", model)
 
 
-def test_shards_without_an_index_open(tmp_path: Path) -> None:
-    """The headers say all that the index says."""
+def without_an_index(folder: Path) -> Path:
+    (folder / "model.safetensors.index.json").unlink()
+    return folder
+
+
+def of_links(folder: Path) -> Path:
+    """Return a download cache's snapshot, in which every file is a link to a blob."""
+    snapshot = folder.with_name("snapshot")
+    snapshot.mkdir()
+    for file in folder.iterdir():
+        (snapshot / file.name).symlink_to(Path("..") / folder.name / file.name)
+    return snapshot
+
+
+def as_a_file(folder: Path) -> Path:
+    """Return a .safetensors file by its own path, whatever its name."""
+    save_file(tensors(folder), folder / "weights.safetensors")
+    return folder / "weights.safetensors"
+
+
+@pytest.mark.parametrize("change", [without_an_index, of_links, as_a_file])
+def test_a_folder_in_another_form_opens(tmp_path: Path, change: Callable[[Path], Path]) -> None:
+    """Shards whose headers alone say what is where, links, and one file."""
     model = theirs()
-    model.save_pretrained(tmp_path, max_shard_size="100KB")
-    (tmp_path / "model.safetensors.index.json").unlink()
-    ours = native()
-    load(ours, tmp_path)
-    assert (logits(ours) - logits(model)).abs().max() <= 1e-5
+    model.save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    place = change(tmp_path / "base")
+    assert detect_format(place) == "hf"
+    opens(place, model)
 
 
-def test_a_single_file_opens(tmp_path: Path) -> None:
-    """A .safetensors file by its own path is a source, whatever its name."""
-    model = theirs()
-    save_file({k: v.contiguous() for k, v in model.state_dict().items()}, tmp_path / "weights.safetensors")
-    assert detect_format(tmp_path / "weights.safetensors") == "hf"
-    ours = native()
-    load(ours, tmp_path / "weights.safetensors")
-    assert (logits(ours) - logits(model)).abs().max() <= 1e-5
-
-
-def test_a_folder_of_links_opens(tmp_path: Path) -> None:
-    """A download cache's snapshot, in which every file is a link to a blob, is a folder like any other."""
-    model = theirs()
-    model.save_pretrained(tmp_path / "blobs", max_shard_size="100KB")
-    (tmp_path / "snapshot").mkdir()
-    for file in (tmp_path / "blobs").iterdir():
-        (tmp_path / "snapshot" / file.name).symlink_to(Path("..") / "blobs" / file.name)
-    ours = native()
-    load(ours, tmp_path / "snapshot")
-    assert (logits(ours) - logits(model)).abs().max() <= 1e-5
-
-
-def add_tensors(folder: Path, **tensors: torch.Tensor) -> None:
+def add_tensors(folder: Path, **more: torch.Tensor) -> None:
     path = folder / "model.safetensors"
-    save_file(load_file(path) | tensors, path, {"format": "pt"})
+    save_file(load_file(path) | more, path, {"format": "pt"})
 
 
 def test_a_repeated_output_matrix_of_a_tied_model_is_passed_by(tmp_path: Path) -> None:
@@ -155,7 +150,7 @@ def test_a_repeated_output_matrix_of_a_tied_model_is_passed_by(tmp_path: Path) -
     export(model, tmp_path / "out")
     add_tensors(tmp_path / "out", **{"lm_head.weight": model.state_dict()["tok_embeddings.weight"].clone()})
     load(copy, tmp_path / "out")
-    assert all(torch.equal(value, copy.state_dict()[fqn]) for fqn, value in model.state_dict().items())
+    assert same(copy.state_dict(), model.state_dict())
 
 
 def test_an_output_matrix_that_would_untie_the_model_is_refused(tmp_path: Path) -> None:
@@ -208,7 +203,7 @@ def test_an_export_opens_with_transformers(tmp_path: Path, name: str, shard: int
     assert (len([*(tmp_path / "out").glob("*.safetensors")]) > 1) == (shard == 100_000)
     assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (shard == 100_000)
     opened = open_strictly(LlamaForCausalLM, tmp_path / "out")
-    assert (logits(opened) - logits(model)).abs().max() <= 1e-5
+    assert gap(opened, model) <= 1e-5
     with open_reader(tmp_path / "out") as reader:
         assert ("lm_head.weight" in reader.tensors) == (not CONFIGS[name].tie_embeddings)
     assert siblings(tmp_path / "out") == []
@@ -349,7 +344,7 @@ def test_lazy_tensors_are_written_as_they_resolve(tmp_path: Path) -> None:
 
 def test_tensors_of_every_kind_are_exact_and_every_file_says_what_it_is(tmp_path: Path) -> None:
     """Without dims, of integers, of bits, empty: torch's consolidation makes 0.0 of some and fails on others."""
-    tensors: StateDict = {
+    values: StateDict = {
         "scale": torch.tensor(2.5),
         "half": torch.tensor(-0.5, dtype=torch.bfloat16),
         "steps": torch.tensor(2**40),
@@ -359,19 +354,14 @@ def test_tensors_of_every_kind_are_exact_and_every_file_says_what_it_is(tmp_path
         "weight": torch.randn(4, 4),
     }
     config = {"architectures": ["Own"], "model_type": "own", "tie_word_embeddings": True}
-    groups = StateDictTransforms().to_file(tensors, None, None)
+    groups = StateDictTransforms().to_file(values, None, None)
     options: dict[str, Any] = {"config": config, "assets": None, "max_shard_bytes": 16}
     export_huggingface(tmp_path / "out", groups, coordinator=Coordinator.current(), **options)
     files = sorted((tmp_path / "out").glob("*.safetensors"))
-    found: dict[str, torch.Tensor] = {}
     for path in files:
         with safe_open(path, "pt") as file:
             assert file.metadata()["format"] == "pt"
-        found |= load_file(path)
-    assert len(files) > 1 and found.keys() == tensors.keys()
-    for key, value in tensors.items():
-        assert isinstance(value, torch.Tensor)
-        assert found[key].dtype == value.dtype and torch.equal(found[key], value), key
+    assert len(files) > 1 and same(world.tensors(tmp_path / "out"), values)
 
 
 # exports that must not happen
@@ -455,16 +445,7 @@ def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
 def flip(folder: Path, key: str) -> None:
     """Change one bit of a tensor in a staged file."""
     path = folder / "model.safetensors"
-    start = load_position(path, key)
-    raw = bytearray(path.read_bytes())
-    raw[start] ^= 1
-    path.write_bytes(raw)
-
-
-def load_position(path: Path, key: str) -> int:
-    from titan_ckpt.formats.safetensors.container import read_header
-
-    return read_header(path).entries[key].start
+    world.flip_bit(path, read_header(path).entries[key].start)
 
 
 def swap_header(folder: Path, key: str) -> None:
@@ -540,13 +521,6 @@ def sharded(tmp_path: Path) -> Path:
     return tmp_path / "base"
 
 
-def edit_index(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    path = folder / "model.safetensors.index.json"
-    index = json.loads(path.read_text())
-    change(index["weight_map"])
-    path.write_text(json.dumps(index))
-
-
 def first_shard(folder: Path) -> Path:
     return min(folder.glob("model-00001-*"))
 
@@ -578,7 +552,15 @@ def index_text(text: str) -> Callable[[Path], object]:
 
 
 def mapped(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None]:
-    return lambda folder: edit_index(folder, change)
+    """Change the map of an index."""
+
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors.index.json"
+        index = json.loads(path.read_text())
+        change(index["weight_map"])
+        path.write_text(json.dumps(index))
+
+    return damage
 
 
 @pytest.mark.parametrize(

@@ -10,16 +10,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel
-from transformers import AutoModelForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
+from tests import world
+from tests.interop.folders import disturb, gap, theirs, tuned
 from tests.world import assert_same_bytes
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.converters.lora.layers import LoRALinear
 from titan_ckpt.converters.parallel import ConvertedParallel
@@ -40,7 +42,6 @@ SHAPE: dict[str, Any] = {
     "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 48, "vocab_size": 96,
     "max_seq_len": 64,
 }  # fmt: skip
-TOKENS = torch.arange(24).reshape(2, 12)
 PARTS = ["wq", "wk", "wv", "wo", "w1", "w3"]
 FUSED = ["qkv_proj", "o_proj", "gate_up_proj"]
 
@@ -49,45 +50,13 @@ def phi3() -> Any:
     return SCOPE["Phi3"](SCOPE["Phi3Config"](**SHAPE)).eval()
 
 
-def write_base(folder: Path, config: dict[str, Any]) -> Any:
-    """Write a random base of transformers, and return it."""
-    torch.manual_seed(1)
-    kind: Any = {"phi3": Phi3ForCausalLM, "qwen3": Qwen3ForCausalLM}[config["model_type"]]
-    model = kind(kind.config_class.from_dict(config))
-    model.save_pretrained(folder)
-    return model.eval()
-
-
 def phi3_base(folder: Path) -> Any:
-    return write_base(folder, SCOPE["Phi3Config"](**SHAPE).to_hf())
+    return theirs(SCOPE["Phi3Config"](**SHAPE).to_hf(), folder)
 
 
-def write_adapter(base: Any, folder: Path, targets: list[str], **settings: Any) -> Any:
-    """Write an adapter of PEFT with values that matter, and return its model."""
-    config = LoraConfig(task_type="CAUSAL_LM", target_modules=targets, **{"r": 4, "lora_alpha": 8, **settings})
-    tuned: Any = get_peft_model(base, config).eval()
-    randomise(tuned, "lora_")
-    tuned.save_pretrained(str(folder))
-    return tuned
-
-
-@torch.no_grad()
-def randomise(model: nn.Module, part: str, seed: int = 2) -> None:
+def randomise(model: nn.Module, seed: int = 2) -> None:
     torch.manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if part in name:
-            parameter.add_(torch.randn(parameter.shape) * 0.1)
-
-
-@torch.no_grad()
-def logits(model: Any) -> torch.Tensor:
-    out = model(TOKENS)
-    result: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
-    return result
-
-
-def gap(one: Any, other: Any) -> float:
-    return float((logits(one) - logits(other)).abs().max())
+    disturb(model, lambda name, _: "lora_" in name)
 
 
 EXPORTS = (ExportConfig("peft"), ExportConfig("hf"))
@@ -102,19 +71,13 @@ def adapted(
     if dist.is_initialized():
         for layer in model.layers.children():
             fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    config = CheckpointConfig(initial_load=tuple(InitialLoadConfig(str(path)) for path in sources), export=exports)
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    return CheckpointManager(
-        config, model_parts=[model], model_converters=converters, sd_transforms=transforms, base_folder=folder
-    )
+    return world.manager(folder, model, initial_load=sources, export=exports, model_converters=converters)
 
 
 @distributed(nproc=2)
 def export_shards(root: Path) -> None:
     model = phi3()
-    with adapted(model, root / "shards", root / "base", root / "run/exports/step-1-peft", **MIXED) as manager:
-        manager.load()
-        manager.save(1, last_step=True)
+    world.finish(adapted(model, root / "shards", root / "base", root / "run/exports/step-1-peft", **MIXED))
 
 
 MIXED: dict[str, Any] = {"rank_pattern": {"wk": 2, "w1": 3}, "alpha_pattern": {"wk": 4.0, "w1": 6.0}}
@@ -138,7 +101,7 @@ def test_pairs_of_parts_are_one_block_diagonal_pair_in_peft(
     model = phi3()
     with adapted(model, tmp_path / "run", tmp_path / "base", **lora) as manager:
         manager.load()
-        randomise(model, "lora_")
+        randomise(model)
         manager.save(1, last_step=True)
     folder = tmp_path / "run/exports/step-1-peft"
     assert gap(model, base) > 1e-2
@@ -148,8 +111,7 @@ def test_pairs_of_parts_are_one_block_diagonal_pair_in_peft(
     modules = ("model.layers.0.self_attn.qkv_proj", "model.layers.0.mlp.gate_up_proj")
     assert [config["rank_pattern"][name] for name in modules] == ranks
     other = phi3()
-    with adapted(other, tmp_path / "other", tmp_path / "base", folder, **lora) as manager:
-        manager.load()
+    world.load(adapted(other, tmp_path / "other", tmp_path / "base", folder, **lora))
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
     if lora is MIXED:
         export_shards(tmp_path)
@@ -160,26 +122,24 @@ def test_pairs_of_parts_are_one_block_diagonal_pair_in_peft(
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_one_pair_of_peft_gives_every_part_its_own_copy(lora: dict[str, Any], tmp_path: Path) -> None:
     """A goes to q, k and v, B's rows to each; the logits are PEFT's, as are those of the base it is merged into."""
-    tuned = write_adapter(phi3_base(tmp_path / "base"), tmp_path / "adapter", FUSED, **lora)
+    adapted_there = tuned(phi3_base(tmp_path / "base"), tmp_path / "adapter", *FUSED, **lora)
     model = phi3()
-    with adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **lora) as manager:
-        assert not manager.load().report.initialised
-    assert gap(model, tuned) <= 1e-5
+    assert not world.load(
+        adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **lora)
+    ).report.initialised
+    assert gap(model, adapted_there) <= 1e-5
     attention = model.layers["0"].attention
     assert torch.equal(attention.wq.lora_a.weight, attention.wv.lora_a.weight)
     merged = phi3()
-    sources = (InitialLoadConfig(str(tmp_path / "base")), InitialLoadConfig(str(tmp_path / "adapter"), merge=True))
-    transforms = StateDictTransforms(merged.key_map(), merged.hf_config())
-    objects: dict[str, Any] = {"model_parts": [merged], "sd_transforms": transforms, "base_folder": tmp_path / "m"}
-    with CheckpointManager(CheckpointConfig(initial_load=sources), **objects) as manager:
-        manager.load()
-    assert gap(merged, tuned) <= 1e-5
+    sources = [tmp_path / "base", InitialLoadConfig(str(tmp_path / "adapter"), merge=True)]
+    world.load(world.manager(tmp_path / "m", merged, initial_load=sources))
+    assert gap(merged, adapted_there) <= 1e-5
 
 
 def test_what_one_pair_cannot_be_is_refused(tmp_path: Path) -> None:
     """DoRA of some parts, other scales, a pair that would have to be cut: named before training."""
     base = phi3_base(tmp_path / "base")
-    write_adapter(base, tmp_path / "adapter", FUSED, r=12, lora_alpha=24)
+    tuned(base, tmp_path / "adapter", *FUSED, r=12, lora_alpha=24)
     cases: list[tuple[dict[str, Any], list[Path], type[Exception], str]] = [
         ({"target_modules": ["wq", "wv"], "use_dora": True}, [], KeyMapError, "adapt layers.0.attention.wk.weight as"),
         (
@@ -204,7 +164,7 @@ def test_other_scales_of_parts_matter_to_peft_alone(tmp_path: Path) -> None:
     exports = (ExportConfig("hf"),)
     with adapted(model, tmp_path / "run", tmp_path / "base", exports=exports, **scales) as manager:
         assert len(manager.load().report.initialised) == 2 * 2 * len(PARTS)
-        randomise(model, "lora_")
+        randomise(model)
         manager.save(1, last_step=True)
     assert gap(AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/step-1"), model) <= 1e-5
 
@@ -219,7 +179,7 @@ def test_a_stack_of_block_diagonal_pairs_is_one(tmp_path: Path) -> None:
         lora: dict[str, Any] = {"rank_pattern": ranks, "alpha_pattern": scaled}
         with adapted(model, tmp_path / f"run{i}", tmp_path / "base", **lora) as manager:
             manager.load()
-            randomise(model, "lora_", seed=i)
+            randomise(model, i)
             manager.save(1, last_step=True)
         folders.append(tmp_path / f"run{i}/exports/step-1-peft")
         merged = load_file(tmp_path / f"run{i}/exports/step-1/model.safetensors")
@@ -239,13 +199,11 @@ def test_a_stack_of_block_diagonal_pairs_is_one(tmp_path: Path) -> None:
 
 def test_transformers_own_fused_matrix_has_one_pair(tmp_path: Path) -> None:
     """Trained under its own names, Phi-3's qkv_proj is adapted as PEFT adapts it: there and back, the same files."""
-    tuned = write_adapter(phi3_base(tmp_path / "base"), tmp_path / "adapter", FUSED)
+    adapted_there = tuned(phi3_base(tmp_path / "base"), tmp_path / "adapter", *FUSED)
     model: Any = hf.build(tmp_path / "base").eval()
     lora: dict[str, Any] = {"target_modules": FUSED}
-    with adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **lora) as manager:
-        manager.load()
-        manager.save(1, last_step=True)
-    assert gap(model, tuned) <= 1e-5
+    world.finish(adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **lora))
+    assert gap(model, adapted_there) <= 1e-5
     assert_same_bytes(tmp_path / "run/exports/step-1-peft", tmp_path / "adapter")
 
 
@@ -287,14 +245,12 @@ class FusedQwen3(Qwen3):
 def test_a_matrix_that_is_fused_here_alone_has_a_pair_per_part(lora: dict[str, Any], tmp_path: Path) -> None:
     """PEFT's three adapters of q, k and v, of other A's and lengths, go in and out bit for bit, and merge."""
     shape = Qwen3Config(**{**SHAPE, "tie_embeddings": False})
-    base = write_base(tmp_path / "base", shape.to_hf())
-    tuned = write_adapter(base, tmp_path / "adapter", ["q_proj", "k_proj", "v_proj"], **lora)
+    base = theirs(shape.to_hf(), tmp_path / "base")
+    adapted_there = tuned(base, tmp_path / "adapter", "q_proj", "k_proj", "v_proj", **lora)
     model = FusedQwen3(shape).eval()
     targets = {"target_modules": ["wqkv"], **lora}
-    with adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **targets) as manager:
-        manager.load()
-        manager.save(1, last_step=True)
-    assert gap(model, tuned) <= 1e-5
+    world.finish(adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **targets))
+    assert gap(model, adapted_there) <= 1e-5
     assert gap(AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/step-1"), model) <= 1e-5
     assert_same_bytes(tmp_path / "run/exports/step-1-peft", tmp_path / "adapter")
 

@@ -10,34 +10,30 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeForCausalLM
-from transformers import Qwen3MoeConfig as Qwen3MoeHFConfig
+from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
-from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, ResumeConfig, SaveConfig
+from tests import world
+from tests.interop.folders import disturb, gap, logits, theirs, tuned, without_a_word
+from tests.world import TINY, same, whole
+from titan_ckpt.config import ExportConfig
 from titan_ckpt.converters import ModelConverters, from_tables
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models import qwen3_moe
-from titan_ckpt.models.llama3 import Llama3, Llama3Config
-from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.models.llama3 import Llama3
 
-TINY = Llama3Config(
-    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=96, max_seq_len=64,
-    rope_theta=10_000.0,
-)  # fmt: skip
-TOKENS = torch.arange(40).reshape(2, 20) % 96
 ATTENTION = ["wq", "wk", "wv", "wo"]
 ALL = [*ATTENTION, "w1", "w2", "w3"]
 HF_ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 HF = "model.layers"
 
 
-def case(ours: dict[str, Any], theirs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def case(ours: dict[str, Any], peft: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The same adapter in both tools' words."""
-    return {"rank": 4, "alpha": 8.0, **ours}, {"r": 4, "lora_alpha": 8, **theirs}
+    return ours, peft
 
 
 CASES = {
@@ -74,55 +70,33 @@ CASES = {
 }
 
 
-def hf_base(folder: Path) -> LlamaForCausalLM:
+def hf_base(folder: Path) -> Any:
     """Write a random base to the folder and return it."""
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig.from_dict(TINY.to_hf()))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.save_pretrained(folder)
-    model.train(False)
-    return model
+    return theirs(TINY.to_hf(), folder)
 
 
-def native(ours: dict[str, Any]) -> tuple[Llama3, ModelConverters]:
-    model = Llama3(TINY)
-    model.init_weights()
-    return model, native_on(model, ours)
-
-
-def native_on(model: nn.Module, ours: dict[str, Any]) -> ModelConverters:
-    converters = from_tables([{"kind": "lora", **ours}])
+def native(settings: dict[str, Any], model: Any = None) -> tuple[Any, ModelConverters]:
+    """Return a model of ours with adapters, for evaluation."""
+    model = world.llama() if model is None else model
+    converters = from_tables([{"kind": "lora", "rank": 4, "alpha": 8.0, **settings}])
     converters.convert(model.eval())
-    return converters
+    return model, converters
 
 
-def manager(
-    model: Llama3 | qwen3_moe.Qwen3Moe, converters: ModelConverters, folder: Path, *sources: Path, **config: Any
-) -> CheckpointManager:
-    return CheckpointManager(
-        CheckpointConfig(initial_load=tuple(InitialLoadConfig(str(path)) for path in sources), **config),
-        model_parts=[model],
-        model_converters=converters,
-        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
-        base_folder=folder,
-    )
+def manager(model: Any, converters: ModelConverters, folder: Path, *sources: Path, **given: Any) -> CheckpointManager:
+    return world.manager(folder, model, initial_load=sources, model_converters=converters, **given)
 
 
-def randomise(model: nn.Module, converters: ModelConverters) -> None:
-    """Train, in effect."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if converters.key_filter(name):
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> torch.Tensor:
-    out = model(TOKENS)
-    result: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
-    return result
+def trained(
+    model: Any, converters: ModelConverters, folder: Path, *sources: Path, formats: tuple[Any, ...] = ("peft", "hf")
+) -> Path:
+    """Load the sources, train in effect, export as the last step, and return where the exports are."""
+    exports = tuple(map(ExportConfig, formats))
+    with manager(model, converters, folder, *sources, export=exports) as m:
+        m.load()
+        disturb(model, lambda name, _: converters.key_filter(name))
+        m.save(1, last_step=True)
+    return folder / "exports"
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -131,19 +105,13 @@ def test_a7_our_adapter_in_peft(name: str, tmp_path: Path) -> None:
     ours, _ = CASES[name]
     base = hf_base(tmp_path / "base")
     model, converters = native(ours)
-    exports = (ExportConfig("peft"), ExportConfig("hf"))
-    with manager(model, converters, tmp_path / "run", tmp_path / "base", export=exports) as m:
-        m.load()
-        torch.testing.assert_close(logits(model), logits(base), rtol=0, atol=1e-5)
-        randomise(model, converters)
-        m.save(5, last_step=True)
-    plain = logits(base)
-    assert (logits(model) - plain).abs().max() > 1e-2
-    folder = tmp_path / "run/exports/step-5-peft"
-    tuned = PeftModel.from_pretrained(base, str(folder)).eval()
-    assert (logits(tuned) - logits(model)).abs().max() <= 1e-5
-    merged = LlamaForCausalLM.from_pretrained(tmp_path / "run/exports/step-5")
-    assert (logits(merged) - logits(model)).abs().max() <= 1e-5
+    exports = trained(model, converters, tmp_path / "run", tmp_path / "base")
+    assert gap(model, base) > 1e-2
+    folder = exports / "step-1-peft"
+    assert gap(LlamaForCausalLM.from_pretrained(exports / "step-1"), model) <= 1e-5
+    with without_a_word("transformers", "peft"):
+        adapted = PeftModel.from_pretrained(base, str(folder)).eval()
+    assert gap(adapted, model) <= 1e-5
     config = json.loads((folder / "adapter_config.json").read_text())
     assert config["base_model_name_or_path"] == str(tmp_path / "base")
     assert type(config["r"]) is int and type(config["lora_alpha"]) is int
@@ -152,19 +120,12 @@ def test_a7_our_adapter_in_peft(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", CASES)
 def test_peft_adapter_in_ours(name: str, tmp_path: Path) -> None:
     """An adapter folder that PEFT wrote loads as a second source beside its base and gives PEFT's logits."""
-    ours, theirs = CASES[name]
-    tuned = get_peft_model(hf_base(tmp_path / "base"), LoraConfig(task_type="CAUSAL_LM", **theirs))
-    with torch.no_grad():
-        for parameter in tuned.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    # by default PEFT would add a copy of the base's embeddings where these are adapted
-    tuned.save_pretrained(str(tmp_path / "adapter"), save_embedding_layers=False)
+    ours, settings = CASES[name]
+    adapted = tuned(hf_base(tmp_path / "base"), tmp_path / "adapter", **settings)
     model, converters = native(ours)
-    with manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter") as m:
-        result = m.load()
+    result = world.load(manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter"))
     assert not result.report.initialised
-    assert (logits(model) - logits(tuned.eval())).abs().max() <= 1e-5
+    assert gap(model, adapted) <= 1e-5
 
 
 class FusedFeedForward(nn.Module):
@@ -201,27 +162,16 @@ class FusedLlama(Llama3):
 @pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_an_adapter_on_a_fused_weight_is_one_per_part(settings: dict[str, Any], tmp_path: Path) -> None:
     """Gate and up in one matrix have an A and a B each, so PEFT's two adapters go in and out exactly, and merge."""
-    base = hf_base(tmp_path / "base")
-    theirs = LoraConfig(r=4, lora_alpha=8, target_modules=["gate_proj", "up_proj"], task_type="CAUSAL_LM", **settings)
-    tuned = get_peft_model(base, theirs)
-    with torch.no_grad():
-        for parameter in tuned.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    tuned.save_pretrained(str(tmp_path / "adapter"))
-    model = FusedLlama()
-    converters = from_tables([{"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["w13"], **settings}])
-    converters.convert(model)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    adapted = tuned(hf_base(base), adapter, "gate_proj", "up_proj", **settings)
+    model, converters = native({"target_modules": ["w13"], **settings}, FusedLlama())
     exports = (ExportConfig("peft"), ExportConfig("hf"))
-    with manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", export=exports) as m:
-        m.load()
-        assert (logits(model) - logits(tuned.eval())).abs().max() <= 1e-5
-        m.save(1, last_step=True)
-    merged = LlamaForCausalLM.from_pretrained(tmp_path / "run/exports/step-1")
-    assert (logits(merged) - logits(model)).abs().max() <= 1e-5
-    again = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-    ours = PeftModel.from_pretrained(
-        LlamaForCausalLM.from_pretrained(tmp_path / "base"), str(tmp_path / "run/exports/step-1-peft")
+    world.finish(manager(model, converters, tmp_path / "run", base, adapter, export=exports))
+    assert gap(model, adapted) <= 1e-5
+    assert gap(LlamaForCausalLM.from_pretrained(tmp_path / "run/exports/step-1"), model) <= 1e-5
+    again, ours = (
+        PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), str(folder))
+        for folder in (adapter, tmp_path / "run/exports/step-1-peft")
     )
     assert torch.equal(logits(ours), logits(again))
 
@@ -232,60 +182,14 @@ def test_adapters_on_experts_in_peft(targets: list[str], tmp_path: Path) -> None
     """Stacked experts are written one by one; PEFT, whose model fuses them again, gives the same logits."""
     shape = replace(qwen3_moe.FLAVORS["debug-1m"], dim=32, num_layers=2, head_dim=16, ffn_dim=64, vocab_size=96)
     shape = replace(shape, num_experts=4, expert_dim=32)
-    torch.manual_seed(1)
-    base = Qwen3MoeForCausalLM(Qwen3MoeHFConfig.from_dict(shape.to_hf()))
-    with torch.no_grad():
-        for parameter in base.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    base.save_pretrained(tmp_path / "base")
+    base = theirs(shape.to_hf(), tmp_path / "base")
     model = qwen3_moe.Qwen3Moe(shape)
     model.init_weights()
-    converters = from_tables([{"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": targets}])
-    converters.convert(model.eval())
-    exports = (ExportConfig("peft"), ExportConfig("hf"))
-    with manager(model, converters, tmp_path / "run", tmp_path / "base", export=exports) as m:
-        m.load()
-        randomise(model, converters)
-        m.save(1, last_step=True)
-    assert (logits(model) - logits(base)).abs().max() > 1e-2
-    merged = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "run/exports/step-1")
-    assert (logits(merged) - logits(model)).abs().max() <= 1e-5
-    tuned = PeftModel.from_pretrained(base, str(tmp_path / "run/exports/step-1-peft"))
-    assert (logits(tuned) - logits(model)).abs().max() <= 1e-5
-
-
-def test_a_second_run_goes_on_from_base_and_adapter(tmp_path: Path) -> None:
-    """An adapter of ours, exported as PEFT, is a source for another run, and its base is checked by digest."""
-    hf_base(tmp_path / "base")
-    ours, _ = CASES["all"]
-    model, converters = native(ours)
-    with manager(model, converters, tmp_path / "one", tmp_path / "base", export=(ExportConfig("peft"),)) as m:
-        m.load()
-        randomise(model, converters)
-        m.save(1, last_step=True)
-    other, others = native(ours)
-    with manager(other, others, tmp_path / "two", tmp_path / "base", tmp_path / "one/exports/step-1-peft") as m:
-        m.load()
-    assert torch.equal(logits(other), logits(model))
-
-
-def test_interval_saves_hold_the_adapter_alone_and_resume(tmp_path: Path) -> None:
-    """A step is adapter-sized; resuming puts it over its base, bit for bit."""
-    hf_base(tmp_path / "base")
-    ours, _ = CASES["attention"]
-    model, converters = native(ours)
-    config = {"save": SaveConfig(interval=1), "resume": ResumeConfig()}
-    with manager(model, converters, tmp_path / "run", tmp_path / "base", **config) as m:
-        m.load()
-        randomise(model, converters)
-        m.save(1)
-    adapter = sum(p.numel() * 4 for n, p in model.named_parameters() if converters.key_filter(n))
-    stored = sum(f.stat().st_size for f in (tmp_path / "run/checkpoints/step-1").glob("*.safetensors"))
-    assert adapter <= stored <= adapter + 20_000
-    other, others = native(ours)
-    with manager(other, others, tmp_path / "run", tmp_path / "base", **config) as m:
-        assert m.load().step == 1
-    assert torch.equal(logits(other), logits(model))
+    model, converters = native({"target_modules": targets}, model)
+    exports = trained(model, converters, tmp_path / "run", tmp_path / "base")
+    assert gap(model, base) > 1e-2
+    assert gap(Qwen3MoeForCausalLM.from_pretrained(exports / "step-1"), model) <= 1e-5
+    assert gap(PeftModel.from_pretrained(base, str(exports / "step-1-peft")).eval(), model) <= 1e-5
 
 
 @pytest.mark.parametrize(
@@ -299,31 +203,21 @@ def test_interval_saves_hold_the_adapter_alone_and_resume(tmp_path: Path) -> Non
 )
 def test_an_adapter_that_means_something_else_is_refused(change: dict[str, Any], fault: str, tmp_path: Path) -> None:
     """Another scale has the same keys and shapes: without this check the adapter would act half, in silence."""
-    tuned = get_peft_model(hf_base(tmp_path / "base"), LoraConfig(task_type="CAUSAL_LM", **CASES["attention"][1]))
-    tuned.save_pretrained(str(tmp_path / "adapter"))
+    tuned(hf_base(tmp_path / "base"), tmp_path / "adapter", **CASES["attention"][1])
     model, converters = native({**CASES["attention"][0], **change})
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    with (
-        manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter") as m,
-        pytest.raises(LoadMismatchError, match=fault),
-    ):
-        m.load()
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    before = whole(model.state_dict())
+    run = manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter")
+    world.load_fails(run, LoadMismatchError, fault)
+    assert same(model.state_dict(), before)
 
 
 def test_an_adapter_for_other_modules_is_refused(tmp_path: Path) -> None:
     """Keys that the run's converter does not have, and those it has and the file lacks, are both listed."""
-    tuned = get_peft_model(
-        hf_base(tmp_path / "base"), LoraConfig(task_type="CAUSAL_LM", r=4, lora_alpha=8, target_modules=["q_proj"])
-    )
-    tuned.save_pretrained(str(tmp_path / "adapter"))
-    model, converters = native({"rank": 4, "alpha": 8.0, "target_modules": ["wk"]})
-    with (
-        manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter") as m,
-        pytest.raises(LoadMismatchError) as caught,
-    ):
-        m.load()
-    assert "q_proj.lora_A.weight" in str(caught.value) and "attention.wk.lora_a.weight" in str(caught.value)
+    tuned(hf_base(tmp_path / "base"), tmp_path / "adapter", "q_proj")
+    model, converters = native({"target_modules": ["wk"]})
+    run = manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter")
+    said = world.load_fails(run, LoadMismatchError)
+    assert "q_proj.lora_A.weight" in said and "attention.wk.lora_a.weight" in said
 
 
 def test_the_tiny_model_has_what_the_cases_need() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -18,14 +18,11 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from titan_ckpt import (
-    CheckpointConfig,
-    CheckpointManager,
-    ExportConfig,
-    InitialLoadConfig,
-    SaveConfig,
-    StateDictTransforms,
-)
+from tests import world
+from tests.interop.folders import gap, tuned
+from tests.world import TINY as SHAPE
+from tests.world import same, shard, whole
+from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError, HalfLoadedError, LoadMismatchError
 from titan_ckpt.formats.huggingface.peft import PeftReader
@@ -36,10 +33,6 @@ from titan_ckpt.models import hf
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.testing import distributed
 
-SHAPE = Llama3Config(
-    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32
-)
-TOKENS = torch.arange(24).reshape(2, 12)
 LORA: dict[str, Any] = {"kind": "lora", "target_modules": ["wq", "w2"], "rank": 4, "alpha": 8.0}
 
 
@@ -54,51 +47,29 @@ def open_base(folder: Path) -> Any:
 
 
 def write_adapter(base: Path, folder: Path, seed: int = 1, **settings: Any) -> Path:
-    options: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "k_proj", "down_proj"]} | settings
-    model = get_peft_model(open_base(base), LoraConfig(**options))
-    torch.manual_seed(seed)
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad and "lora_A" not in name:
-            torch.nn.init.normal_(parameter, std=0.1)
-    model.save_pretrained(str(folder), save_embedding_layers=False)
+    tuned(open_base(base), folder, seed=seed, **{"target_modules": ["q_proj", "k_proj", "down_proj"]} | settings)
     return folder
 
 
 def manager_of(model: Llama3, folder: Path, sources: list[Path], merged: int, hooks: Any = None) -> CheckpointManager:
     """Return the manager of a run whose second to `merged`-th sources are merged."""
     loads = tuple(InitialLoadConfig(str(path), merge=0 < i <= merged) for i, path in enumerate(sources))
-    return CheckpointManager(
-        CheckpointConfig(save=SaveConfig(interval=1), initial_load=loads, export=(ExportConfig("peft"),) * bool(hooks)),
-        model_parts=[model],
-        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
-        model_converters=hooks,
-        base_folder=folder,
+    return world.manager(
+        folder, model, initial_load=loads, export=(ExportConfig("peft"),) * bool(hooks), model_converters=hooks
     )
 
 
 def load(base: Path, folder: Path, *adapters: Path) -> Llama3:
     """Return a native model of the base with the adapters merged into it."""
     model = Llama3(Llama3Config.from_hf(json.loads((base / "config.json").read_text())))
-    with manager_of(model, folder, [base, *adapters], len(adapters)) as manager:
-        manager.load()
+    world.load(manager_of(model, folder, [base, *adapters], len(adapters)))
     return model
-
-
-def gap(model: Any, other: Any) -> float:
-    with torch.no_grad():
-        logits = [out if isinstance(out := m.eval()(TOKENS), torch.Tensor) else out.logits for m in (model, other)]
-        return float((logits[0] - logits[1]).abs().max())
 
 
 @distributed(nproc=2)
 def load_on_shards(base: Path, folder: Path, adapters: list[Path], expected: dict[str, torch.Tensor]) -> None:
-    model = Llama3(SHAPE)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for layer in model.layers.children():
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    with manager_of(model, folder, [base, *adapters], len(adapters)) as manager:
-        manager.load()
+    model = shard(Llama3(SHAPE))
+    world.load(manager_of(model, folder, [base, *adapters], len(adapters)))
     for fqn, value in model.state_dict().items():
         assert isinstance(value, DTensor)
         assert torch.allclose(value.full_tensor(), expected[fqn], rtol=1e-6, atol=1e-7), fqn
@@ -117,7 +88,7 @@ def test_a4_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
         vars(theirs).pop("peft_config", None)  # PEFT leaves it behind, and warns of it the next time
     ours = load(base, tmp_path / "run", first, second)
     assert gap(ours, theirs) <= 1e-5 < 1e-3 < gap(ours, open_base(base))
-    load_on_shards(base, tmp_path / "shards", [first, second], {k: v.clone() for k, v in ours.state_dict().items()})
+    load_on_shards(base, tmp_path / "shards", [first, second], whole(ours.state_dict()))
 
 
 def test_a4_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
@@ -143,7 +114,7 @@ def test_a4_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
     again, manager = run([base, adapter])
     with manager:
         assert manager.load().step == 1
-    assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
+    assert same(again.state_dict(), model.state_dict())
     _, manager = run([base])
     named = rf"expected {base} .*, after the merge of {adapter}\n[^$]* and with {adapter} merged into it, in this order"
     with manager, pytest.raises(BaseMismatchError, match=named):
@@ -163,11 +134,7 @@ def test_a4_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
     ):
         hooks = from_tables([LORA])
         hooks.convert(fresh := Llama3(SHAPE))
-        with (
-            manager_of(fresh, tmp_path / "f", given, 0, hooks) as manager,
-            pytest.raises(LoadMismatchError, match=fault),
-        ):
-            manager.load()
+        world.load_fails(manager_of(fresh, tmp_path / "f", given, 0, hooks), LoadMismatchError, fault)
 
 
 def test_a_merge_that_fails_in_the_middle_leaves_nothing_to_save(
@@ -195,7 +162,7 @@ def test_a_merge_that_fails_in_the_middle_leaves_nothing_to_save(
             manager.save(1)
         manager.load()
         assert manager.save(1)
-    assert all(torch.equal(value, expected[fqn]) for fqn, value in model.state_dict().items())
+    assert same(model.state_dict(), expected)
 
 
 def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path) -> None:
@@ -247,10 +214,9 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
     ]:
         model = Llama3(Llama3Config.from_hf(json.loads((where / "config.json").read_text())))
         model.init_weights()
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        with manager_of(model, tmp_path / "run", [where, adapter], 1) as manager, pytest.raises(kind, match=fault):
-            manager.load()
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items()), fault
+        before = whole(model.state_dict())
+        world.load_fails(manager_of(model, tmp_path / "run", [where, adapter], 1), kind, fault)
+        assert same(model.state_dict(), before), fault
 
 
 def test_dora_over_cut_rows_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
@@ -274,7 +240,7 @@ def test_dora_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
     theirs = PeftModel.from_pretrained(open_base(base), str(adapter)).merge_and_unload()
     ours = load(base, tmp_path / "run", adapter)
     assert gap(ours, theirs) <= 1e-5 < 1e-3 < gap(ours, open_base(base))
-    load_on_shards(base, tmp_path / "shards", [adapter], {k: v.clone() for k, v in ours.state_dict().items()})
+    load_on_shards(base, tmp_path / "shards", [adapter], whole(ours.state_dict()))
     lengths = tmp_path / "lengths"  # A without B: what acts is DoRA's lengths
     shutil.copytree(adapter, lengths)
     file = lengths / "adapter_model.safetensors"
@@ -285,8 +251,7 @@ def test_dora_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
     exact = PeftModel.from_pretrained(open_base(tmp_path / "half").double(), str(adapter)).merge_and_unload()
     ideal = exact.state_dict()["model.layers.0.mlp.down_proj.weight"]
     model = Llama3(SHAPE).bfloat16()
-    with manager_of(model, tmp_path / "half-run", [tmp_path / "half", adapter], 1) as manager:
-        manager.load()
+    world.load(manager_of(model, tmp_path / "half-run", [tmp_path / "half", adapter], 1))
     found = model.state_dict()["layers.0.feed_forward.w2.weight"].double()
     assert ((found - ideal).abs() <= (ideal.bfloat16().double() - ideal).abs() + 1e-6).all()
 
@@ -298,25 +263,19 @@ def write_gpt2(folder: Path) -> Path:
     return folder
 
 
-def merged_gpt2(base: Path, adapter: Path, folder: Path, *, sharded: bool = False) -> Any:
+def merged_gpt2(base: Path, adapter: Path, folder: Path) -> Any:
     """Return GPT-2 as transformers has it, with the adapter merged by a run."""
     model = hf.build(base)
-    if sharded:
-        fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-    sources = (InitialLoadConfig(str(base)), InitialLoadConfig(str(adapter), merge=True))
-    with CheckpointManager(
-        CheckpointConfig(initial_load=sources),
-        model_parts=[model],
-        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
-        base_folder=folder,
-    ) as manager:
-        manager.load()
+    if dist.is_initialized():
+        fully_shard(model)
+    sources = [base, InitialLoadConfig(str(adapter), merge=True)]
+    world.load(world.manager(folder, model, initial_load=sources))
     return model
 
 
 @distributed(nproc=2)
 def merge_gpt2_on_shards(base: Path, adapter: Path, folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    for fqn, value in merged_gpt2(base, adapter, folder, sharded=True).state_dict().items():
+    for fqn, value in merged_gpt2(base, adapter, folder).state_dict().items():
         assert isinstance(value, DTensor)
         assert torch.allclose(value.full_tensor(), expected[fqn], rtol=1e-6, atol=1e-7), fqn
 
@@ -325,16 +284,10 @@ def test_weights_that_are_stored_transposed_get_the_transposed_product(tmp_path:
     """GPT-2's Conv1D: its square projections have no shape that would tell, and the flag in the file is not asked."""
     base = write_gpt2(tmp_path / "base")
     for flag in (True, False):
-        options: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": ["c_attn", "c_proj"]}
-        theirs = get_peft_model(
-            GPT2LMHeadModel.from_pretrained(base), LoraConfig(**options, use_dora=flag, fan_in_fan_out=True)
-        )
-        with torch.no_grad():
-            for parameter in theirs.parameters():
-                if parameter.requires_grad:
-                    parameter.add_(torch.randn_like(parameter) * 0.1)
         adapter = tmp_path / f"adapter-{flag}"
-        theirs.save_pretrained(str(adapter))
+        theirs = tuned(
+            GPT2LMHeadModel.from_pretrained(base), adapter, "c_attn", "c_proj", use_dora=flag, fan_in_fan_out=True
+        )
         config = json.loads((adapter / "adapter_config.json").read_text())
         (adapter / "adapter_config.json").write_text(json.dumps(config | {"fan_in_fan_out": flag}))
         ours = merged_gpt2(base, adapter, tmp_path / f"run-{flag}")
@@ -353,11 +306,7 @@ def test_a_table_that_transposes_a_square_weight_says_how_the_other_tool_stores_
     """A linear module of ours under GPT-2's names: PEFT's A and B are those of the Conv1D in the other model."""
     base = write_gpt2(tmp_path / "base")
     adapter = tmp_path / "adapter"
-    theirs = get_peft_model(
-        GPT2LMHeadModel.from_pretrained(base),
-        LoraConfig(r=4, target_modules=["c_proj"], fan_in_fan_out=True, init_lora_weights=False),
-    )
-    theirs.save_pretrained(str(adapter))
+    theirs = tuned(GPT2LMHeadModel.from_pretrained(base), adapter, "c_proj", fan_in_fan_out=True)
     key = "transformer.h.{i}.attn.c_proj.weight"
     table = KeyMap(
         (

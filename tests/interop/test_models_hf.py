@@ -8,43 +8,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM
 
-from tests.interop.folders import export, load, open_strictly
-from tests.world import assert_same_bytes, tensors
+from tests.interop.folders import export, gap, load, logits, open_strictly, theirs
+from tests.unit.models.test_hf import SMALL as THREE_LAYERS
+from tests.world import assert_same_bytes, shard, tensors
 from titan_ckpt.models import hf
 from titan_ckpt.testing import distributed
 
 auto: Any = AutoModelForCausalLM  # its methods have no types
 
-SMALL: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "moe_intermediate_size": 16,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "vocab_size": 64,
-    "max_position_embeddings": 40,
-    "num_experts": 5,
-    "num_local_experts": 5,
-    "num_experts_per_tok": 2,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-GPT2 = {
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 40,
-    "vocab_size": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 40, "vocab_size": 64, "bos_token_id": 1}
+GPT2["eos_token_id"] = 2
+SMALL: dict[str, Any] = THREE_LAYERS | {"num_hidden_layers": 2}
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama_tied": {"model_type": "llama", **SMALL, "tie_word_embeddings": True},
     "llama_untied": {"model_type": "llama", **SMALL},
@@ -57,36 +34,21 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def saved(config: dict[str, Any], folder: Path) -> PreTrainedModel:
-    """Return transformers' model of this config with random weights, saved in the folder."""
-    torch.manual_seed(1)
-    model: PreTrainedModel = auto.from_config(AutoConfig.for_model(**config))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.05)
-    model.train(False)
-    model.save_pretrained(folder)
-    return model
-
-
 @pytest.mark.parametrize("name", list(CONFIGS))
 def test_a_folder_gives_its_logits_and_comes_back_byte_for_byte(name: str, tmp_path: Path) -> None:
     """Built on meta from the folder, filled from it, and exported: the same logits, and the same tensors on disk."""
-    twin = saved(CONFIGS[name], tmp_path / "theirs")
+    twin = theirs(CONFIGS[name], tmp_path / "theirs")
     with torch.device("meta"):
         model = hf.build(tmp_path / "theirs")
     model.to_empty(device="cpu").eval()
     load(model, model.key_map(), tmp_path / "theirs")
     tokens = torch.randint(3, 64, (2, 30))
-    with torch.no_grad():
-        expected = twin(tokens).logits
-        assert expected.abs().max() > 0.1
-        assert (model(tokens) - expected).abs().max() <= 1e-5
+    assert logits(twin, tokens).abs().max() > 0.1
+    assert gap(model, twin, tokens) <= 1e-5
     export(model, model.key_map(), model.hf_config(), tmp_path / "ours")
     assert_same_bytes(tmp_path / "theirs", tmp_path / "ours")
     again = open_strictly(auto, tmp_path / "ours")
-    with torch.no_grad():
-        assert torch.equal(again(tokens).logits, expected)
+    assert torch.equal(logits(again, tokens), logits(twin, tokens))
 
 
 SHARDED = ("llama_tied", "qwen3_moe")
@@ -99,9 +61,8 @@ def test_two_ranks_of_fsdp_read_and_write_the_same_folder(tmp_path: Path) -> Non
     """
     tokens = torch.randint(3, 63, (2, 30))
     for name in SHARDED:
-        twin = saved(CONFIGS[name] | {"vocab_size": 63}, tmp_path / name / "theirs")
-        with torch.no_grad():
-            torch.save((tokens, twin(tokens).logits), tmp_path / name / "expected.pt")
+        twin = theirs(CONFIGS[name] | {"vocab_size": 63}, tmp_path / name / "theirs")
+        torch.save((tokens, logits(twin, tokens)), tmp_path / name / "expected.pt")
     _on_two_ranks(tmp_path)
     for name in SHARDED:
         assert_same_bytes(tmp_path / name / "theirs", tmp_path / name / "ours")
@@ -120,22 +81,19 @@ def _read_and_write(folder: Path) -> None:
     tokens, expected = torch.load(folder / "expected.pt")
     with torch.device("meta"):
         model = hf.build(folder / "theirs")
-    for layer in model.layers.children():
-        fully_shard(layer)
-    fully_shard(model)
+    shard(model)
     model.to_empty(device="cpu")
     load(model, model.key_map(), folder / "theirs")
     assert all(isinstance(p, DTensor) for p in model.parameters())
     tied = model.config.tie_word_embeddings
     assert tied == (model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight"))
-    with torch.no_grad():
-        assert (model(tokens) - expected).abs().max() <= 1e-5
+    assert (logits(model, tokens) - expected).abs().max() <= 1e-5
     export(model, model.key_map(), model.hf_config(), folder / "ours")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mine = tokens[dist.get_rank()].unsqueeze(0)
     for _ in range(2):
-        logits = model(mine[:, :-1])
-        torch.nn.functional.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten()).backward()
+        predicted = model(mine[:, :-1])
+        torch.nn.functional.cross_entropy(predicted.flatten(0, 1), mine[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
     export(model, model.key_map(), model.hf_config(), folder / "trained")

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from tests import world
 from tests.interop.test_optimizer_content import Plain
 from tests.zoo.optimizer_runs import Case, comparable, judge
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt import CheckpointManager
 from titan_ckpt.errors import SaveError, StateEncodingError
 
 
@@ -252,8 +253,7 @@ LOSES: dict[str, tuple[Build, str]] = {
 
 
 def manager(folder: Path, model: nn.Module, optimizer: Any, allow: tuple[str, ...] = ()) -> CheckpointManager:
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"), allow=allow)
-    return CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder)
+    return world.manager(folder, model, optimizer, async_mode="disabled", allow=allow)
 
 
 @pytest.mark.parametrize("name", LOSES)
@@ -264,18 +264,15 @@ def test_what_an_optimizer_keeps_in_attributes_alone_is_refused_before_the_first
     build, said = LOSES[name]
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
     optimizer = build(model)
-    with (
-        manager(tmp_path, model, optimizer) as m,
-        pytest.raises(StateEncodingError, match=rf"(?s)\.{type(optimizer).__qualname__}: .*({said})"),
-    ):
-        m.load()
+    world.load_fails(
+        manager(tmp_path, model, optimizer), StateEncodingError, rf"(?s)\.{type(optimizer).__qualname__}: .*({said})"
+    )
 
 
 def test_attributes_that_may_be_lost_are_allowed_by_the_class(tmp_path: Path) -> None:
     """The run goes on, as for callbacks."""
     model = nn.Linear(2, 2)
-    with manager(tmp_path, model, Lookahead(model.parameters()), (f"{__name__}.Lookahead",)) as m:
-        m.load()
+    world.load(manager(tmp_path, model, Lookahead(model.parameters()), (f"{__name__}.Lookahead",)))
 
 
 EXACT: dict[str, Build] = {

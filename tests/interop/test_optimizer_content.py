@@ -17,8 +17,9 @@ from schedulefree import AdamWScheduleFree, ScheduleFreeWrapper
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
+from tests import world
 from tests.zoo.optimizer_runs import Case, comparable, judge, start
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt import CheckpointManager
 from titan_ckpt.components.optimizer import OptimizerState, merge_groups
 from titan_ckpt.components.optimizer_content import steppers
 from titan_ckpt.errors import CheckpointError, LoadMismatchError, SaveError, StateEncodingError
@@ -248,19 +249,12 @@ def test_hooks_of_a_state_dict_are_called(tmp_path: Path) -> None:
         m.load()
         m.save(1)
     restored = hooked(other)
-    with manager(tmp_path, other, restored) as m:
-        m.load()
+    world.load(manager(tmp_path, other, restored))
     assert restored.state_dict()["count"] >= 9.0
 
 
 def manager(folder: Path, model: nn.Module, optimizer: Any, **settings: Any) -> CheckpointManager:
-    return CheckpointManager(
-        CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled")),
-        model_parts=[model],
-        optimizers=[optimizer],
-        base_folder=folder,
-        **settings,
-    )
+    return world.manager(folder, model, optimizer, async_mode="disabled", **settings)
 
 
 @dataclass
@@ -289,11 +283,11 @@ def test_state_that_cannot_be_stored_is_refused_before_the_first_step(name: str,
 
     model = nn.Linear(2, 2)
     before = comparable([dict(model.state_dict()), torch.get_rng_state()])
-    with (
-        manager(tmp_path, model, Keeps(model.parameters())) as m,
-        pytest.raises(StateEncodingError, match=r"Keeps: .*kept: a .*leave the optimizer out of checkpoints"),
-    ):
-        m.load()
+    world.load_fails(
+        manager(tmp_path, model, Keeps(model.parameters())),
+        StateEncodingError,
+        r"Keeps: .*kept: a .*leave the optimizer out of checkpoints",
+    )
     assert comparable([dict(model.state_dict()), torch.get_rng_state()]) == before
 
 
@@ -305,13 +299,11 @@ def test_an_attribute_that_no_state_dict_has_is_refused_before_the_first_step(tm
         load_state_dict = Optimizer.load_state_dict
 
     model = nn.Linear(2, 2)
-    with (
-        manager(tmp_path, model, Forgets(model.parameters())) as m,
-        pytest.raises(
-            StateEncodingError, match=r"Forgets: its steps change self.count, self.trace, and its state_dict"
-        ),
-    ):
-        m.load()
+    world.load_fails(
+        manager(tmp_path, model, Forgets(model.parameters())),
+        StateEncodingError,
+        r"Forgets: its steps change self.count, self.trace, and its state_dict",
+    )
 
 
 def test_state_of_an_optimizer_that_cannot_be_rehearsed_is_refused_after_its_first_step(tmp_path: Path) -> None:
@@ -328,8 +320,7 @@ def test_state_of_an_optimizer_that_cannot_be_rehearsed_is_refused_after_its_fir
 
     model = nn.Linear(2, 2)
     optimizer = Reaches(model)
-    config = CheckpointConfig(save=SaveConfig(interval=100))
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
+    with world.manager(tmp_path, model, optimizer, interval=100) as m:
         m.load()
         model(torch.ones(2)).sum().backward()
         optimizer.step()
@@ -374,11 +365,9 @@ def test_an_optimizer_of_fabric_is_the_one_inside(tmp_path: Path) -> None:
     _, wrapped = Fabric(accelerator="cpu").setup(model, AdamW(model.parameters(), lr=0.1))
     model(torch.ones(2)).sum().backward()
     wrapped.step()
-    with manager(tmp_path, model, wrapped) as m:
-        m.save(1)
+    world.save(manager(tmp_path, model, wrapped))
     fresh = AdamW(model.parameters())
-    with manager(tmp_path, model, fresh) as m:
-        m.load()
+    world.load(manager(tmp_path, model, fresh))
     assert comparable(fresh.state_dict()["state"]) == comparable(wrapped.state_dict()["state"])
 
 
@@ -410,8 +399,7 @@ def test_a_wrapper_of_schedulefree_keeps_its_mode(tmp_path: Path) -> None:
         m.save(2)
     second = start(case, 1, lambda _: None)
     second.optimizer.train_mode = False
-    with second.manager(tmp_path) as m:
-        m.load()
+    world.load(second.manager(tmp_path))
     second.optimizer.train()
     assert first.state() == second.state()
 
@@ -435,8 +423,7 @@ def test_the_optimizer_inside_a_wrapper_of_schedulefree_is_another_one(
         m.load()
         first.steps(1, 1)
         m.save(1)
-    with made(resumed).manager(tmp_path) as m:
-        m.load()
+    world.load(made(resumed).manager(tmp_path))
     names = {"plain": "SGD", "wrapped": "SGD in schedulefree's wrapper"}
     said = f"optimizer is of class {names[saved]}, and this run's of class {names[resumed]}, which goes on with that"
     assert [said in text for text in caplog.messages if "of class" in text] == [True] * (saved != resumed)
@@ -456,10 +443,9 @@ class Holder:
 def test_a_load_that_an_optimizer_refuses_is_one_error(tmp_path: Path) -> None:
     """State of another class goes to load_state_dict(), which fails: named, with the next step."""
     model = nn.Linear(2, 2)
-    with manager(tmp_path, model, Plain(model.parameters())) as m:
-        m.save(1)
-    with (
-        manager(tmp_path, model, Counts(model.parameters())) as m,
-        pytest.raises(CheckpointError, match=r"Counts.load_state_dict\(\) does not take .*KeyError.*exclude"),
-    ):
-        m.load()
+    world.save(manager(tmp_path, model, Plain(model.parameters())))
+    world.load_fails(
+        manager(tmp_path, model, Counts(model.parameters())),
+        CheckpointError,
+        r"Counts.load_state_dict\(\) does not take .*KeyError.*exclude",
+    )

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
+from tests import world
 from tests.unit.models.test_hf import FAMILIES, SMALL
 from titan_ckpt import (
     CheckpointConfig,
@@ -53,9 +54,7 @@ def keys_in(folder: Path) -> set[str]:
 
 
 def exported(folder: Path, model: Any, config: CheckpointConfig = CONFIG, **given: Any) -> Path:
-    with CheckpointManager(config, model_parts=[model], base_folder=folder, **given) as manager:
-        manager.load()
-        manager.save(1, last_step=True)
+    world.finish(CheckpointManager(config, model_parts=[model], base_folder=folder, **given))
     return folder / "exports" / "step-1"
 
 
@@ -82,9 +81,9 @@ def test_a_model_of_transformers_exports_by_itself(kind: str, tmp_path: Path) ->
 def test_a_model_of_transformers_starts_from_a_folder_by_itself(kind: str, tmp_path: Path) -> None:
     built(kind, seed=1).save_pretrained(tmp_path / "base")
     model = built(kind)
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(tmp_path / "base"), format="hf"),))
-    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path / "run") as manager:
-        manager.load()
+    world.load(
+        world.manager(tmp_path / "run", model, initial_load=[InitialLoadConfig(str(tmp_path / "base"), format="hf")])
+    )
     expected = built(kind, seed=1).state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
 

@@ -12,14 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from titan_ckpt import (
-    CheckpointConfig,
-    CheckpointManager,
-    ExportConfig,
-    InitialLoadConfig,
-    SaveConfig,
-    StateDictTransforms,
-)
+from tests import world
+from titan_ckpt import CheckpointConfig, ExportConfig, InitialLoadConfig
 from titan_ckpt.config import from_dict
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConfigError, LoadMismatchError
@@ -60,16 +54,19 @@ def shape_like(base: Path, folder: Path, **changes: Any) -> Path:
     return folder
 
 
+def part(folder: Path | str, **settings: Any) -> InitialLoadConfig:
+    """Return a source of which only a part is loaded."""
+    return InitialLoadConfig(str(folder), **settings)
+
+
 def run(shape: Path, source: InitialLoadConfig, folder: Path, name: str = "hf") -> tuple[LanguageModel, LoadReport]:
     """Load a source into a model of this shape, and export it."""
     torch.manual_seed(2)
     model = construct(lambda: build_model(name, folder=shape))
     materialise(model, "cpu")
-    config = CheckpointConfig(
-        save=SaveConfig(interval=1, async_mode="disabled"), initial_load=(source,), export=(ExportConfig("hf"),)
-    )
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder) as manager:
+    with world.manager(
+        folder, model, async_mode="disabled", initial_load=[source], export=(ExportConfig("hf"),)
+    ) as manager:
         report = manager.load().report
         manager.save(1, last_step=True)
     return model, report
@@ -82,7 +79,7 @@ def test_a_new_head_is_asked_for_by_name(name: str, tmp_path: Path, caplog: pyte
     del tensors[HEAD]
     save_file(tensors, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
     head = HEAD if name == "hf" else IN_LLAMA3[HEAD]
-    base = InitialLoadConfig(str(tmp_path / "base"))
+    base = part(tmp_path / "base")
     with pytest.raises(LoadMismatchError, match=rf"1 missing: {head}\. Name new tensors in .*initialise"):
         run(tmp_path / "base", base, tmp_path / "refused", name)
     with caplog.at_level(logging.INFO, "titan_ckpt"):
@@ -103,8 +100,8 @@ def test_added_tokens_keep_the_rows_that_exist(tied: bool, tmp_path: Path) -> No
     grown = shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=70)
     names = (EMBEDDINGS,) if tied else (EMBEDDINGS, HEAD)
     with pytest.raises(LoadMismatchError, match=r"expected float32\[70, 32\], found float32\[64, 32\]"):
-        run(grown, InitialLoadConfig(str(tmp_path / "base")), tmp_path / "refused")
-    model, report = run(grown, InitialLoadConfig(str(tmp_path / "base"), initialise=names), tmp_path / "run")
+        run(grown, part(tmp_path / "base"), tmp_path / "refused")
+    model, report = run(grown, part(tmp_path / "base", initialise=names), tmp_path / "run")
     assert dict(report.grown) == dict.fromkeys(names, 64)
     for name in names:
         table = model.get_parameter(name)
@@ -126,11 +123,9 @@ def test_a_new_head_under_adapters_is_saved_with_them(tmp_path: Path) -> None:
         hooks = from_tables([{"kind": "lora", "rank": 2, "target_modules": ["q_proj"]}])
         hooks.convert(model)
         materialise(model, "cpu")
-        source = InitialLoadConfig(str(tmp_path / "base"), initialise=(HEAD,))
-        config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"), initial_load=(source,))
-        transforms = StateDictTransforms(model.key_map(), model.hf_config())
-        with CheckpointManager(
-            config, model_parts=[model], model_converters=hooks, sd_transforms=transforms, base_folder=tmp_path / "run"
+        source = part(tmp_path / "base", initialise=(HEAD,))
+        with world.manager(
+            tmp_path / "run", model, async_mode="disabled", initial_load=[source], model_converters=hooks
         ) as manager:
             assert manager.load().step == resumed
             heads.append(model.get_parameter(HEAD).detach().clone())
@@ -142,7 +137,7 @@ def test_rows_grow_on_every_rank(tmp_path: Path) -> None:
     """Two ranks hold 35 rows each of 70: the first 64 are the folder's, and the others those of one process."""
     write_base(tmp_path / "base")
     shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=70)
-    source = InitialLoadConfig(str(tmp_path / "base"), initialise=(EMBEDDINGS, HEAD))
+    source = part(tmp_path / "base", initialise=(EMBEDDINGS, HEAD))
     model, _ = run(tmp_path / "shape", source, tmp_path / "run")
     torch.save(dict(model.state_dict()), tmp_path / "expected.pt")
     _grow_on_two_ranks(tmp_path)
@@ -150,19 +145,12 @@ def test_rows_grow_on_every_rank(tmp_path: Path) -> None:
 
 @distributed(nproc=2)
 def _grow_on_two_ranks(folder: Path) -> None:
-    from torch.distributed.fsdp import fully_shard
-
     torch.manual_seed(2)
     model: Any = construct(lambda: build_model("hf", folder=folder / "shape"))
-    for layer in model.layers.children():
-        fully_shard(layer)
-    fully_shard(model)
+    world.shard(model)
     materialise(model, "cpu")
-    source = InitialLoadConfig(str(folder / "base"), initialise=(EMBEDDINGS, HEAD))
-    config = CheckpointConfig(initial_load=(source,))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder / "2") as manager:
-        manager.load()
+    source = part(folder / "base", initialise=(EMBEDDINGS, HEAD))
+    world.load(world.manager(folder / "2", model, initial_load=[source]))
     for name, value in torch.load(folder / "expected.pt").items():
         assert torch.equal(model.state_dict()[name].full_tensor(), value), name
 
@@ -171,10 +159,10 @@ def test_dropped_layers_are_ignored_by_name(tmp_path: Path) -> None:
     """A model with fewer layers takes those that it has; the others are reported, and each has to be named."""
     tensors = write_base(tmp_path / "base")
     shape = shape_like(tmp_path / "base", tmp_path / "shape", num_hidden_layers=1)
-    few = InitialLoadConfig(str(tmp_path / "base"), ignore=("model.layers.1.mlp.*",))
+    few = part(tmp_path / "base", ignore=("model.layers.1.mlp.*",))
     with pytest.raises(LoadMismatchError, match=r"6 that the model does not have: .*input_layernorm"):
         run(shape, few, tmp_path / "refused")
-    source = InitialLoadConfig(str(tmp_path / "base"), ignore=("model.layers.1.*",))
+    source = part(tmp_path / "base", ignore=("model.layers.1.*",))
     model, report = run(shape, source, tmp_path / "run")
     assert set(report.ignored) == {key for key in tensors if "layers.1." in key}
     assert all(torch.equal(value, tensors[name]) for name, value in model.state_dict().items())
@@ -188,8 +176,8 @@ def test_a_head_that_differs_from_the_embeddings_it_is_tied_to_can_be_ignored(na
     save_file(tensors, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
     base = str(tmp_path / "base")
     with pytest.raises(LoadMismatchError, match=r"lm_head\.weight is not equal to .* or name it in .*ignore"):
-        run(tmp_path / "base", InitialLoadConfig(base), tmp_path / "refused", name)
-    model, report = run(tmp_path / "base", InitialLoadConfig(base, ignore=(HEAD,)), tmp_path / "run", name)
+        run(tmp_path / "base", part(base), tmp_path / "refused", name)
+    model, report = run(tmp_path / "base", part(base, ignore=(HEAD,)), tmp_path / "run", name)
     assert report.ignored == (HEAD,)
     embeddings = model.get_parameter(EMBEDDINGS if name == "hf" else IN_LLAMA3[EMBEDDINGS])
     assert torch.equal(embeddings, tensors[EMBEDDINGS])
@@ -201,8 +189,8 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     base = str(tmp_path / "base")
     sources = {
-        "initialise": InitialLoadConfig(base, initialise=("lm_haed.weight",)),
-        "ignore": InitialLoadConfig(base, ignore=("lm_haed.weight",)),
+        "initialise": part(base, initialise=("lm_haed.weight",)),
+        "ignore": part(base, ignore=("lm_haed.weight",)),
     }
     for setting, source in sources.items():
         similar = rf"{setting} has 1 .* match nothing: 'lm_haed\.weight' \(like {HEAD}"
@@ -216,16 +204,16 @@ def test_rows_of_another_dtype_are_cast_on_request_only(tmp_path: Path) -> None:
     shape = shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=70)
     path = str(tmp_path / "base")
     with pytest.raises(LoadMismatchError, match=r"set cast = true"):
-        run(shape, InitialLoadConfig(path, initialise=(EMBEDDINGS, HEAD)), tmp_path / "refused")
-    _, report = run(shape, InitialLoadConfig(path, cast=True, initialise=(EMBEDDINGS, HEAD)), tmp_path / "run")
+        run(shape, part(path, initialise=(EMBEDDINGS, HEAD)), tmp_path / "refused")
+    _, report = run(shape, part(path, cast=True, initialise=(EMBEDDINGS, HEAD)), tmp_path / "run")
     assert report.grown
 
 
 def test_a_step_of_another_run_can_be_loaded_partly(tmp_path: Path) -> None:
     """Native steps have the names of the model; a new head replaces the one that the step has."""
     write_base(tmp_path / "base")
-    before, _ = run(tmp_path / "base", InitialLoadConfig(str(tmp_path / "base")), tmp_path / "first")
-    step = InitialLoadConfig(str(tmp_path / "first/checkpoints/step-1"), initialise=(HEAD,))
+    before, _ = run(tmp_path / "base", part(tmp_path / "base"), tmp_path / "first")
+    step = part(tmp_path / "first/checkpoints/step-1", initialise=(HEAD,))
     model, report = run(tmp_path / "base", step, tmp_path / "second")
     assert report.initialised == (HEAD,)
     same = {name for name, value in before.state_dict().items() if torch.equal(value, model.state_dict()[name])}

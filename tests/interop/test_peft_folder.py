@@ -3,29 +3,29 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
 
-from tests.interop.folders import without_a_word
+from tests import world
+from tests.interop.folders import disturb
 from titan_ckpt.converters.container import ModelConverters
 from titan_ckpt.converters.lora import LoRAConverter
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, NotACheckpointError
-from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.peft import PeftFormat
-from titan_ckpt.formats.open import detect_format, open_reader
+from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, info_of
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
+from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
 
 CONFIG = replace(
@@ -38,40 +38,32 @@ KEY = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
 KINDS: Mapping[str, LoRAConfig] = {
     "plain": LoRAConfig(ALL, rank=4, alpha=8.0),
     "queries": LoRAConfig(("wq",), rank=4, alpha=8.0),
-    "rslora": LoRAConfig(ALL, rank=4, alpha=8.0, use_rslora=True),
     "dora": LoRAConfig(ALL, rank=4, alpha=8.0, use_dora=True),
-    "patterns": LoRAConfig(ALL, rank=4, alpha=8.0, rank_pattern={"wq": 2, "w2": 6}, alpha_pattern={"wq": 3.0}),
-    "embeddings": LoRAConfig(("wq", "tok_embeddings", "output"), rank=4, alpha=8.0),
-    "saved_modules": LoRAConfig(("wq",), rank=4, alpha=8.0, modules_to_save=("output",)),
 }
 
 
 def adapted(config: LoRAConfig, seed: int = 1) -> tuple[Llama3, ModelConverters]:
     """A model with a trained-looking adapter: everything that is owned has random values."""
-    torch.manual_seed(seed)
-    model = Llama3(CONFIG).eval()
-    model.init_weights()
     converters = ModelConverters([LoRAConverter(config)])
-    converters.convert(model)
-    generator = torch.Generator().manual_seed(seed + 100)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if converters.key_filter(name):
-                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    model = world.llama(CONFIG, seed, converters).eval()
+    disturb(model, lambda name, _: converters.key_filter(name))
     return model, converters
 
 
-def export_base(model: Llama3, converters: ModelConverters, folder: Path) -> None:
-    base = {fqn: value for fqn, value in model.state_dict().items() if not converters.key_filter(fqn)}
-    export_huggingface(
-        folder, StateDictTransforms(model.key_map()).to_file(base, None, None),
-        config=model.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=Coordinator.current(),
-    )  # fmt: skip
+def owned(model: Llama3, converters: ModelConverters) -> StateDict:
+    return {fqn: value for fqn, value in model.state_dict().items() if converters.key_filter(fqn)}
+
+
+@contextmanager
+def planned(folder: Path, model: Llama3, converters: ModelConverters) -> Iterator[tuple[Any, Any]]:
+    """Give the reader of an adapter's folder, and what it would fill."""
+    with open_reader(folder, "peft") as reader:
+        tensors = owned(model, converters)
+        yield reader, StateDictTransforms(model.key_map()).from_file(tensors, reader.tensors, converters, cast=False)
 
 
 def adapter_groups(model: Llama3, converters: ModelConverters) -> list[FileGroup]:
-    owned = {fqn: value for fqn, value in model.state_dict().items() if converters.key_filter(fqn)}
-    return StateDictTransforms(model.key_map()).to_file(owned, converters, None)
+    return StateDictTransforms(model.key_map()).to_file(owned(model, converters), converters, None)
 
 
 def config_of(model: Llama3, converters: ModelConverters) -> dict[str, Any]:
@@ -86,58 +78,6 @@ def export_adapter(
     """Export the adapter, or other groups, with fields of its config changed."""
     made = adapter_groups(model, converters) if groups is None else groups
     FolderExport(made, PeftFormat(config_of(model, converters) | config)).write(folder, Coordinator.current())
-
-
-def open_with_peft(base: Path, adapter: Path) -> Any:
-    """Open base and adapter with transformers and PEFT; any warning is an error."""
-    with without_a_word("transformers", "peft"):
-        opened: Any = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), adapter)
-    return opened.eval()
-
-
-def logits(model: Any) -> torch.Tensor:
-    tokens = torch.arange(40).view(2, 20) * 3 % 160
-    with torch.no_grad():
-        out = model(tokens)
-    result: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
-    return result
-
-
-@pytest.mark.parametrize("kind", list(KINDS))
-def test_an_exported_adapter_opens_with_peft(tmp_path: Path, kind: str) -> None:
-    """Base and adapter, opened by their own libraries without a warning, give the native logits."""
-    model, converters = adapted(KINDS[kind])
-    export_base(model, converters, tmp_path / "base")
-    export_adapter(model, converters, tmp_path / "adapter")
-    theirs = open_with_peft(tmp_path / "base", tmp_path / "adapter")
-    with_adapter = logits(theirs)
-    assert (with_adapter - logits(model)).abs().max() <= 1e-5
-    with theirs.disable_adapter():
-        assert (logits(theirs) - with_adapter).abs().max() > 0.01
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "saved_modules"])
-def test_an_adapter_of_peft_opens_here(tmp_path: Path, kind: str) -> None:
-    """A folder that PEFT saved loads into the converter's tensors, heads permuted, and gives PEFT's logits."""
-    model, converters = adapted(KINDS[kind])
-    export_base(model, converters, tmp_path / "base")
-    fields = {k: v for k, v in config_of(model, converters).items() if k not in ("peft_type", "inference_mode")}
-    torch.manual_seed(5)
-    base: Any = LlamaForCausalLM.from_pretrained(tmp_path / "base")
-    theirs: Any = get_peft_model(base, LoraConfig(**fields)).eval()
-    with torch.no_grad():
-        for name, parameter in theirs.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-    theirs.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
-    assert detect_format(tmp_path / "adapter") == "peft"
-    owned = {fqn: value for fqn, value in model.state_dict().items() if converters.key_filter(fqn)}
-    with open_reader(tmp_path / "adapter") as reader:
-        plan = StateDictTransforms(model.key_map()).from_file(owned, reader.tensors, converters, cast=False)
-        assert not (plan.report.missing or plan.report.unexpected or plan.report.mismatched), plan.report
-        assert set(plan.report.loaded) == set(owned)
-        reader.read(plan.requests)
-    assert (logits(model) - logits(theirs)).abs().max() <= 1e-5
 
 
 def test_a7_the_folder_holds_what_vllm_and_peft_need(tmp_path: Path) -> None:
@@ -162,9 +102,7 @@ def test_there_and_back_is_bit_equal(tmp_path: Path) -> None:
     model, converters = adapted(KINDS["dora"])
     export_adapter(model, converters, tmp_path / "one")
     other, others = adapted(KINDS["dora"], seed=7)
-    owned = {fqn: value for fqn, value in other.state_dict().items() if others.key_filter(fqn)}
-    with open_reader(tmp_path / "one") as reader:
-        plan = StateDictTransforms(other.key_map()).from_file(owned, reader.tensors, others, cast=False)
+    with planned(tmp_path / "one", other, others) as (reader, plan):
         reader.read(plan.requests)
     export_adapter(other, others, tmp_path / "two")
     for name in ("adapter_model.safetensors", "adapter_config.json"):
@@ -328,24 +266,23 @@ def test_a_nan_in_a_file_is_not_loaded_unnoticed(folder: Path) -> None:
     """An adapter that would poison the model is an error of the file."""
     rewrite(folder, lambda t: t[KEY.format("B")].fill_(float("nan")))
     model, converters = adapted(KINDS["plain"])
-    owned = {fqn: value for fqn, value in model.state_dict().items() if converters.key_filter(fqn)}
-    with open_reader(folder) as reader:
-        plan = StateDictTransforms(model.key_map()).from_file(owned, reader.tensors, converters, cast=False)
-        with pytest.raises(CorruptCheckpointError, match=r"not finite: .*q_proj\.lora_B"):
-            reader.read(plan.requests)
+    with (
+        planned(folder, model, converters) as (reader, plan),
+        pytest.raises(CorruptCheckpointError, match=r"not finite: .*q_proj\.lora_B"),
+    ):
+        reader.read(plan.requests)
 
 
 def test_keys_that_match_nothing_are_told_what_they_resemble(folder: Path) -> None:
     """An adapter for differently named modules: every key is unexpected, with the nearest name the model has."""
     rewrite(folder, lambda t: [t.update({k.replace("self_attn", "attn"): t.pop(k)}) for k in list(t)])
     model, converters = adapted(KINDS["queries"])
-    owned = {fqn: value for fqn, value in model.state_dict().items() if converters.key_filter(fqn)}
-    with open_reader(folder) as reader:
-        plan = StateDictTransforms(model.key_map()).from_file(owned, reader.tensors, converters, cast=False)
+    with planned(folder, model, converters) as (_, plan):
+        pass
     wrong = KEY.format("A").replace("self_attn", "attn")
     assert wrong in plan.report.unexpected
     assert plan.near(wrong)[0] == KEY.format("A")
-    assert len(plan.report.missing) == len(owned)
+    assert len(plan.report.missing) == len(owned(model, converters))
 
 
 def test_lazy_values_of_an_adapter_are_exported(tmp_path: Path) -> None:

@@ -14,16 +14,10 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+from tests import world
 from tests.zoo.model_runs import Outcome, lora_outcomes, write_base
 from tests.zoo.tiny_models import species, tiny_config
-from titan_ckpt import (
-    CheckpointConfig,
-    CheckpointManager,
-    ExportConfig,
-    InitialLoadConfig,
-    StateDictTransforms,
-    converters,
-)
+from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig, converters
 from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.huggingface.peft import PREFIX
@@ -67,12 +61,12 @@ class Run:
 
     def manager(self, *exports: ExportConfig, sources: tuple[InitialLoadConfig, ...] = ()) -> CheckpointManager:
         base = InitialLoadConfig(str(self.folder / "base"))
-        return CheckpointManager(
-            CheckpointConfig(initial_load=sources or (base,), export=exports),
-            model_parts=[self.model],
+        return world.manager(
+            self.folder / "run",
+            self.model,
+            initial_load=sources or (base,),
+            export=exports,
             model_converters=self.converters,
-            sd_transforms=StateDictTransforms(self.model.key_map(), self.model.hf_config()),
-            base_folder=self.folder / "run",
         )
 
     @torch.no_grad()

@@ -18,18 +18,17 @@ from torchao.prototype.safetensors.safetensors_support import flatten_tensor_sta
 from torchao.quantization import quantize_
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from tests import world
+from tests.interop.folders import gap, logits
+from tests.world import TINY as SHAPE
+from tests.world import read_all, same
+from titan_ckpt import ExportConfig
 from titan_ckpt.converters import QATConfig, from_tables
 from titan_ckpt.converters.qat.converter import _torchao_config
 from titan_ckpt.errors import ConfigError, ExportError
-from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk, blocks_of
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.models import hf, llama3, qwen3_moe
 
-SHAPE = llama3.Llama3Config(
-    dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32
-)
 TOKENS = torch.arange(20).reshape(2, 10)
 INT4: dict[str, Any] = {"kind": "qat", "scheme": "int4_weight_only"}
 FLOAT8: dict[str, Any] = {"kind": "float8", "emulate": True}
@@ -55,8 +54,8 @@ def train(model: nn.Module, steps: int = 4) -> None:
     losses = []
     for _ in range(steps):
         out: Any = model(TOKENS)
-        logits = out if isinstance(out, torch.Tensor) else out.logits
-        loss = F.cross_entropy(logits.float().flatten(0, 1), TOKENS.flatten())
+        predicted = out if isinstance(out, torch.Tensor) else out.logits
+        loss = F.cross_entropy(predicted.float().flatten(0, 1), TOKENS.flatten())
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -73,12 +72,17 @@ def convert(model: nn.Module, *tables: dict[str, Any]) -> Any:
 
 def export(model: Any, converters: Any, folder: Path, *, step: int = 1, **settings: Any) -> Path:
     """Make a quantised export as the last step of a run does, and return it."""
-    config = CheckpointConfig(export=(ExportConfig("hf", quantised=True, **settings),))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(
-        config, model_parts=[model], sd_transforms=transforms, model_converters=converters, base_folder=folder
-    ) as manager:
-        manager.save(step, last_step=True)
+    world.save(
+        world.manager(
+            folder,
+            model,
+            save=None,
+            export=(ExportConfig("hf", quantised=True, **settings),),
+            model_converters=converters,
+        ),
+        step,
+        last_step=True,
+    )
     return folder / f"exports/step-{step}-quantised"
 
 
@@ -88,13 +92,6 @@ def reload(folder: Path, **options: Any) -> Any:
     model, report = auto.from_pretrained(folder, output_loading_info=True, **options)
     assert not any(report.values()), report
     return model.eval()
-
-
-def read_all(folder: Path) -> dict[str, torch.Tensor]:
-    with open_reader(folder) as reader:
-        tensors = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in reader.tensors.items()}
-        reader.read([ReadRequest(key, Chunk.whole(value.shape), value) for key, value in tensors.items()])
-    return tensors
 
 
 CASES: dict[str, list[dict[str, Any]]] = {
@@ -123,9 +120,7 @@ def test_f1_transformers_computes_what_training_computed(name: str, tmp_path: Pa
     assert len(list(folder.glob("*.safetensors"))) > 1
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert settings["include_input_output_embeddings"] == ("embeddings" in name or "head" in name)
-    with torch.no_grad():
-        expected = model(TOKENS)
-        assert torch.equal(reload(folder)(TOKENS).logits, expected)
+    assert torch.equal(logits(reload(folder), TOKENS), logits(model, TOKENS))
     for key, value in read_all(folder).items():
         assert bool(torch.isfinite(value).all()), key
 
@@ -143,16 +138,13 @@ def test_the_folder_is_what_transformers_would_save(tmp_path: Path) -> None:
     assert config["dtype"] == "float32"
     quantize_(model, base, filter_fn=lambda m, n: isinstance(m, nn.Linear) and n != "lm_head" and "up_proj" not in n)
     tensors, metadata = flatten_tensor_state_dict({k: v.detach() for k, v in model.state_dict().items()})
-    found: dict[str, torch.Tensor] = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             described = dict(file.metadata())
             assert described.pop("format") == "pt"
             assert sorted(json.loads(described.pop("tensor_names"))) == sorted(model.state_dict())
             assert described == {key: text for key, text in metadata.items() if key != "tensor_names"}
-            found |= {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # not a mapping
-    assert found.keys() == tensors.keys()
-    assert all(torch.equal(value, tensors[key]) and value.dtype == tensors[key].dtype for key, value in found.items())
+    assert same(world.tensors(folder), dict(tensors))
 
 
 def test_the_head_of_a_tied_model_is_not_taken_for_a_quantised_one(tmp_path: Path) -> None:
@@ -161,29 +153,22 @@ def test_the_head_of_a_tied_model_is_not_taken_for_a_quantised_one(tmp_path: Pat
     folder = export(model, convert(model, INT4), tmp_path)
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     assert settings["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
-    with torch.no_grad():
-        assert torch.equal(reload(folder)(TOKENS).logits, model(TOKENS))
+    assert torch.equal(logits(reload(folder), TOKENS), logits(model, TOKENS))
 
 
 def test_our_reader_gives_back_what_training_computed_with(tmp_path: Path) -> None:
     """A native Llama, whose rows are permuted on the way: the folder holds the fake-quantised merge, bit for bit."""
-    torch.manual_seed(0)
-    model = llama3.Llama3(SHAPE)
-    model.init_weights()
+    model = world.llama()
     converters = convert(model, INT4, lora("wq", "wk", "w2"))
     train(model)
     folder = export(model, converters, tmp_path)
     plain = llama3.Llama3(SHAPE)
-    source = CheckpointConfig(initial_load=(InitialLoadConfig(str(folder)),))
-    transforms = StateDictTransforms(plain.key_map(), plain.hf_config())
-    with CheckpointManager(source, model_parts=[plain], sd_transforms=transforms, base_folder=tmp_path) as manager:
-        manager.load()
+    world.load(world.manager(tmp_path, plain, save=None, initial_load=[folder]))
     for name in ("attention.wq", "attention.wk", "attention.wv", "feed_forward.w2"):
         module: Any = model.get_submodule(f"layers.1.{name}")
         weight = module.merged_weight() if hasattr(module, "lora_a") else module.weight
         assert torch.equal(plain.get_parameter(f"layers.1.{name}.weight"), module.weight_fake_quantizer(weight)), name
-    with torch.no_grad():
-        assert (reload(folder)(TOKENS).logits - model(TOKENS)).abs().max() <= 1e-5
+    assert gap(reload(folder), model, TOKENS) <= 1e-5
 
 
 @pytest.mark.parametrize("table", [INT4, {"kind": "qat", "scheme": "int8_weight_only"}], ids=["int4", "int8"])
@@ -194,14 +179,11 @@ def test_quantising_again_gives_other_values_and_a_warning(
 
     def again(folder: Path, out: Path, *tables: dict[str, Any]) -> Any:
         model = llama()
-        objects: dict[str, Any] = {"model_parts": [model], "model_converters": convert(model, *tables)}
-        config = CheckpointConfig(
-            initial_load=(InitialLoadConfig(str(folder)),), export=(ExportConfig("hf", quantised=True),) * bool(tables)
+        exports = (ExportConfig("hf", quantised=True),) * bool(tables)
+        hooks = convert(model, *tables)
+        world.finish(
+            world.manager(out, model, save=None, initial_load=[folder], export=exports, model_converters=hooks)
         )
-        transforms = StateDictTransforms(model.key_map(), model.hf_config())
-        with CheckpointManager(config, sd_transforms=transforms, base_folder=out, **objects) as manager:
-            manager.load()
-            manager.save(1, last_step=True)
         return model
 
     model = llama()
@@ -223,15 +205,9 @@ def test_a_plain_export_stands_beside_the_quantised_one(tmp_path: Path) -> None:
     model = llama()
     converters = convert(model, INT4)
     exports = (ExportConfig("hf", quantised=True), ExportConfig("hf", dtype="bfloat16"))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(
-        CheckpointConfig(export=exports),
-        model_parts=[model],
-        sd_transforms=transforms,
-        model_converters=converters,
-        base_folder=tmp_path,
-    ) as manager:
-        manager.save(3, last_step=True)
+    world.save(
+        world.manager(tmp_path, model, save=None, export=exports, model_converters=converters), 3, last_step=True
+    )
     assert "quantization_config" not in json.loads((tmp_path / "exports/step-3/config.json").read_text())
     assert {value.dtype for value in read_all(tmp_path / "exports/step-3").values()} == {torch.bfloat16}
     assert (tmp_path / "exports/step-3-quantised/config.json").is_file()
@@ -318,8 +294,7 @@ def test_experts_stay_plain_beside_quantised_attention(table: dict[str, Any], tm
     settings = json.loads((folder / "config.json").read_text())["quantization_config"]
     layer = [name for name in settings["modules_to_not_convert"] if "layers.1" in name]
     assert layer == ["model.layers.1.mlp.experts", "model.layers.1.mlp.gate"]
-    with torch.no_grad():
-        assert (reload(folder)(TOKENS).logits - model(TOKENS)).abs().max() <= (1e-5 if table is INT4 else 0.2)
+    assert gap(reload(folder), model, TOKENS) <= (1e-5 if table is INT4 else 0.2)
 
 
 @pytest.mark.parametrize("table", [INT4, FLOAT8], ids=["int4", "float8"])

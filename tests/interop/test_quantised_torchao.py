@@ -33,12 +33,13 @@ from torchao.quantization import (
     quantize_,
 )
 from torchao.quantization.quantize_.common import KernelPreference
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+from transformers import AutoModelForCausalLM, TorchAoConfig
 
+from tests.interop.folders import a_box, read
+from tests.world import write_llama
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 
 INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 
@@ -50,14 +51,6 @@ def write(folder: Path, tensors: dict[str, Any]) -> Path:
     save_file({k: v.contiguous() for k, v in stored.items()}, folder / "model.safetensors", metadata)
     (folder / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "torchao"}}))
     return folder
-
-
-def read(reader: TensorReader, key: str, chunk: Chunk | None = None) -> torch.Tensor:
-    info = reader.tensors[key]
-    chunk = chunk or Chunk.whole(info.shape)
-    into = torch.full(chunk.sizes, float("nan"), dtype=info.dtype)
-    reader.read([ReadRequest(key, chunk, into)])
-    return into
 
 
 def in_float32(weight: Any) -> torch.Tensor:
@@ -120,9 +113,7 @@ def test_any_region_of_a_torchao_weight_is_exact(tmp_path: Path, name: str, data
             "a.weight": f"float32{list(weight.shape)}",
         }
         assert torch.equal(read(reader, "a.weight"), expected)
-        starts = tuple(data.draw(st.integers(0, n - 1)) for n in expected.shape)
-        sizes = tuple(data.draw(st.integers(1, n - a)) for n, a in zip(expected.shape, starts, strict=True))
-        box = Chunk(starts, sizes)
+        box = a_box(data, expected.shape)
         assert torch.equal(read(reader, "a.weight", box), expected[box.within(Chunk.whole(expected.shape))])
 
 
@@ -160,15 +151,7 @@ def test_int4_is_what_torchao_reconstructs(tmp_path: Path, lead: tuple[int, ...]
 @pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 def test_a_model_saved_by_transformers_is_what_it_loads(tmp_path: Path) -> None:
     """A Llama quantised with torchao and saved by transformers in several files, against transformers' own load."""
-    config = LlamaConfig(
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=96,
-    )
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "float")
+    write_llama(tmp_path / "float")
     quantised = TorchAoConfig(IntxWeightOnlyConfig(INT4, PerGroup(32)))
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=quantised, dtype=F32)
     model.save_pretrained(tmp_path / "int4", max_shard_size="100KB")

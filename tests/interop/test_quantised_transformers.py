@@ -25,9 +25,9 @@ from transformers import (
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from tests.interop.folders import a_box, read
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -45,19 +45,6 @@ def write(folder: Path, tensors: Tensors, settings: dict[str, Any], config: dict
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     (folder / "config.json").write_text(json.dumps((config or {}) | {"quantization_config": settings}))
     return folder
-
-
-def read(reader: TensorReader, key: str, chunk: Chunk | None = None) -> torch.Tensor:
-    info = reader.tensors[key]
-    chunk = chunk or Chunk.whole(info.shape)
-    into = torch.full(chunk.sizes, float("nan"), dtype=info.dtype)
-    reader.read([ReadRequest(key, chunk, into)])
-    return into
-
-
-def a_box(data: st.DataObject, shape: tuple[int, ...]) -> Chunk:
-    starts = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    return Chunk(starts, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, starts, strict=True)))
 
 
 def some_float8(*shape: int, dtype: torch.dtype = torch.float8_e4m3fn) -> torch.Tensor:

@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests import world
 from tests.interop.folders import export, load
-from tests.world import tensors
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
+from tests.world import assert_same_bytes, llama, tensors
+from titan_ckpt import ExportConfig, StateDictTransforms
 from titan_ckpt.converting import convert
 from titan_ckpt.errors import ExportError
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
@@ -23,9 +24,7 @@ TIED = replace(FLAVORS["debug-0.5m"], vocab_size=96, num_layers=1, max_seq_len=1
 
 def with_copies(seed: int) -> Llama3:
     """The tied architecture, as stages hold it: an output matrix in memory of its own."""
-    torch.manual_seed(seed)
-    model = Llama3(replace(TIED, tie_embeddings=False))
-    model.init_weights()
+    model = llama(replace(TIED, tie_embeddings=False), seed)
     assert model.output is not None and model.tok_embeddings is not None
     model.output.weight.data.copy_(model.tok_embeddings.weight)
     return model
@@ -69,9 +68,7 @@ def test_a_converted_folder_has_the_first_name_alone(tmp_path: Path) -> None:
     export(model, table, config, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "native", "native", key_map=table)
     convert(tmp_path / "native", tmp_path / "back", "hf", key_map=table, hf_config=config)
-    before, after = tensors(tmp_path / "hf"), tensors(tmp_path / "back")
-    assert before.keys() == after.keys()
-    assert all(torch.equal(before[key], after[key]) for key in before)
+    assert_same_bytes(tmp_path / "hf", tmp_path / "back")
 
 
 class HeadFirst(nn.Module):
@@ -99,16 +96,15 @@ def test_a_head_that_is_registered_first_has_the_name_of_the_embeddings_in_files
     for copies in ({}, {f"{head}.weight": table.clone()}):
         save_file({"model.embed_tokens.weight": table, **copies}, tmp_path / "base/model.safetensors", {"format": "pt"})
         model = HeadFirst(head)
-        settings = CheckpointConfig(
-            initial_load=(InitialLoadConfig(str(tmp_path / "base")),) if with_base else (),
-            export=(ExportConfig("hf", folder=f"{len(copies)}"),),
+        world.finish(
+            world.manager(
+                tmp_path / "run",
+                model,
+                initial_load=[tmp_path / "base"] if with_base else [],
+                export=(ExportConfig("hf", folder=f"{len(copies)}"),),
+                sd_transforms=StateDictTransforms(hf_config=config),
+            )
         )
-        transforms = StateDictTransforms(hf_config=config)
-        with CheckpointManager(
-            settings, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path / "run"
-        ) as manager:
-            manager.load()
-            manager.save(1, last_step=True)
         if with_base:
             assert torch.equal(model.get_parameter(f"{head}.weight"), table)
         exported = tensors(tmp_path / f"run/{len(copies)}/step-1")

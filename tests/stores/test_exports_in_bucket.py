@@ -20,12 +20,13 @@ import torch.distributed.checkpoint as dcp
 from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.interop.test_lora_run import IDS, LoraRun, reload, write_base
+from tests.interop.test_lora_run import IDS, LoraRun, reload
 from tests.stores.conftest import SECONDS, behind, get_folder, place_in, put_folder, through
 from tests.stores.export_runs import CONFIG, export_from_two_ranks, manager_of, of_two_ranks, quantising_model
 from tests.stores.servers import Server, refusal
 from tests.test_manager import Run
 from tests.tiny_run import settings
+from tests.world import write_llama
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.converters import from_tables
@@ -409,7 +410,7 @@ def test_shards_of_two_ranks_are_the_files_of_one(s3: Server, tmp_path: Path) ->
 def test_peft_opens_an_adapter_and_a_run_loads_it_over_a_base_in_the_bucket(server: Server, tmp_path: Path) -> None:
     """PEFT's logits and those of the merged export are the run's; both folders are sources of a new run."""
     place = place_in(server)
-    base = write_base(tmp_path / "base", seed=0)
+    base = write_llama(tmp_path / "base")
     put_folder(place / "base", base)
     exports = tuple(ExportConfig(kind, folder=str(place / "exports")) for kind in ("hf", "peft"))
     run = LoraRun.build(base)

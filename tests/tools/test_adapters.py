@@ -13,17 +13,15 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
-from tests.tools.steps import LORA, SHAPE, TOKENS, save_step
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
-from titan_ckpt.cli.main import main
+from tests import world
+from tests.tools.steps import LORA, call, save_step
+from tests.world import TINY as SHAPE
+from tests.world import TOKENS, same
+from titan_ckpt import InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.models.llama3 import Llama3
 
 OWN = "lora/checkpoints/step-1"
-
-
-def call(*words: object) -> int:
-    return main([*map(str, words)])
 
 
 def told(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[str, Any]]:
@@ -37,10 +35,6 @@ def told(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, dict[
 
 def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "adapter_model.safetensors")
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.fixture(scope="module")
@@ -92,14 +86,9 @@ def test_a_converted_adapter_is_a_source_of_a_run_and_of_a_merge(root: Path, exo
     converters, model = from_tables([settings]), Llama3(SHAPE)
     converters.convert(model)
     sources = (InitialLoadConfig(str(root / "hf")), InitialLoadConfig(str(native)))
-    with CheckpointManager(
-        CheckpointConfig(initial_load=sources),
-        model_parts=[model],
-        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
-        model_converters=converters,
-        base_folder=tmp_path / "run",
-    ) as manager:
-        assert not manager.load().report.initialised
+    assert not world.load(
+        world.manager(tmp_path / "run", model, initial_load=sources, model_converters=converters)
+    ).report.initialised
     base: Any = LlamaForCausalLM.from_pretrained(root / "hf")
     with torch.no_grad():
         expected = PeftModel.from_pretrained(base, str(exotic))(TOKENS).logits

@@ -23,11 +23,11 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests.chats import write_model
 from tests.faults.shim import Counter, KillAt, intercepted
-from tests.forked import answer, fork
+from tests.forked import answer, fork, memory_of
 from tests.test_bad_input import write_config
-from tests.tools.steps import LORA, TOKENS, save_step
+from tests.tools.steps import LORA, call, save_step
+from tests.world import TOKENS, contents, same, tensors
 from titan_ckpt.cli import tables
-from titan_ckpt.cli.main import main
 from titan_ckpt.converters import from_tables
 from titan_ckpt.converting import stored_tensor
 from titan_ckpt.directory.store import StepStore
@@ -42,18 +42,6 @@ SOURCES = {
     "torchtitan": "titan/step-1",
     "hf": "hf",
 }
-
-
-def call(*words: object) -> int:
-    return main([*map(str, words)])
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
 @pytest.mark.parametrize("kind", SOURCES)
@@ -220,17 +208,10 @@ def write_gigabyte(folder: Path) -> int:
 
 
 def peak_of(*words: object) -> int:
-    """Call titan-ckpt in a forked process; return its peak memory in bytes."""
-
-    def act() -> int:
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-        assert call(*words) == 0
-        peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line)
-        return 1024 * int(peak.split()[1])
-
-    peak, _ = answer(act)
-    assert peak, words
-    return int(peak)
+    """Call titan-ckpt in a forked process; return the bytes that it takes at its peak."""
+    peak, code = memory_of(lambda: call(*words))
+    assert code == 0, words
+    return peak
 
 
 def test_f4_a_gigabyte_takes_little_memory(root: Path, tmp_path: Path) -> None:
@@ -278,10 +259,6 @@ def test_a_stored_chunk_that_is_read_in_parts_is_loaded_once(root: Path, monkeyp
 
 
 # interruptions
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
 def interruptions(act: Callable[[], int]) -> Iterator[KillAt]:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from huggingface_hub import snapshot_download
 from transformers import AutoModelForCausalLM
 
+from tests import world
 from tests.chats import write_chats, write_model
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.cli.main import main
 from titan_ckpt.encoding.hub import hub_folder, snapshot_of
 from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError
@@ -134,9 +134,7 @@ def load_from_caches_that_differ(folder: Path) -> None:
     os.chdir(folder)
     os.environ["HF_HUB_CACHE"] = str(folder / f"hub-{dist.get_rank()}")
     model = hf.build(hub_folder(ID))
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(ID),))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    manager = CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder="run")
+    manager = world.manager(Path("run"), model, initial_load=[ID])
     found = rf"hosts differ: {ID} at {OLD}, {ID} at {NEW}\. Download the same"
     with manager, pytest.raises(LoadMismatchError, match=found):
         manager.load()

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, RunGuard, SaveConfig
+from tests import world
+from titan_ckpt import KeepConfig, RunGuard
 from titan_ckpt.cli.main import main
 from titan_ckpt.guard import outside_request
 
@@ -31,10 +32,8 @@ def test_a_pinned_save_is_never_taken_by_retention(
 
     model = nn.Linear(4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    save = SaveConfig(interval=1, async_mode=async_mode, keep=KeepConfig(latest=1))
-    config = CheckpointConfig(save=save)
     asking = threading.Thread(target=ask)
-    manager = CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path)
+    manager = world.manager(tmp_path, model, optimizer, async_mode=async_mode, keep=KeepConfig(latest=1))
     with manager, RunGuard(manager) as guard:
         manager.load()
         asking.start()

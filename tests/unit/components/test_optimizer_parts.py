@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests import world
 
 
 class First(nn.Module):
@@ -45,13 +45,7 @@ class Run:
         ]
         schedulers = [torch.optim.lr_scheduler.StepLR(o, 3, 0.5 + i / 10) for i, o in enumerate(self.optimizers)]
         self.schedulers = schedulers
-        self.manager = CheckpointManager(
-            CheckpointConfig(save=SaveConfig(interval=1)),
-            model_parts=[self.first, self.second],
-            optimizers=self.optimizers,
-            lr_schedulers=schedulers,
-            base_folder=folder,
-        )
+        self.manager = world.manager(folder, self.first, self.second, *self.optimizers, lr_schedulers=schedulers)
 
     def step(self, number: int) -> None:
         tokens = torch.arange(number, number + 5) % 7

@@ -71,7 +71,8 @@ class Outputs(Part):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.written = x.mean().item()
         self.output = self.inner(x).mean(0)
-        return super().forward(x) + self.output
+        added: torch.Tensor = super().forward(x) + self.output
+        return added
 
 
 class Below(nn.Linear):

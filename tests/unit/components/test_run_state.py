@@ -15,7 +15,8 @@ from torch import nn
 from torch.optim import lr_scheduler as schedules
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, ResumeConfig, SaveConfig
+from tests import world
+from titan_ckpt import CheckpointManager, InitialLoadConfig, ResumeConfig
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
 from titan_ckpt.geometry.nested import give_tensors, take_tensors
 
@@ -33,18 +34,15 @@ class Holder:
         self.value = state_dict
 
 
-def manager(folder: Path, model: nn.Module | None = None, **objects: Any) -> CheckpointManager:
-    settings = {name: objects.pop(name) for name in ("resume", "initial_load") if name in objects}
-    config = CheckpointConfig(save=SaveConfig(interval=1), **settings)
-    return CheckpointManager(config, model_parts=[model or nn.Linear(2, 2)], base_folder=folder, **objects)
+def manager(folder: Path, model: nn.Module | None = None, **given: Any) -> CheckpointManager:
+    optimizers = given.pop("optimizers", ())
+    return world.manager(folder, model or nn.Linear(2, 2), *optimizers, **given)
 
 
 def there_and_back(folder: Path, value: Any) -> Any:
-    with manager(folder, states={"it": Holder(value)}) as m:
-        m.save(1)
+    world.save(manager(folder, states={"it": Holder(value)}))
     found = Holder()
-    with manager(folder, states={"it": found}) as m:
-        m.load()
+    world.load(manager(folder, states={"it": found}))
     return found.value
 
 
@@ -93,11 +91,9 @@ def test_large_tensors_in_lists_are_written_as_tensors(tmp_path: Path) -> None:
 def test_a_state_name_with_a_dot_keeps_its_tensors(tmp_path: Path) -> None:
     """Names are the user's; nothing is parsed out of them."""
     value = {"weight": torch.arange(4.0)}
-    with manager(tmp_path, states={"ema.model": Holder(value)}) as m:
-        m.save(1)
+    world.save(manager(tmp_path, states={"ema.model": Holder(value)}))
     other = {"ema.model": Holder({"weight": torch.zeros(4)})}
-    with manager(tmp_path, states=other) as m:
-        m.load()
+    world.load(manager(tmp_path, states=other))
     assert torch.equal(other["ema.model"].value["weight"], value["weight"])
 
 
@@ -121,11 +117,9 @@ def test_an_averaged_model_is_a_state(tmp_path: Path) -> None:
     """EMA of a model: parameters, buffers and its counter."""
     ema = AveragedModel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), use_buffers=True)
     ema.update_parameters(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)))
-    with manager(tmp_path, states={"ema": ema}) as m:
-        m.save(1)
+    world.save(manager(tmp_path, states={"ema": ema}))
     other = AveragedModel(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), use_buffers=True)
-    with manager(tmp_path, states={"ema": other}) as m:
-        m.load()
+    world.load(manager(tmp_path, states={"ema": other}))
     assert flat(dict(other.state_dict())) == flat(dict(ema.state_dict()))
 
 
@@ -166,11 +160,9 @@ def test_every_scheduler_goes_on_where_it_was(tmp_path: Path, name: str, caplog:
         warnings.simplefilter("ignore")  # a SequentialLR warns about its own calls
         model, optimizer, scheduler = build()
         rates(optimizer, scheduler, 3)
-        with manager(tmp_path, model, optimizers=[optimizer], lr_schedulers=[scheduler]) as m:
-            m.save(1)
+        world.save(manager(tmp_path, model, optimizers=[optimizer], lr_schedulers=[scheduler]))
         other_model, other, restored = build()
-        with manager(tmp_path, other_model, optimizers=[other], lr_schedulers=[restored]) as m:
-            m.load()
+        world.load(manager(tmp_path, other_model, optimizers=[other], lr_schedulers=[restored]))
         assert rates(other, restored, 4) == rates(optimizer, scheduler, 4)
     assert "goes on with" not in caplog.text
 
@@ -181,13 +173,11 @@ def test_settings_of_the_optimizer_that_a_resume_replaces_are_one_log_line(
 ) -> None:
     """The checkpoint's learning rate and betas go on, and the log says instead of which, and how not to."""
     model = nn.Linear(2, 2)
-    with manager(tmp_path, model, **objects(model, scheduled, lr=0.1, betas=(0.8, 0.9))) as m:
-        m.save(1)
+    world.save(manager(tmp_path, model, **objects(model, scheduled, lr=0.1, betas=(0.8, 0.9))))
     model = nn.Linear(2, 2)
-    with manager(
-        tmp_path, model, **(resumed := objects(model, scheduled, lr=0.3, weight_decay=0.5, foreach=False))
-    ) as m:
-        m.load()
+    world.load(
+        manager(tmp_path, model, **(resumed := objects(model, scheduled, lr=0.3, weight_decay=0.5, foreach=False)))
+    )
     assert resumed["optimizers"][0].param_groups[0]["lr"] == 0.1
     lines = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
     rate, others = "lr = 0.1 and not 0.3", "betas = (0.8, 0.9) and not (0.9, 0.999); weight_decay = 0.01 and not 0.5"
@@ -304,8 +294,7 @@ def test_settings_of_a_schedule_that_a_resume_replaces_are_one_log_line(
         rates(saved)
         m.save(1)
     resumed = run(now)
-    with manager(tmp_path, resume=ResumeConfig(exclude=("lr_scheduler",) if afresh else ()), **resumed) as m:
-        m.load()
+    world.load(manager(tmp_path, resume=ResumeConfig(exclude=("lr_scheduler",) if afresh else ()), **resumed))
     lines = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
     assert [text.partition("; with checkpoint.resume")[0] for text in lines] == (
         [] if afresh else [f"the lr scheduler goes on with the checkpoint's {line}"]
@@ -328,8 +317,7 @@ def test_a_plateau_says_a_rate_to_which_it_cannot_have_lowered_this_runs(
         for loss in (1.0, 2.0, 3.0):
             saved["lr_schedulers"][0].step(loss)
         m.save(1)
-    with manager(tmp_path, **run(rate)) as m:
-        m.load()
+    world.load(manager(tmp_path, **run(rate)))
     said = "the lr scheduler goes on with the checkpoint's lr = 0.010000000000000002 and not 3.0"
     assert (said in caplog.text) == (rate == 3.0) and ("goes on" in caplog.text) == (rate == 3.0)
 
@@ -337,8 +325,7 @@ def test_a_plateau_says_a_rate_to_which_it_cannot_have_lowered_this_runs(
 def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> None:
     """SGD would keep AdamW's moments beside none of its own; one error says the settings, and how to start afresh."""
     model = nn.Linear(2, 2)
-    with manager(tmp_path, model, **objects(model, True, lr=0.1)) as m:
-        m.save(1)
+    world.save(manager(tmp_path, model, **objects(model, True, lr=0.1)))
     model = nn.Linear(2, 2)
     before = [parameter.detach().clone() for parameter in model.parameters()]
     sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -354,12 +341,10 @@ def test_the_state_of_another_kind_of_optimizer_is_refused(tmp_path: Path) -> No
 def test_adamw_does_not_go_on_as_adam(tmp_path: Path) -> None:
     """Both have the same settings and state; Adam's would let AdamW add the decay to the gradient, in silence."""
     model = nn.Linear(2, 2)
-    with manager(tmp_path, model, optimizers=[torch.optim.Adam(model.parameters(), weight_decay=0.1)]) as m:
-        m.save(1)
+    world.save(manager(tmp_path, model, optimizers=[torch.optim.Adam(model.parameters(), weight_decay=0.1)]))
     adamw = torch.optim.AdamW(model.parameters(), weight_decay=0.1)
     said = "AdamW has decoupled_weight_decay = True, and the checkpoint's optimizer False"
-    with manager(tmp_path, model, optimizers=[adamw]) as m, pytest.raises(LoadMismatchError, match=said):
-        m.load()
+    world.load_fails(manager(tmp_path, model, optimizers=[adamw]), LoadMismatchError, said)
     assert adamw.param_groups[0]["decoupled_weight_decay"]
 
 
@@ -408,12 +393,9 @@ def test_state_of_another_class_with_the_same_settings_is_one_warning(
         parts = [[{"params": [model[0].weight]}, {"params": [model[0].bias]}], [*model[1:].parameters()]]
         return {"model": model, "optimizers": [kind(part) for part in parts]}
 
-    with manager(tmp_path, **run(before)) as m:
-        m.save(1)
-    with manager(tmp_path, **run(now)) as m:
-        assert m.load().step == 1
-    with manager(tmp_path, resume=ResumeConfig(exclude=("optimizer",)), **run(now)) as m:
-        assert m.load().step == 1
+    world.save(manager(tmp_path, **run(before)))
+    assert world.load(manager(tmp_path, **run(now))).step == 1
+    assert world.load(manager(tmp_path, resume=ResumeConfig(exclude=("optimizer",)), **run(now))).step == 1
     said = (
         f"the checkpoint's optimizer is of class {before.__name__}, and this run's of class {now.__name__}, which goes "
         f"on with that state as it is. If these are not two names of one optimizer, start it afresh: "
@@ -430,10 +412,8 @@ def test_parameters_that_join_a_group_are_named_once(
     """They start without state; the groups are compared several times in a load, and the log says it once."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     parameters = [*model.parameters()]
-    with manager(tmp_path, model, optimizers=[torch.optim.AdamW(parameters[new:])]) as m:
-        m.save(1)
-    with manager(tmp_path, model, optimizers=[torch.optim.AdamW(parameters)]) as m:
-        m.load()
+    world.save(manager(tmp_path, model, optimizers=[torch.optim.AdamW(parameters[new:])]))
+    world.load(manager(tmp_path, model, optimizers=[torch.optim.AdamW(parameters)]))
     said = ["1 parameter starts without optimizer state: 0.weight"]
     said.append("2 parameters start without optimizer state: 0.weight, 0.bias")
     assert [text for text in caplog.messages if "without optimizer state" in text] == said[new - 1 : new]
@@ -450,8 +430,7 @@ def test_a_schedule_that_starts_afresh_does_so_from_this_runs_rate(
         m.save(2)
     model = nn.Linear(2, 2)
     resume = ResumeConfig(exclude=(left_out,))
-    with manager(tmp_path, model, resume=resume, **(resumed := objects(model, True, lr=0.3))) as m:
-        m.load()
+    world.load(manager(tmp_path, model, resume=resume, **(resumed := objects(model, True, lr=0.3))))
     lines = [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
     if left_out == "lr_scheduler":
         assert steps(resumed) == [0.3, 0.15]
@@ -473,11 +452,9 @@ def test_a_plateau_that_starts_afresh_does_so_from_this_runs_rate(tmp_path: Path
             plateau.step(loss)
         return {**made, "lr_schedulers": [plateau]}
 
-    with manager(tmp_path, **run(0.5)) as m:
-        m.save(1)
+    world.save(manager(tmp_path, **run(0.5)))
     resumed = run(3.0)
-    with manager(tmp_path, resume=ResumeConfig(exclude=("lr_scheduler",)), **resumed) as m:
-        m.load()
+    world.load(manager(tmp_path, resume=ResumeConfig(exclude=("lr_scheduler",)), **resumed))
     assert resumed["optimizers"][0].param_groups[0]["lr"] == pytest.approx(0.3)
 
 
@@ -485,39 +462,32 @@ def test_a_plateau_that_starts_afresh_does_so_from_this_runs_rate(tmp_path: Path
 def test_a_scheduler_of_another_library_may_name_its_state_as_torch_does(tmp_path: Path, rates: float | None) -> None:
     """The log line on rates is for those of torch, and no load fails for it."""
     saved, resumed = Holder({"base_lrs": rates, "step": 3}), Holder({"base_lrs": rates, "step": 0})
-    with manager(tmp_path, lr_schedulers=[saved]) as m:
-        m.save(1)
-    with manager(tmp_path, lr_schedulers=[resumed]) as m:
-        m.load()
+    world.save(manager(tmp_path, lr_schedulers=[saved]))
+    world.load(manager(tmp_path, lr_schedulers=[resumed]))
     assert resumed.value["step"] == 3
 
 
 def test_schedulers_of_more_stages_take_the_state_they_all_had(tmp_path: Path) -> None:
     """Two equal schedulers resume as one and as three; two that differ do not."""
-    with manager(tmp_path / "same", lr_schedulers=[Holder({"n": 1}), Holder({"n": 1})]) as m:
-        m.save(1)
+    world.save(manager(tmp_path / "same", lr_schedulers=[Holder({"n": 1}), Holder({"n": 1})]))
     for count in (1, 3):
         holders = [Holder() for _ in range(count)]
-        with manager(tmp_path / "same", lr_schedulers=holders) as m:
-            m.load()
+        world.load(manager(tmp_path / "same", lr_schedulers=holders))
         assert [h.value for h in holders] == [{"n": 1}] * count
-    with manager(tmp_path / "other", lr_schedulers=[Holder({"n": 1}), Holder({"n": 2})]) as m:
-        m.save(1)
-    with manager(tmp_path / "other", lr_schedulers=[Holder()]) as m, pytest.raises(LoadMismatchError, match="lr_sched"):
-        m.load()
+    world.save(manager(tmp_path / "other", lr_schedulers=[Holder({"n": 1}), Holder({"n": 2})]))
+    world.load_fails(manager(tmp_path / "other", lr_schedulers=[Holder()]), LoadMismatchError, "lr_sched")
 
 
 def test_a_component_that_is_lacking_is_named_before_anything_is_touched(tmp_path: Path) -> None:
     """A run with a scheduler and a state over a step without them: one error, the weights as they were."""
-    with manager(tmp_path, torch.nn.Linear(2, 2)) as m:
-        m.save(1)
+    world.save(manager(tmp_path, torch.nn.Linear(2, 2)))
     model = nn.Linear(2, 2)
     before = model.weight.detach().clone()
-    with (
-        manager(tmp_path, model, lr_schedulers=[Holder()], states={"it": Holder()}) as m,
-        pytest.raises(LoadMismatchError, match=r'lr_scheduler, states.*exclude = \["lr_scheduler", "states"\]'),
-    ):
-        m.load()
+    world.load_fails(
+        manager(tmp_path, model, lr_schedulers=[Holder()], states={"it": Holder()}),
+        LoadMismatchError,
+        r'lr_scheduler, states.*exclude = \["lr_scheduler", "states"\]',
+    )
     assert torch.equal(model.weight, before)
 
 
@@ -557,13 +527,11 @@ def test_each_component_can_be_left_out(tmp_path: Path, component: Any) -> None:
         }
 
     model, objects = build(1)
-    with manager(tmp_path, model, **objects) as m:
-        m.save(1)
+    world.save(manager(tmp_path, model, **objects))
     saved = values(model, objects)
     model, objects = build(2)
     own = values(model, objects)
-    with manager(tmp_path, model, resume=ResumeConfig(exclude=(component,)), **objects) as m:
-        m.load()
+    world.load(manager(tmp_path, model, resume=ResumeConfig(exclude=(component,)), **objects))
     assert values(model, objects) == {**saved, component: own[component]}
 
 
@@ -581,19 +549,15 @@ def test_extra_state_that_is_a_tensor_reaches_its_module(tmp_path: Path, caplog:
         def set_extra_state(self, state: torch.Tensor) -> None:
             self.scale = state.item()
 
-    with manager(tmp_path, nn.Sequential(Scaled(0.5), nn.Linear(2, 2))) as m:
-        m.save(1)
+    world.save(manager(tmp_path, nn.Sequential(Scaled(0.5), nn.Linear(2, 2))))
     other = nn.Sequential(Scaled(0.0), nn.Linear(2, 2))
-    with manager(tmp_path, other) as m:
-        m.load()
+    world.load(manager(tmp_path, other))
     assert other[0].scale == 0.5
     more = nn.Sequential(Scaled(0.0), nn.Linear(2, 2), Scaled(0.0))
-    with manager(tmp_path, more) as m, pytest.raises(LoadMismatchError, match=r"extra state of 1 .*2\._extra_state"):
-        m.load()
+    world.load_fails(manager(tmp_path, more), LoadMismatchError, r"extra state of 1 .*2\._extra_state")
     source = InitialLoadConfig(str(tmp_path / "checkpoints/step-1"))
     weights = nn.Sequential(Scaled(0.25), nn.Linear(2, 2))
-    with manager(tmp_path / "fresh", weights, initial_load=(source,)) as m:
-        m.load()
+    world.load(manager(tmp_path / "fresh", weights, initial_load=(source,)))
     assert weights[0].scale == 0.25
     assert "extra state of 1 module stays as the model was built: 0._extra_state" in caplog.text
 

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader, RandomSampler
 
+from tests import world
 from tests.unit.components.test_run_state import Holder, flat, manager
 from titan_ckpt.errors import StateEncodingError
 
@@ -123,8 +124,7 @@ def test_a_state_that_has_none_yet_and_a_loader_are_not_in_the_way(tmp_path: Pat
         def __iter__(self) -> Any:
             return iter(())
 
-    with manager(tmp_path, states={"a": Fails(), "b": Loader()}) as m:
-        m.load()
+    world.load(manager(tmp_path, states={"a": Fails(), "b": Loader()}))
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
@@ -137,11 +137,9 @@ def test_arrays_and_tensors_in_states_keep_the_order_of_their_axes(
     array = np.random.default_rng(0).random(shape).transpose(axes)
     value: Any = torch.from_numpy(array) if of_torch else array
     folder = tmp_path_factory.mktemp("axes")
-    with manager(folder, states={"it": Holder({"v": value})}) as m:
-        m.save(1)
+    world.save(manager(folder, states={"it": Holder({"v": value})}))
     found = Holder({})
-    with manager(folder, states={"it": found}) as m:
-        m.load()
+    world.load(manager(folder, states={"it": found}))
     back = found.value["v"]
     strides = [(v.stride() if of_torch else v.strides) for v in (back, value)]
     assert type(back) is type(value) and (back == value).all()
@@ -152,8 +150,7 @@ def test_arrays_and_tensors_in_states_keep_the_order_of_their_axes(
 def test_a_model_without_memory_is_refused_by_load(on_meta: bool, tmp_path: Path) -> None:
     """A lazy module that has not run, and one on meta: a resume could not fill them."""
     model = nn.Linear(2, 2, device="meta") if on_meta else nn.Sequential(nn.LazyLinear(2))
-    with manager(tmp_path, model) as m, pytest.raises(StateEncodingError, match="no memory yet for 2 tensors"):
-        m.load()
+    world.load_fails(manager(tmp_path, model), StateEncodingError, "no memory yet for 2 tensors")
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
@@ -165,7 +162,6 @@ def test_a_traced_model_is_saved_and_filled(make: Any, tmp_path: Path) -> None:
     with manager(tmp_path, first) as m:
         m.load()
         m.save(1)
-    with manager(tmp_path, second) as m:
-        assert m.load().step == 1
+    assert world.load(manager(tmp_path, second)).step == 1
     assert flat(dict(first.state_dict())) == flat(dict(second.state_dict()))
     assert torch.equal(first(torch.ones(3, 2)), second(torch.ones(3, 2)))

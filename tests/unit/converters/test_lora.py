@@ -14,26 +14,23 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
+from tests import world
+from tests.world import TINY
 from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConverters, build, from_tables
 from titan_ckpt.errors import ConverterError, ExportError, KeyMapError
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of
 from titan_ckpt.geometry.keymap import Chain, KeyMap, KeyRule, PermuteRotary, Split, Unstack
 from titan_ckpt.models import qwen3_moe
-from titan_ckpt.models.llama3 import Llama3, Llama3Config
+from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
 
-TINY = Llama3Config(
-    dim=32, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=8, ffn_dim=64, vocab_size=96, max_seq_len=32
-)
 TOKENS = torch.arange(20).reshape(2, 10)
 
 
 def llama(tied: bool = False) -> Llama3:
-    model = Llama3(replace(TINY, tie_embeddings=tied))
-    model.init_weights()
-    return model
+    return world.llama(replace(TINY, tie_embeddings=tied))
 
 
 def converted(model: nn.Module, *targets: str, **settings: Any) -> ModelConverters:
@@ -89,7 +86,7 @@ def test_initial_values_depend_on_name_and_seed_alone() -> None:
     assert not torch.equal(tensors[0][name], other[name])
     assert not torch.equal(tensors[0][name], tensors[0]["layers.1.attention.wq.lora_a.weight"])
     a = tensors[0][name]
-    assert a.abs().max() <= 1 / math.sqrt(32) and a.std() == pytest.approx(1 / math.sqrt(3 * 32), rel=0.2)
+    assert a.abs().max() <= 1 / math.sqrt(64) and a.std() == pytest.approx(1 / math.sqrt(3 * 64), rel=0.2)
     assert not tensors[0]["layers.0.attention.wq.lora_b.weight"].any()
 
 
@@ -148,8 +145,8 @@ def test_patterns_give_ranks_and_alphas() -> None:
         model, "wq", "w1", alpha=8.0, rank_pattern={"layers.0.*": 2}, alpha_pattern={"w1": 6.0}, use_rslora=True
     )
     shapes = {fqn: tuple(p.shape) for fqn, p in model.state_dict().items() if converters.key_filter(fqn)}
-    assert shapes["layers.0.attention.wq.lora_a.weight"] == (2, 32)
-    assert shapes["layers.1.feed_forward.w1.lora_b.weight"] == (64, 4)
+    assert shapes["layers.0.attention.wq.lora_a.weight"] == (2, 64)
+    assert shapes["layers.1.feed_forward.w1.lora_b.weight"] == (128, 4)
     module: Any = model.get_submodule("layers.0.feed_forward.w1")
     assert module.adapter.scaling == pytest.approx(6 / math.sqrt(2))
 
@@ -221,7 +218,7 @@ def test_magnitudes_and_copies_take_over_a_base_that_comes_later() -> None:
     """Converted before the base is loaded, they are the loaded base's after `initialize` with what was not loaded."""
     model = llama()
     converters = converted(model, "wq", use_dora=True, modules_to_save=("norm",))
-    loaded = torch.randn(32, 32)
+    loaded = torch.randn(64, 64)
     with torch.no_grad():
         model.get_parameter("layers.0.attention.wq.weight").copy_(loaded)
         model.get_parameter("norm.weight").fill_(2.0)
@@ -288,10 +285,10 @@ def test_what_cannot_be_adapted_is_listed() -> None:
     with pytest.raises(ConverterError) as caught:
         converted(
             model, "wq", "w1", "tok_embeddings",
-            use_dora=True, rank_pattern={"w1": 33, "w9": 2}, modules_to_save=("w1",),
+            use_dora=True, rank_pattern={"w1": 65, "w9": 2}, modules_to_save=("w1",),
         )  # fmt: skip
     for fault in (
-        "layers.0.feed_forward.w1: rank 33 is more than its [64, 32] can hold",
+        "layers.0.feed_forward.w1: rank 65 is more than its [128, 64] can hold",
         "tok_embeddings: DoRA is for linear modules; leave this embedding out",
         "layers.0.feed_forward.w1: is in target_modules and in modules_to_save",
         "rank_pattern: 'w9' matches none of the adapted weights",

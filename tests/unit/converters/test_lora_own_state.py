@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests import world
 from tests.own_state_models import DIM, FusedHeads
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.converters.container import ModelConverters
@@ -48,10 +49,7 @@ def whole(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def adapter_saves_and_merged_exports(folder: Path, *, shard: bool) -> None:
     base = plain(0)
-    export = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp"),))
-    with CheckpointManager(export, model_parts=[base], base_folder=folder / "base") as m:
-        m.load()
-        m.save(1, last_step=True)
+    world.finish(world.manager(folder / "base", base, export=(ExportConfig("dcp"),)))
     source = (InitialLoadConfig(str(folder / "base/exports/step-1")),)
     config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp"),), initial_load=source)
 
@@ -69,13 +67,10 @@ def adapter_saves_and_merged_exports(folder: Path, *, shard: bool) -> None:
         m.save(2, last_step=True)
         assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
     other, converters = adapted(2, shard)
-    with manager(other, converters) as m:
-        assert m.load().step == 2
+    assert world.load(manager(other, converters)).step == 2
     assert all(torch.equal(value, before[name]) for name, value in whole(other).items())
     merged: Any = plain(3)
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(folder / "run/exports/step-2")),))
-    with CheckpointManager(config, model_parts=[merged], base_folder=folder / "merged") as m:
-        m.load()
+    world.load(world.manager(folder / "merged", merged, initial_load=[folder / "run/exports/step-2"]))
     a, b = (before[f"0.wqkv.lora_{name}.weight"] for name in "ab")
     expected = before["0.wqkv.weight"] + SCALING * (b @ a)
     assert torch.equal(merged[0].wqkv.weight, expected)
@@ -110,10 +105,14 @@ def test_peft_has_an_adapter_for_each_part_of_a_fused_weight(tmp_path: Path) -> 
     dcp.save(plain(0).state_dict(), checkpoint_id=base)
 
     def manager(model: nn.Module, converters: ModelConverters, folder: str, *more: Path) -> CheckpointManager:
-        sources = tuple(InitialLoadConfig(str(path)) for path in (base, *more))
-        config = CheckpointConfig(save=SaveConfig(interval=9), export=(ExportConfig("peft"),), initial_load=sources)
-        return CheckpointManager(
-            config, model_parts=[model], model_converters=converters, sd_transforms=table, base_folder=tmp_path / folder
+        return world.manager(
+            tmp_path / folder,
+            model,
+            interval=9,
+            export=(ExportConfig("peft"),),
+            initial_load=[base, *more],
+            model_converters=converters,
+            sd_transforms=table,
         )
 
     model, converters = adapted(1, shard=False)
@@ -131,8 +130,7 @@ def test_peft_has_an_adapter_for_each_part_of_a_fused_weight(tmp_path: Path) -> 
         a, b = (stored[f"base_model.model.{name}.lora_{factor}.weight"] for factor in "AB")
         torch.testing.assert_close(b @ a, rows.reshape(-1, DIM))
     other, converters = adapted(2, shard=False)
-    with manager(other, converters, "again", peft) as m:
-        m.load()
+    world.load(manager(other, converters, "again", peft))
     assert all(torch.equal(value, trained[name]) for name, value in whole(other).items())
     stored["base_model.model.v_proj.lora_A.weight"] += 1
     save_file(stored, peft / "adapter_model.safetensors", {"format": "pt"})

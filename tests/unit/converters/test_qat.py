@@ -9,26 +9,18 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from tests.world import TINY, llama
 from titan_ckpt.converters import QATConfig, from_tables
 from titan_ckpt.converters.qat.converter import Scheme, StraightThrough, _torchao_config
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.models import hf
-from titan_ckpt.models.llama3 import Llama3, Llama3Config
+from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.weights.wrapper import ModelWrapper
 
-TINY = Llama3Config(
-    dim=64, num_layers=1, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32
-)
 TOKENS = torch.arange(20).reshape(2, 10)
 ANYWHERE: list[Scheme] = ["int4_weight_only", "int8_weight_only", "int8_dynamic_act_int4_weight", "mxfp8", "mxfp4"]
 LORA = {"kind": "lora", "target_modules": ["wq", "wk", "wv", "wo", "w1", "w2", "w3"], "rank": 4}
-
-
-def llama() -> Llama3:
-    model = Llama3(TINY)
-    model.init_weights()
-    return model
 
 
 def convert(model: nn.Module, *tables: dict[str, Any]) -> Any:
@@ -98,7 +90,7 @@ def test_head_is_left_and_embeddings_join_on_request() -> None:
     model = llama()
     convert(model, {"kind": "qat", "scheme": "int4_weight_only"})
     assert type(model.output) is nn.Linear and type(model.tok_embeddings) is nn.Embedding
-    assert sum(isinstance(m, FakeQuantizedLinear) for m in model.modules()) == 7
+    assert sum(isinstance(m, FakeQuantizedLinear) for m in model.modules()) == 14
     model = llama()
     convert(model, {"kind": "qat", "scheme": "int4_weight_only", "embeddings": True, "exclude_modules": ["wo"]})
     assert isinstance(model.output, FakeQuantizedLinear) and isinstance(model.tok_embeddings, FakeQuantizedEmbedding)

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 
+from tests.world import shard
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo, blocks_of, info_of
 from titan_ckpt.models.qwen3_moe import FLAVORS, MixtureOfExperts, Qwen3Moe, Qwen3MoeConfig
@@ -49,27 +49,10 @@ def one_by_one(moe: MixtureOfExperts, token: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def test_the_true_shape_has_the_published_number_of_parameters() -> None:
-    """A model built on meta counts what was published for this shape."""
+def test_every_sparse_layer_has_a_router() -> None:
+    """In the shape that was published it is every layer."""
     with torch.device("meta"):
-        model = Qwen3Moe(FLAVORS["30B-A3B"])
-    assert sum(p.numel() for p in model.parameters()) == 30_532_122_624
-    assert len(model.routers()) == 48
-
-
-@pytest.mark.parametrize("flavor", list(FLAVORS))
-def test_the_table_knows_every_parameter_and_the_config_survives_hugging_face(flavor: str) -> None:
-    """Every fqn has file keys, one per expert where it is stacked, and config.json gives the same shape again."""
-    config = FLAVORS[flavor]
-    with torch.device("meta"):
-        model = Qwen3Moe(config)
-    table = model.key_map()
-    for fqn, value in model.state_dict().items():
-        group = table.group_of_fqn(fqn)
-        assert len(group.keys) == (config.num_experts if ".experts." in fqn else 1)
-        assert group.op.native_shapes(group.op.file_shapes([tuple(value.shape)])) == [tuple(value.shape)]
-        assert table.group_of_key(group.keys[-1]) == group
-    assert Qwen3MoeConfig.from_hf(model.hf_config()) == config
+        assert len(Qwen3Moe(FLAVORS["30B-A3B"]).routers()) == 48
 
 
 @pytest.mark.parametrize(("num_experts", "per_token"), [(5, 2), (4, 4), (3, 1), (16, 3)])
@@ -94,23 +77,6 @@ def test_gradients_are_those_of_computing_token_by_token() -> None:
     for a, b in zip(mine, obvious, strict=True):
         assert (a - b).abs().max() < 1e-5 * b.abs().max()
     assert any(bool((expert == 0).all()) for expert in mine[2])
-
-
-def test_a_few_steps_learn_a_batch_by_heart() -> None:
-    """Dense and sparse layers, routers included, all learn; the loss of one batch falls by more than half."""
-    model = initialised(TINY)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.randint(0, 64, (4, 17))
-    before = {fqn: value.clone() for fqn, value in model.state_dict().items()}
-    losses = []
-    for _ in range(15):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        losses.append(loss.item())
-        optimizer.step()
-    assert losses[-1] < losses[0] / 2
-    assert not [fqn for fqn, value in model.state_dict().items() if torch.equal(value, before[fqn])]
 
 
 def test_a_router_counts_what_it_gave_to_whom_while_training() -> None:
@@ -232,9 +198,7 @@ def test_two_ranks_of_fsdp_fill_and_write_five_experts() -> None:
     natives = numbered(TINY)
     files = file_tensors(natives)
     model = Qwen3Moe(TINY).double()
-    for layer in model.layers.children():
-        fully_shard(layer)
-    fully_shard(model)
+    shard(model)
     transforms = StateDictTransforms(model.key_map())
     infos = {key: TensorInfo(tuple(value.shape), value.dtype) for key, value in files.items()}
     plan = transforms.from_file(ModelWrapper([model]).state_dict(), infos, None, cast=False)

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig
+from tests import world
+from titan_ckpt.config import ExportConfig
 from titan_ckpt.errors import ConfigError, ExportError
-from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -41,10 +41,8 @@ def _transforms(model: LanguageModel) -> StateDictTransforms:
 def test_a_model_goes_to_torchtitans_names_and_back(tmp_path: Path, name: str, flavor: str) -> None:
     """An export has exactly torchtitan's names, a tied matrix under both; a load finds them, nested too."""
     model = _model(name, flavor, 1)
-    config = CheckpointConfig(export=(ExportConfig("dcp", names="torchtitan"),))
-    with CheckpointManager(
-        config, model_parts=[model], sd_transforms=_transforms(model), base_folder=tmp_path
-    ) as manager:
+    exports = (ExportConfig("dcp", names="torchtitan"),)
+    with world.manager(tmp_path, model, export=exports, sd_transforms=_transforms(model)) as manager:
         manager.load()
         manager.export(1, last_step=True)
     expected = {_theirs(fqn): value.detach() for fqn, value in model.state_dict().items()}
@@ -57,11 +55,8 @@ def test_a_model_goes_to_torchtitans_names_and_back(tmp_path: Path, name: str, f
     dcp.save({"app": {"model": found}}, checkpoint_id=tmp_path / "nested", no_dist=True)
     for folder in ("exports/step-1", "nested"):
         other = _model(name, flavor, 2)
-        config = CheckpointConfig(initial_load=(InitialLoadConfig(str(tmp_path / folder)),))
-        with CheckpointManager(
-            config, model_parts=[other], sd_transforms=_transforms(other), base_folder=tmp_path / "run"
-        ) as manager:
-            manager.load()
+        sources = [tmp_path / folder]
+        world.load(world.manager(tmp_path / "run", other, initial_load=sources, sd_transforms=_transforms(other)))
         assert all(torch.equal(value, model.state_dict()[fqn]) for fqn, value in other.state_dict().items())
 
 
@@ -69,6 +64,5 @@ def test_a_model_without_such_a_table_is_refused(tmp_path: Path) -> None:
     """A model of one's own has no names in torchtitan; hf exports have their own."""
     with pytest.raises(ConfigError, match="names: torchtitan's are for the weights of a dcp export"):
         ExportConfig("hf", names="torchtitan")
-    config = CheckpointConfig(export=(ExportConfig("dcp", names="torchtitan"),))
     with pytest.raises(ExportError, match=r"dcp: there are no names of torchtitan for bias; weight"):
-        CheckpointManager(config, model_parts=[torch.nn.Linear(2, 2)], base_folder=tmp_path)
+        world.manager(tmp_path, torch.nn.Linear(2, 2), export=(ExportConfig("dcp", names="torchtitan"),))

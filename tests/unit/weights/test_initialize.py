@@ -5,10 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
-import os
 import struct
-import subprocess
-import sys
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
@@ -17,10 +14,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, SaveConfig
+from tests import world
+from tests.forked import memory_of
+from tests.world import shard
+from titan_ckpt import InitialLoadConfig
 from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConverters
 from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError
 from titan_ckpt.geometry.chunks import blocks_of
@@ -87,16 +86,12 @@ def spoil(model: nn.Module) -> None:
             block.data.fill_(True if value.dtype is torch.bool else 77)
 
 
-def load(model: nn.Module, folder: Path, **options: Any) -> CheckpointManager:
-    manager = CheckpointManager(CheckpointConfig(**options), model_parts=[model], base_folder=folder)
-    with manager:
-        manager.load()
-    return manager
+def load(model: nn.Module, folder: Path, **options: Any) -> None:
+    world.load(world.manager(folder, model, sd_transforms=None, **options))
 
 
 def save(model: nn.Module, folder: Path) -> None:
-    with CheckpointManager(CheckpointConfig(save=SaveConfig(interval=1)), model_parts=[model], base_folder=folder) as m:
-        m.save(1)
+    world.save(world.manager(folder, model, sd_transforms=None))
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -117,9 +112,7 @@ def laid_out(name: str, layout: str, values: InitialValues = "default") -> Langu
     """Return what this one of two ranks has of a model: on meta until it is laid out, then in memory that is spoilt."""
     model, mesh = on_meta(name, values), init_device_mesh("cpu", (2,))
     if layout == "sharded":
-        for layer in model.layers.children():
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        shard(model, mesh)
     elif layout == "tensor parallel":
         plan = {"layers.*.feed_forward.w1": ColwiseParallel(), "layers.*.feed_forward.w2": RowwiseParallel()}
         parallelize_module(model, mesh, plan)
@@ -203,7 +196,7 @@ def test_b1_a_pure_transformers_model_computes_the_right_logits(
     model = construct(lambda: build(config))
     materialise(model, "cpu")
     spoil(model)
-    load(model, tmp_path / "run", initial_load=(InitialLoadConfig(path=str(tmp_path / "base")),))
+    load(model, tmp_path / "run", initial_load=[tmp_path / "base"])
     tokens = torch.arange(40).view(1, 40)
     assert torch.equal(model(tokens).logits, expected(tokens).logits)
     assert "builds the whole model" not in caplog.text
@@ -226,12 +219,15 @@ def test_b1_a_converters_own_tensors_are_initialised_by_it(tmp_path: Path) -> No
             materialise(model, "cpu")
             spoil(model)
         source = InitialLoadConfig(path=str(tmp_path / "base" / "checkpoints" / "step-1"))
-        config = CheckpointConfig(initial_load=(source,))
-        transforms = StateDictTransforms(model.key_map())
-        with CheckpointManager(
-            config, model_parts=[model], sd_transforms=transforms, model_converters=converters, base_folder=tmp_path
-        ) as manager:
-            manager.load()
+        world.load(
+            world.manager(
+                tmp_path,
+                model,
+                initial_load=[source],
+                sd_transforms=StateDictTransforms(model.key_map()),
+                model_converters=converters,
+            )
+        )
         assert empty_tensors([model]) == []
         found.append(model)
     assert different(found[0], found[1]) == []
@@ -303,15 +299,15 @@ def test_b2_tensors_are_marked_once_per_load_not_once_per_source(tmp_path: Path,
     save(nn.ModuleDict({"b": nn.Linear(2, 2)}), tmp_path / "b")
     both = construct(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}))
     materialise(both, "cpu")
-    sources = [InitialLoadConfig(path=str(tmp_path / name / "checkpoints" / "step-1")) for name in "ab"]
-    load(both, tmp_path, initial_load=tuple(sources))
+    sources = [tmp_path / name / "checkpoints" / "step-1" for name in "ab"]
+    load(both, tmp_path, initial_load=sources)
     assert marked == [["a.bias", "a.weight", "b.bias", "b.weight"]]
 
 
 def test_b3_everything_is_read_before_anything_is_initialised(tmp_path: Path, monkeypatch: Any) -> None:
     """The order of events, as the reader and the model's own code see them: of a resume, and of an initial load."""
     save(on_one_device("llama3"), tmp_path / "old")
-    source = InitialLoadConfig(path=str(tmp_path / "old" / "checkpoints" / "step-1"))
+    source = tmp_path / "old" / "checkpoints" / "step-1"
     order: list[str] = []
     read = restore.fill_in_order
     reset = Decoder.reset_buffers
@@ -470,33 +466,6 @@ def test_d6_a_weights_path_that_cannot_be_loaded_stops_the_run(tmp_path: Path) -
     assert model.touched == [] and len(empty_tensors([model])) == 5
 
 
-MEASURE = """
-import json, resource, sys, torch
-from torch import nn
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig
-from titan_ckpt.weights.initialize import InitialValues, construct, materialise
-
-def rss():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-def build():
-    return nn.ModuleList([nn.Linear(4096, 4096, bias=False) for _ in range(12)] + [nn.Embedding(16384, 4096)])
-
-sources = (InitialLoadConfig(path=sys.argv[1]),)
-tiny = nn.ModuleList([nn.Linear(2, 2, bias=False)])
-with CheckpointManager(CheckpointConfig(), model_parts=[tiny], base_folder=sys.argv[2]) as manager:
-    manager.load()  # imports and first uses
-before = rss()
-model = construct(build)
-materialise(model, "cpu")
-with CheckpointManager(CheckpointConfig(initial_load=sources), model_parts=[model], base_folder=sys.argv[2]) as manager:
-    manager.load()
-sizes = [p.nbytes for p in model.parameters()]
-last = model[12].weight[-1, -1].item()
-print(json.dumps({"extra": rss() - before, "last": last, "model": sum(sizes), "largest": max(sizes)}))
-"""
-
-
 def test_b1_loading_takes_the_models_memory_the_largest_tensor_and_64_mib_at_most(tmp_path: Path) -> None:
     """A Hugging Face folder of 1.07 GB into a model from meta, in a process of its own; the kernel counts the peak."""
     shapes = {f"{i}.weight": [4096, 4096] for i in range(12)} | {"12.weight": [16384, 4096]}
@@ -512,11 +481,16 @@ def test_b1_loading_takes_the_models_memory_the_largest_tensor_and_64_mib_at_mos
         file.write(len(text).to_bytes(8, "little") + text)
         file.seek(8 + len(text) + end - 4)
         file.write(struct.pack("<f", 0.5))
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(folder), str(tmp_path)],
-        capture_output=True, text=True, check=False, env=os.environ, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["model"] > 1e9 and found["last"] == 0.5
-    assert found["extra"] <= found["model"] + found["largest"] + 64 * 2**20, found
+
+    def build() -> nn.Module:
+        return nn.ModuleList([nn.Linear(4096, 4096, bias=False) for _ in range(12)] + [nn.Embedding(16384, 4096)])
+
+    def act() -> tuple[float, list[int]]:
+        model: Any = construct(build)
+        materialise(model, "cpu")
+        load(model, tmp_path, initial_load=[folder])
+        return model[12].weight[-1, -1].item(), [p.nbytes for p in model.parameters()]
+
+    peak, (last, sizes) = memory_of(act, before=lambda: load(nn.ModuleList([nn.Linear(2, 2)]), tmp_path))
+    assert sum(sizes) > 1e9 and last == 0.5
+    assert sum(sizes) < peak <= sum(sizes) + max(sizes) + 64 * 2**20, peak

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig, IntxWeightOnlyConfig, quantize_
 
+from tests import world
 from tests.zoo.optimizer_runs import comparable
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
+from titan_ckpt import ExportConfig
 from titan_ckpt.errors import CheckpointError, LoadMismatchError
 
 CONFIGS = {"int8": Int8WeightOnlyConfig, "intx": IntxWeightOnlyConfig, "float8": Float8WeightOnlyConfig}
@@ -37,10 +38,7 @@ class Run:
     def __init__(self, folder: Path, kind: str, seed: int, **settings: Any) -> None:
         self.model = Model(kind, seed)
         self.optimizer = torch.optim.AdamW(self.model.head.parameters(), lr=0.1)
-        config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"), **settings)
-        self.manager = CheckpointManager(
-            config, model_parts=[self.model], optimizers=[self.optimizer], base_folder=folder
-        )
+        self.manager = world.manager(folder, self.model, self.optimizer, async_mode="disabled", **settings)
 
     def step(self) -> None:
         self.model(torch.ones(2, 16)).square().sum().backward()
@@ -56,8 +54,7 @@ def test_a_frozen_quantised_weight_comes_back(kind: str, tmp_path: Path) -> None
         manager.load()
         first.step()
         manager.save(1)
-    with second.manager as manager:
-        assert manager.load().step == 1
+    assert world.load(second.manager).step == 1
     assert comparable(dict(first.model.state_dict())) == comparable(dict(second.model.state_dict()))
     for run in (first, second):
         run.step()
@@ -67,12 +64,10 @@ def test_a_frozen_quantised_weight_comes_back(kind: str, tmp_path: Path) -> None
 
 def test_a_weight_of_another_class_is_not_filled(tmp_path: Path) -> None:
     """int8 values are not loaded into a weight that reads them in another way: named, nothing is changed."""
-    with Run(tmp_path, "int8", 0).manager as manager:
-        manager.save(1)
+    world.save(Run(tmp_path, "int8", 0).manager)
     other = Run(tmp_path, "intx", 1)
     before = comparable(dict(other.model.state_dict()))
-    with other.manager as manager, pytest.raises(LoadMismatchError, match=r"base\.weight\.Int8Tensor\.qdata"):
-        manager.load()
+    world.load_fails(other.manager, LoadMismatchError, r"base\.weight\.Int8Tensor\.qdata")
     assert comparable(dict(other.model.state_dict())) == before
 
 

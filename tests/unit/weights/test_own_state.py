@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from tests import world
 from tests.own_state_models import (
     DIM,
     KINDS,
@@ -25,7 +26,7 @@ from tests.own_state_models import (
     add_hooks,
     averaged,
 )
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
 from titan_ckpt.errors import LoadMismatchError, SaveError, StateEncodingError
 from titan_ckpt.weights.initialize import construct, materialise
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -42,10 +43,7 @@ class Run:
 
     def manager(self, folder: Path, **save: Any) -> CheckpointManager:
         states = {} if self.average is None else {"average": self.average}
-        config = CheckpointConfig(save=SaveConfig(interval=1, **save))
-        return CheckpointManager(
-            config, model_parts=[self.net], optimizers=[self.optimizer], states=states, base_folder=folder
-        )
+        return world.manager(folder, self.net, self.optimizer, **save, states=states)
 
     def train(self, first: int, last: int) -> None:
         for step in range(first, last + 1):
@@ -107,13 +105,11 @@ def test_only_the_subtree_with_the_hooks_is_loaded_through_them(tmp_path: Path) 
     """Plain modules around it are filled in place, without a call of their load_state_dict."""
     calls = []
     run = Run("split with collectives", 0)
-    with run.manager(tmp_path) as m:
-        m.save(1)
+    world.save(run.manager(tmp_path))
     other = Run("split with collectives", 1)
     for name, module in other.net.named_modules():
         module.register_load_state_dict_post_hook(lambda *_, name=name: calls.append(name)) if "middle." in name else 0
-    with other.manager(tmp_path) as m:
-        m.load()
+    world.load(other.manager(tmp_path))
     assert set(calls) == {"middle.wqkv", "middle.wo"}
     made = {f"middle.w{name}.{kind}" for name in "qkv" for kind in ("weight", "bias")}
     assert ModelWrapper([run.net]).state().made == made
@@ -132,25 +128,18 @@ def test_live_tensors_of_a_module_with_hooks_stay_live() -> None:
 def test_the_model_s_own_code_fills_a_model_that_was_loaded_from_an_export(tmp_path: Path) -> None:
     """A DCP export holds the returned names, and starts a new run through the hooks."""
     run = Run("nested", 0)
-    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp"),))
-    with CheckpointManager(config, model_parts=[run.net], base_folder=tmp_path / "a") as m:
-        m.load()
-        m.save(1, last_step=True)
+    world.finish(world.manager(tmp_path / "a", run.net, export=(ExportConfig("dcp"),)))
     other = Run("nested", 1)
     source = InitialLoadConfig(str(tmp_path / "a/exports/step-1"))
-    config = CheckpointConfig(save=SaveConfig(interval=1), initial_load=(source,))
-    with CheckpointManager(config, model_parts=[other.net], base_folder=tmp_path / "b") as m:
-        m.load()
+    world.load(world.manager(tmp_path / "b", other.net, initial_load=[source]))
     assert_equal(dict(other.net.named_parameters()), dict(run.net.named_parameters()))
 
 
 def test_weights_from_outside_go_through_the_hooks(tmp_path: Path) -> None:
     """A handler fills the tensors that the model returns; its parameters follow."""
     source, model = StoredFused(), StoredFused()
-    config = CheckpointConfig(components=("optimizer",))
     fill = lambda event: event.fill(source.state_dict())  # noqa: E731
-    with CheckpointManager(config, model_parts=[model], external_weights=fill, base_folder=tmp_path) as m:
-        m.load()
+    world.load(world.manager(tmp_path, model, components=("optimizer",), external_weights=fill))
     assert_equal(dict(model.named_parameters()), dict(source.named_parameters()))
 
 
@@ -203,22 +192,14 @@ def test_code_that_would_resume_another_model_is_refused_before_the_first_step(t
     save, load, message = REFUSED[fault]
     model = hooked(save, load)
     before = [p.detach().clone() for p in model.parameters()]
-    config = CheckpointConfig(save=SaveConfig(interval=1))
-    with (
-        CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as m,
-        pytest.raises((LoadMismatchError, StateEncodingError), match=message),
-    ):
-        m.load()
+    world.load_fails(world.manager(tmp_path, model), (LoadMismatchError, StateEncodingError), message)
     if fault != "replaced":
         assert all(map(torch.equal, before, model.parameters()))
 
 
 def test_a_load_that_reaches_a_parameter_no_more_is_an_error(tmp_path: Path) -> None:
     """A resume whose hook drops the stored value names the parameter, instead of training on other weights."""
-    with CheckpointManager(
-        CheckpointConfig(save=SaveConfig(interval=1)), model_parts=[nn.Sequential(Renamed())], base_folder=tmp_path
-    ) as m:
-        m.save(1)
+    world.save(world.manager(tmp_path, nn.Sequential(Renamed())))
 
     class Careless(Renamed):
         def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
@@ -226,22 +207,14 @@ def test_a_load_that_reaches_a_parameter_no_more_is_an_error(tmp_path: Path) -> 
             return nn.Linear.load_state_dict(self, {"weight": self.weight.data, **state_dict}, strict=False)
 
     other = nn.Sequential(Careless())
-    with (
-        CheckpointManager(
-            CheckpointConfig(save=SaveConfig(interval=1)), model_parts=[other], base_folder=tmp_path
-        ) as m,
-        pytest.raises(LoadMismatchError, match=r"0 \(Careless\)"),
-    ):
-        m.load()
+    world.load_fails(world.manager(tmp_path, other), LoadMismatchError, r"0 \(Careless\)")
 
 
 def test_a_frozen_parameter_may_stay_out_of_the_state_dict(tmp_path: Path) -> None:
     """Its values come from the constructor in every run, as the model's own code wants it."""
     model = hooked(drop("weight"), lambda m, state, prefix: state.update({prefix + "weight": m.weight}))
     next(model.parameters()).requires_grad_(False)
-    with CheckpointManager(
-        CheckpointConfig(save=SaveConfig(interval=1)), model_parts=[model], base_folder=tmp_path
-    ) as m:
+    with world.manager(tmp_path, model) as m:
         m.load()
         m.save(1)
         assert m.load().report.loaded == ("0.bias", "1.weight", "1.bias")
@@ -264,9 +237,8 @@ def test_a_marked_step_is_saved_with_the_values_of_its_end(tmp_path: Path) -> No
         model = nn.Sequential(nn.Linear(3, 3), Packed(3))
         return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
-    config = CheckpointConfig(save=SaveConfig(interval=10))
     model, optimizer = build()
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
+    with world.manager(tmp_path, model, optimizer, interval=10) as m:
         m.load()
         model(torch.randn(4, 3))
         m.last_step.complete(1)
@@ -276,8 +248,7 @@ def test_a_marked_step_is_saved_with_the_values_of_its_end(tmp_path: Path) -> No
         m.last_step.save()
         assert_equal(dict(model.state_dict()), dict(now))
     other, optimizer = build()
-    with CheckpointManager(config, model_parts=[other], optimizers=[optimizer], base_folder=tmp_path) as m:
-        assert m.load().step == 1
+    assert world.load(world.manager(tmp_path, other, optimizer, interval=10)).step == 1
     assert_equal(dict(other.state_dict()), dict(expected))
 
 
@@ -285,8 +256,7 @@ def test_a_marked_step_whose_values_are_gone_is_not_saved(tmp_path: Path) -> Non
     """A number that the model's own code stores has changed since: the error names it."""
     model = nn.Sequential(Scaled())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = CheckpointConfig(save=SaveConfig(interval=10))
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
+    with world.manager(tmp_path, model, optimizer, interval=10) as m:
         m.load()
         m.last_step.complete(1)
         model(torch.randn(2, DIM))
@@ -319,8 +289,7 @@ def test_a_marked_step_whose_containers_have_changed_is_not_saved(tmp_path: Path
     model = Remembers(DIM, DIM)
     model.history = copy.deepcopy(history)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    config = CheckpointConfig(save=SaveConfig(interval=10))
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=tmp_path) as m:
+    with world.manager(tmp_path, model, optimizer, interval=10) as m:
         m.load()
         m.last_step.complete(1)
         m.last_step.save()
@@ -338,12 +307,11 @@ def test_fused_weights_of_a_model_on_meta_are_initialised_and_loaded(tmp_path: P
 
     torch.manual_seed(0)
     expected = build()
-    config = CheckpointConfig(save=SaveConfig(interval=1))
     for step in (0, 1):
         torch.manual_seed(step)
         model = construct(build)
         materialise(model, "cpu")
-        with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as m:
+        with world.manager(tmp_path, model) as m:
             assert m.load().step == step
             m.save(step + 1)
         assert_equal(dict(model.named_parameters()), dict(expected.named_parameters()))
@@ -363,11 +331,9 @@ def test_code_that_runs_after_a_load_sees_the_loaded_values(tmp_path: Path) -> N
         def _derive(module: Any, _: Any) -> None:
             module.table = module.weight.detach() * 2
 
-    config = CheckpointConfig(save=SaveConfig(interval=1))
     first, second = Derived(), Derived()
-    with CheckpointManager(config, model_parts=[nn.Sequential(first)], base_folder=tmp_path) as m:
+    with world.manager(tmp_path, nn.Sequential(first)) as m:
         m.load()
         m.save(1)
-    with CheckpointManager(config, model_parts=[nn.Sequential(second)], base_folder=tmp_path) as m:
-        m.load()
+    world.load(world.manager(tmp_path, nn.Sequential(second)))
     assert torch.equal(second.table, first.table)

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from tests.world import same, whole
 from titan_ckpt.testing import distributed
 from titan_ckpt.weights.initialize import single_device
 from titan_ckpt.weights.single_device import ValuesGoneError, WholeTensors, named_tensors
@@ -90,26 +91,22 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = {fqn: value for fqn, _, value in named_tensors(model)}
-    return {fqn: v.full_tensor().detach() if isinstance(v, DTensor) else v.detach() for fqn, v in named.items()}
-
-
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> list[str]:
-    return [name for name in expected if not torch.equal(found[name], expected[name])]
+def values(model: nn.Module) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = whole({fqn: value for fqn, _, value in named_tensors(model)})
+    return found
 
 
 def expected_of(model: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(11)
     model.init_weights()
-    return whole(model)
+    return values(model)
 
 
 def initialised(model: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(11)
     with single_device(model):
         model.init_weights()
-    return whole(model)
+    return values(model)
 
 
 @distributed(nproc=2)
@@ -119,7 +116,7 @@ def test_e1_an_init_for_one_device_initialises_a_sharded_model() -> None:
     mesh = init_device_mesh("cpu", (2,))
     model = shard(Model(), mesh)
     with pytest.warns(UserWarning, match="which is sharded"):
-        assert same(initialised(model), expected) == []
+        assert same(initialised(model), expected)
     after = {fqn: value for fqn, _, value in named_tensors(model)}
     assert after["head.weight"] is after["embedding.weight"] and after["inner.shared"] is after["running"]
     assert all(isinstance(value, DTensor) for value in after.values()), "buffers too"
@@ -132,14 +129,14 @@ def test_e1_an_init_for_one_device_initialises_a_sharded_model() -> None:
     objects = dict(fsdp.named_parameters())
     assert all(isinstance(value, DTensor) for value in objects.values())
     with pytest.warns(UserWarning, match="which is sharded"):
-        assert same(initialised(fsdp), expected) == []
+        assert same(initialised(fsdp), expected)
     assert all(objects[name] is value for name, value in fsdp.named_parameters()), "FSDP2 gathers these very objects"
     fsdp.unshard()
     for inner in fsdp.inner.values():
         inner.unshard()
     unsharded = {name: value.detach() for name, value in fsdp.named_parameters()}
     assert not any(isinstance(value, DTensor) for value in unsharded.values())
-    assert same(unsharded, {name: expected[name] for name in unsharded}) == []
+    assert same(unsharded, {name: expected[name] for name in unsharded})
 
 
 @distributed(nproc=2)
@@ -156,7 +153,7 @@ def test_e2_assigned_values_keep_the_placement_and_what_would_be_lost_is_refused
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = initialised(model)
-    assert same(found, expected) == []
+    assert same(found, expected)
     after = {fqn: value for fqn, _, value in named_tensors(model)}
     assert all(after[fqn] is value and value.placements == places for fqn, (value, places) in before.items())
     ours = [str(w.message) for w in caught if "initialisation assigns a whole tensor" in str(w.message)]
@@ -178,7 +175,7 @@ def test_e2_one_rank_and_no_mesh_give_the_same_values() -> None:
     objects = dict(model.named_parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert same(initialised(model), expected) == []
+        assert same(initialised(model), expected)
     assert all(objects[name] is value for name, value in model.named_parameters())
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests import world
 from titan_ckpt.errors import ConverterError, StateEncodingError
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -127,11 +127,11 @@ def test_tensors_that_no_checkpoint_can_hold_are_listed_before_training(fault: s
     """Sparse, nested, quantised and expanded tensors are named when the manager is made; temporary ones are not."""
     model = nn.Linear(2, 2)
     model.register_buffer("temporary", UNFIT[fault](), persistent=False)
-    CheckpointManager(CheckpointConfig(), model_parts=[model], base_folder=tmp_path).close()
+    world.manager(tmp_path, model).close()
     model.register_buffer("odd", UNFIT[fault]())
     model.register_buffer("odd_too", UNFIT[fault]())
     with pytest.raises(StateEncodingError, match=rf"2 tensors .*: odd \({fault}\); odd_too \({fault}\)\. Keep them"):
-        CheckpointManager(CheckpointConfig(), model_parts=[model], base_folder=tmp_path)
+        world.manager(tmp_path, model)
 
 
 def test_a_tensor_whose_only_row_is_expanded_is_plain(tmp_path: Path) -> None:
@@ -139,9 +139,6 @@ def test_a_tensor_whose_only_row_is_expanded_is_plain(tmp_path: Path) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     model.register_buffer("positions", torch.arange(5).expand(1, -1))
     other.register_buffer("positions", torch.zeros(5, dtype=torch.int64).expand(1, -1))
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"))
-    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
-        manager.save(1)
-    with CheckpointManager(CheckpointConfig(), model_parts=[other], base_folder=tmp_path) as manager:
-        manager.load()
+    world.save(world.manager(tmp_path, model, async_mode="disabled"))
+    world.load(world.manager(tmp_path, other))
     assert torch.equal(other.get_buffer("positions"), torch.arange(5)[None])

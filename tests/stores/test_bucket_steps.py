@@ -25,6 +25,7 @@ from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, PeerError, PreflightError, SaveError
 from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, Version
+from titan_ckpt.stores.objects import ObjectStore
 from titan_ckpt.stores.settings import StoreConfig
 
 
@@ -217,7 +218,7 @@ def test_a_save_waits_until_it_is_known_that_an_earlier_one_of_its_step_never_ar
 class _Lists:
     """A bucket that lists, and answers nothing else."""
 
-    def __init__(self, nowhere: Bucket, bucket: Bucket) -> None:
+    def __init__(self, nowhere: ObjectStore, bucket: ObjectStore) -> None:
         self.create, self.list_objects = nowhere.create, bucket.list_objects
 
 

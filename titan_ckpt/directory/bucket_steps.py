@@ -34,7 +34,7 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.probe import probe
-from titan_ckpt.stores.source import fetched
+from titan_ckpt.stores.store import Place
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +60,9 @@ class BucketSteps(Steps):
         self._commits = Commits(root)
         self._in_doubt: set[str] = set()
         """Ids of own attempts whose commit was sent, and of which it is not known whether it has arrived."""
+
+    def files_of(self, step: int) -> Place:
+        return self.inspect(step).path
 
     def attempt_at(self, step: int, attempt_id: str) -> Attempt:
         return Attempt(step, attempt_id, self._commits.files(step, attempt_id))
@@ -90,7 +93,7 @@ class BucketSteps(Steps):
         files = self._commits.files(manifest.step, manifest.attempt)
         commit = self._commits.place(manifest.step, manifest.attempt)
         wanted = [files / record.name for record in manifest.files if record.name in names]
-        place = fetched(files, [commit, *wanted])
+        place = self._bucket.fetched(files, [commit, *wanted])
         try:
             content = replace(commit, heads=place.heads).read()
         except FileNotFoundError:
@@ -223,6 +226,9 @@ class BucketSteps(Steps):
     def _set_aside(self) -> dict[str, Commit]:
         commits = [commit for commit in self._commits.look().commits if commit.is_set_aside and not commit.is_fence]
         return {f"{step_name(commit.step)}.{commit.attempt}": commit for commit in commits}
+
+    def left_over(self) -> tuple[str, ...]:
+        return ()
 
     def pin(self, step: int) -> None:
         """Create an object beside the commit. Raises: CheckpointNotFoundError if the step is deleted meanwhile."""

@@ -18,7 +18,7 @@ from pathlib import Path
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.holder import Holder, read_holder
 from titan_ckpt.errors import CommitConflictError, PreflightError
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.store import Place
 
 LEASE_NAME = ".lease"
 
@@ -112,7 +112,7 @@ class Lease:
         self._holder.write(self._fd)
 
 
-def refuse_living(folder: Location, lease: Location, holder: Holder) -> None:
+def refuse_living(folder: Place, lease: Place, holder: Holder) -> None:
     """Raise CommitConflictError if the process that the lease of a folder names is known to be alive."""
     if holder.pid != os.getpid():
         if holder.lives_here():
@@ -121,7 +121,7 @@ def refuse_living(folder: Location, lease: Location, holder: Holder) -> None:
         raise CommitConflictError(f"{folder}: this process already writes here through another object: close it first")
 
 
-def _conflict(folder: Location, holder: Holder | None) -> CommitConflictError:
+def _conflict(folder: Place, holder: Holder | None) -> CommitConflictError:
     return CommitConflictError(
         f"{folder}: {holder or 'another process'} is writing here. Wait for it to end, stop it, or choose another "
         "folder"

@@ -21,7 +21,7 @@ from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.retention import StepFacts, expired_steps, lacks_metric
 from titan_ckpt.disk.holder import Holder
 from titan_ckpt.errors import CheckpointError, CommitConflictError, PreflightError
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.store import Place
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Attempt:
 
     step: int
     id: str
-    path: Location
+    path: Place
 
     @property
     def folder(self) -> Path:
@@ -50,7 +50,7 @@ class Attempt:
 class Steps(ABC):
     """The committed steps of one place, as its writer sees them. Building the object touches nothing."""
 
-    root: Location
+    root: Place
 
     def __init__(self) -> None:
         self._protected: set[int] = set()
@@ -59,9 +59,13 @@ class Steps(ABC):
         self._has_leftovers = False
         """Whether something could not be deleted, or may still arrive in a bucket; the next save looks for it."""
 
-    def step_path(self, step: int) -> Location:
+    def step_path(self, step: int) -> Place:
         """Return the name of a step for users, whether or not it exists."""
         return self.root / step_name(step)
+
+    @abstractmethod
+    def files_of(self, step: int) -> Place:
+        """Return where the files of a committed step are. Raises: as `inspect`, where only its commit says that."""
 
     @abstractmethod
     def attempt_at(self, step: int, attempt_id: str) -> Attempt:
@@ -80,7 +84,7 @@ class Steps(ABC):
         """Return whether a step is there, whatever is in it."""
 
     @abstractmethod
-    def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Location]:
+    def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Place]:
         """Return how this process sees a step whose manifest is `expected` to rank 0, and where its files are.
 
         The first is SAME, NO_FOLDER or a description. `names`: as in `CheckpointDirectory.committed`.
@@ -142,8 +146,15 @@ class Steps(ABC):
         """
 
     @abstractmethod
+    def left_over(self) -> tuple[str, ...]:
+        """Return the names of what could not be deleted whole."""
+
+    @abstractmethod
     def pin(self, step: int) -> None:
-        """Keep a step from expiring."""
+        """Keep a step from expiring. A run that deletes it at the same time either leaves it, or is first.
+
+        Raises: SaveError or CheckpointNotFoundError if the deletion was first; as `inspect`.
+        """
 
     @abstractmethod
     def unpin(self, step: int) -> None:

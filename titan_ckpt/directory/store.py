@@ -35,7 +35,6 @@ from titan_ckpt.directory.names import (
     is_name_in_a_step,
     is_set_aside_name,
     listed_steps,
-    read_file,
     step_name,
     survey,
 )
@@ -56,6 +55,8 @@ logger = logging.getLogger(__name__)
 
 VISIBLE_SECONDS = 30.0
 """Longest time that a rank may see an older listing than the others; network file systems cache for seconds."""
+_SETTLE_SECONDS = 5.0
+"""Longest time in which a step that is being deleted comes back, because its pin was seen."""
 SPACE_FACTOR = 1.05
 """Free bytes required per byte of a save, for block rounding, the manifest, and files that others write meanwhile."""
 
@@ -72,6 +73,9 @@ class StepStore(Steps):
 
     def step_path(self, step: int) -> Path:
         return self.root / step_name(step)
+
+    def files_of(self, step: int) -> Path:
+        return self.step_path(step)
 
     def attempt_at(self, step: int, attempt_id: str) -> Attempt:
         return Attempt(step, attempt_id, self.root / STAGING / f"{step_name(step)}.{attempt_id}")
@@ -91,7 +95,7 @@ class StepStore(Steps):
     def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Path]:
         path = self.step_path(manifest.step)
         try:
-            content = read_twice(path / MANIFEST_NAME, lambda path: read_file(path, MAX_BYTES))
+            content = read_twice(path / MANIFEST_NAME, lambda path: posix.read_whole(path, MAX_BYTES))
         except (CorruptCheckpointError, OSError) as error:
             if may_pass(error):
                 raise
@@ -227,11 +231,22 @@ class StepStore(Steps):
             self.open().check()
             self._report(trash.discard(self.root, folder, "removed", names))
 
+    def left_over(self) -> tuple[str, ...]:
+        return tuple(posix.list_folder(self.root / TRASH))
+
     def pin(self, step: int) -> None:
         """Write a file PINNED into a step; a step that holds a foreign file never expires."""
-        if PIN_NAME not in self.inspect(step).foreign:
-            posix.write_file(self.step_path(step) / PIN_NAME, b"")
-            posix.fsync_folder(self.step_path(step))
+        path = self.step_path(step)
+        if PIN_NAME in self.inspect(step).foreign:
+            return
+        with contextlib.suppress(FileNotFoundError):  # renamed away: with a pin it comes back
+            posix.write_file(path / PIN_NAME, b"")
+            posix.fsync_folder(path)
+        deadline = time.monotonic() + _SETTLE_SECONDS
+        while not os.path.lexists(path / PIN_NAME):
+            if time.monotonic() > deadline:
+                raise SaveError(f"{path}: was deleted by its run before the pin; pin a step that is there")
+            time.sleep(0.05)
 
     def unpin(self, step: int) -> None:
         """Delete the file PINNED."""

@@ -20,21 +20,18 @@ from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
-from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ExportError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import Base, HuggingFaceFormat
 from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.open import detect_format, locate
 from titan_ckpt.formats.publish.bucket_record import BucketExports
-from titan_ckpt.formats.publish.columns import row_peers
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.formats.publish.run import FolderExport
-from titan_ckpt.formats.publish.upload import everyone
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
-from titan_ckpt.stores.bucket import BucketPath, Location, open_location, open_source
+from titan_ckpt.stores.bucket import BucketPath, open_location, open_source
 from titan_ckpt.stores.settings import StoreConfig, split_url
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import ModelHooks, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.live_memory import Watched
@@ -51,7 +48,7 @@ class ExportJob:
 
     config: ExportConfig
     step: int
-    folder: Location
+    folder: Place
     writer: FolderExport | DcpExport
     made: MadeExports | BucketExports
     unsaved_in: str | None = None
@@ -158,7 +155,7 @@ class Exporter:
             logger.warning("export %s is there already and stays as it is", folder)
         return published
 
-    def folder(self, config: ExportConfig, step: int) -> Location:
+    def folder(self, config: ExportConfig, step: int) -> Place:
         """Return where an export of this step is, or will be."""
         made = self.made(config)
         if isinstance(made, BucketExports):
@@ -175,7 +172,7 @@ class Exporter:
             self._in_buckets[config.folder] = BucketExports(root)
         return self._in_buckets[config.folder]
 
-    def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Location:
+    def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Place:
         """Write, prove and publish one export of the live weights, and return its folder. Collective.
 
         Raises: ExportError, KeyMapError and PeerError; nothing is published then.
@@ -232,20 +229,13 @@ class Exporter:
                 return [replace(job, writer=replace(job.writer, changed=changed)) for job in made]
 
         made = self.coordinator.together("export-stage", jobs)
-        self._background.peers.connect(self.coordinator, lambda: {ranks for job in made for ranks in self._peers(job)})
+        peers = [job.writer.peers(job.folder, self.coordinator) for job in made]
+        self._background.peers.connect(self.coordinator, lambda: set().union(*peers))
         for config, wait in zip(configs, waits, strict=True):
             if not wait:
                 logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
                 self.export(config, step, base)
         return made
-
-    def _peers(self, job: ExportJob) -> set[Ranks]:
-        """Return the groups of ranks that exchange bytes while an export is written."""
-        if self.coordinator.world_size == 1:
-            return set()
-        if isinstance(job.folder, BucketPath):
-            return set() if job.config.format == "dcp" else {everyone(self.coordinator)}
-        return {*row_peers(job.writer.groups).values()}
 
     def close(self) -> None:
         """Close the connections of exports in the background."""
@@ -326,7 +316,7 @@ class Exporter:
         )
         base = None if base is None else base.without(key for key, _ in table.repeats)
         transforms = replace(self.transforms, key_map=table)
-        assets: Source | None = Path(config.assets) if config.assets else transforms.assets
+        assets: Place | None = Path(config.assets) if config.assets else transforms.assets
         if assets is None and base is not None and base.path.is_dir():
             assets = base.path
         quantiser = quantiser_of(self.model.hooks) if config.quantised else None
@@ -344,9 +334,9 @@ class Exporter:
         groups = groups if quantiser is None else quantised(groups, quantiser)
         return FolderExport(groups, format_, buffers=self.model.buffers().keys())
 
-    def source(self) -> tuple[InitialLoadConfig, Source] | None:
+    def source(self) -> tuple[InitialLoadConfig, Place] | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
-        found: list[tuple[InitialLoadConfig, Source]] = []
+        found: list[tuple[InitialLoadConfig, Place]] = []
         for source in self._initial_load:
             with contextlib.suppress(CheckpointNotFoundError):
                 path = locate(open_source(source.path, self._store, source.revision))

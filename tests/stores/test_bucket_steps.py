@@ -17,7 +17,8 @@ from tests.stores.conftest import place_in
 from tests.stores.servers import Server, free_port
 from tests.stores.test_manager_in_bucket import _forget_leases, keys, manifest_of, save, write
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory import bucket_lease, bucket_steps
+from titan_ckpt.directory import bucket_steps
+from titan_ckpt.directory import lease as leases
 from titan_ckpt.directory.bucket_commits import Commits
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
@@ -387,7 +388,7 @@ def test_a_release_that_arrives_late_is_no_other_writer(s3: Server, monkeypatch:
         replace(*args)
 
     _forget_leases()
-    monkeypatch.setattr(bucket_lease, "refuse_living", lambda *_: None)
+    monkeypatch.setattr(leases, "refuse_living", lambda *_: None)
     monkeypatch.setattr(place.bucket, "replace", after_the_release)
     second.open()
     save(second, 1)

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory.bucket_lease import BucketLease
-from titan_ckpt.directory.lease import Lease
+from titan_ckpt.directory.lease import Lease, refuse_living
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.retention import StepFacts, expired_steps, lacks_metric
@@ -50,9 +50,11 @@ class Attempt:
 class Steps(ABC):
     """The committed steps of one place, as its writer sees them. Building the object touches nothing."""
 
-    root: Place
+    root: Any
+    lease_kind: ClassVar[type[Lease]]
 
     def __init__(self) -> None:
+        self._lease: Any = None
         self._protected: set[int] = set()
         self._rolled_back_to: int | None = None
         self._reported: set[tuple[str, str]] = set()
@@ -91,28 +93,44 @@ class Steps(ABC):
         Raises: StoreError for a bucket that does not answer, which says nothing about the step.
         """
 
-    @abstractmethod
     def holder(self) -> Holder | None:
         """Return the process that the lease names, alive or not; None without one. Raises: OSError."""
+        return self.lease_kind.named_in(self.root)
 
-    @abstractmethod
     def refuse_living_writer(self) -> None:
         """Check that no process is known to write here. Raises: CommitConflictError naming it; OSError."""
+        if self._lease is None and (holder := self.holder()) is not None:
+            refuse_living(self.root, self.lease_kind.at(self.root), holder)
 
     @abstractmethod
     def present(self) -> list[tuple[int, str]]:
         """Return (step, id) of all that has the place of a step, ascending; a step that is saved again has a new id."""
 
-    @abstractmethod
-    def open(self) -> Lease | BucketLease:
+    def open(self) -> Lease:
         """Take the lease and clear away what interrupted processes left; a second call only returns the lease.
 
         Raises: CommitConflictError; PreflightError; OSError.
         """
+        lease: Lease | None = self._lease
+        if lease is None:
+            lease = self.lease_kind.acquire(self.root)
+            try:
+                self._recover(lease)
+            except BaseException:
+                lease.release()
+                raise
+            self._lease = lease
+        return lease
 
     @abstractmethod
+    def _recover(self, lease: Lease) -> None:
+        """Clear away what interrupted processes left. Raises: CommitConflictError if the lease is lost; OSError."""
+
     def close(self) -> None:
         """Give the lease back; idempotent."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None  # only now: an interrupt may come before
 
     @abstractmethod
     def leave_abandoned_branch(self) -> None:

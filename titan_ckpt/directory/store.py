@@ -23,7 +23,7 @@ from pathlib import Path
 import xxhash
 
 from titan_ckpt.directory import trash
-from titan_ckpt.directory.lease import LEASE_NAME, Lease, holder_of, refuse_living
+from titan_ckpt.directory.lease import FileLease, Lease
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.directory.names import (
     PIN_NAME,
@@ -40,7 +40,6 @@ from titan_ckpt.directory.names import (
 )
 from titan_ckpt.directory.steps import NO_FOLDER, PROBE, SAME, Attempt, Steps, faults_of
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
@@ -64,10 +63,11 @@ SPACE_FACTOR = 1.05
 class StepStore(Steps):
     """A folder of committed steps on a mounted file system, as its writer sees it."""
 
+    lease_kind = FileLease
+
     def __init__(self, root: Path) -> None:
         super().__init__()
         self.root: Path = root
-        self._lease: Lease | None = None
         self._inspected: dict[int, tuple[tuple[int, ...], CommittedStep]] = {}
         """The steps that retention has inspected, each beside what marks a change of its folder."""
 
@@ -112,39 +112,10 @@ class StepStore(Steps):
         steps = ", ".join(str(committed.step) for committed in survey(self.root).steps) or "none"
         raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
 
-    def holder(self) -> Holder | None:
-        return holder_of(self.root)
-
-    def refuse_living_writer(self) -> None:
-        if self._lease is None and (holder := self.holder()) is not None:
-            refuse_living(self.root, self.root / LEASE_NAME, holder)
-
     def present(self) -> list[tuple[int, str]]:
         steps = listed_steps(self.root) if self.root.is_dir() else []
         found = [(step, _digest_of_manifest(self.step_path(step))) for step in steps]
         return [(step, digest) for step, digest in found if digest or self.has(step)]  # its writer may just remove one
-
-    def open(self) -> Lease:
-        """Take the lease and clear away what interrupted processes left; a second call only returns the lease.
-
-        Raises: CommitConflictError; PreflightError; OSError.
-        """
-        if self._lease is None:
-            posix.make_folders(self.root)
-            lease = Lease.acquire(self.root)
-            try:
-                self._recover(lease)
-            except BaseException:
-                lease.release()
-                raise
-            self._lease = lease
-        return self._lease
-
-    def close(self) -> None:
-        """Give the lease back; idempotent."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None  # only now: an interrupt may come before
 
     def begin(self, step: int, num_bytes: int) -> Attempt:
         """Make the staging folder of a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""

@@ -25,11 +25,11 @@ from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import Base, HuggingFaceFormat
 from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.open import detect_format, locate
-from titan_ckpt.formats.publish.bucket_record import BucketExports
-from titan_ckpt.formats.publish.record import MadeExports
+from titan_ckpt.formats.publish.publication import exports_at
+from titan_ckpt.formats.publish.record import Exports
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
-from titan_ckpt.stores.bucket import BucketPath, open_location, open_source
+from titan_ckpt.stores.bucket import open_location, open_source
 from titan_ckpt.stores.settings import StoreConfig, split_url
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import ModelHooks, StateDict
@@ -50,7 +50,7 @@ class ExportJob:
     step: int
     folder: Place
     writer: FolderExport | DcpExport
-    made: MadeExports | BucketExports
+    made: Exports
     unsaved_in: str | None = None
     """The place of the steps of a run that has committed none yet; None for other runs."""
 
@@ -94,8 +94,7 @@ class Exporter:
         self._background = background
         self._initial_load = initial_load
         self._store = store
-        self._on_disk = MadeExports(base_folder)
-        self._in_buckets: dict[str, BucketExports] = {}
+        self._made: dict[str, Exports] = {}
         self.went_back_to: int | None = None
         """The step that the user told this run to go back to, until the exports made after it are set aside."""
         self.unsaved_in: str | None = None
@@ -157,20 +156,14 @@ class Exporter:
 
     def folder(self, config: ExportConfig, step: int) -> Place:
         """Return where an export of this step is, or will be."""
-        made = self.made(config)
-        if isinstance(made, BucketExports):
-            return made.root / config.lands_in(step).rpartition("/")[2]
-        return self.base_folder / config.lands_in(step)
+        return self.made(config).folder(config, step)
 
-    def made(self, config: ExportConfig) -> MadeExports | BucketExports:
+    def made(self, config: ExportConfig) -> Exports:
         """Return the exports at the place of a config's own."""
-        if split_url(config.folder) is None:
-            return self._on_disk
-        if config.folder not in self._in_buckets:
-            root = open_location(config.folder, settings=self._store)
-            assert isinstance(root, BucketPath)
-            self._in_buckets[config.folder] = BucketExports(root)
-        return self._in_buckets[config.folder]
+        url = config.folder if split_url(config.folder) else ""  # a mounted file system has one record for all
+        if url not in self._made:
+            self._made[url] = exports_at(open_location(url, self.base_folder, self._store))
+        return self._made[url]
 
     def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Place:
         """Write, prove and publish one export of the live weights, and return its folder. Collective.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from titan_ckpt.directory.lease import LEASE_NAME
+from titan_ckpt.directory.lease import LEASE_NAME, LEASE_OBJECT
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import (
     COMMITS,
@@ -133,8 +133,6 @@ def _steps_below(place: BucketPath) -> tuple[BucketPath, list[str]]:
 
 
 def _has_commits(names: Sequence[str]) -> bool:
-    from titan_ckpt.directory.bucket_lease import LEASE_OBJECT
-
     return COMMITS in names or LEASE_OBJECT in names
 
 

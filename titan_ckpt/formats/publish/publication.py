@@ -15,6 +15,7 @@ from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.formats.publish.bucket_record import BucketExports
+from titan_ckpt.formats.publish.record import Exports, MadeExports
 from titan_ckpt.stores.mounted import local_path, store_of
 from titan_ckpt.stores.objects import object_path
 from titan_ckpt.stores.store import Place
@@ -58,6 +59,12 @@ class Unpublished(Generic[_Prepared]):
         """Return the folder as a reader will find it, with its last file. Raises: StoreError."""
         found: Place = store_of(self.path).seen(self.path, dict([self.last] if self.last else []))
         return found
+
+
+def exports_at(root: Place) -> Exports:
+    """Return the exports of runs whose folder this is, or that export to this place."""
+    folder = local_path(root)
+    return BucketExports(object_path(root)) if folder is None else MadeExports(folder)
 
 
 @contextlib.contextmanager

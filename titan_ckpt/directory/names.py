@@ -12,12 +12,14 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CorruptCheckpointError, listed
+from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
 from titan_ckpt.stores.store import Place
@@ -29,12 +31,15 @@ COMMITS = "commits"
 DATA = "data"
 """In a bucket: the manifests of committed steps, and the files of all attempts."""
 
+_Place = TypeVar("_Place", bound=Place)
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ATTEMPT = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
 _TRASHED = re.compile(r"(?:removed|dead|preflight)-step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
 _SET_ASIDE = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.abandoned-[0-9a-f]{8}")
-_OF_A_STEP = re.compile(r"MANIFEST\.json|state\.json|rank-[0-9]{5,}\.(?:safetensors|json)")
-_LOOKS_LIKE_A_STEP = re.compile(r"(?i).*(?:step|checkpoint|ckpt|epoch|iter)[-_.]?[0-9]+.*")
+_OF_A_Place = TypeVar("_Place", bound=Place)
+_STEP = re.compile(r"MANIFEST\.json|state\.json|rank-[0-9]{5,}\.(?:safetensors|json)")
+_LOOKS_LIKE_A_Place = TypeVar("_Place", bound=Place)
+_STEP = re.compile(r"(?i).*(?:step|checkpoint|ckpt|epoch|iter)[-_.]?[0-9]+.*")
 _WAS_LEFT = "set aside when its run went back to an earlier step; `titan-ckpt prune RUN --set-aside` deletes it"
 _MAX_LISTED = 10
 _MAX_STATE_BYTES = 256 * 2**20
@@ -57,7 +62,7 @@ def listed_steps(root: Path) -> list[int]:
     return sorted(step for name in posix.list_folder(root) if (step := step_of(name)) is not None)
 
 
-def manifest_path(files: Place) -> Place:
+def manifest_path(files: _Place) -> _Place:
     """Return where the manifest of a step is whose files are at `files`; in a bucket a run puts it apart from them."""
     if holds_attempt(files):
         step = files.parent
@@ -225,7 +230,7 @@ def read_manifest_bytes(path: Place) -> bytes:
             f"{path.parent}: no {path.name}: not a checkpoint of this format, or not a whole one", str(path.parent)
         ) from None
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EFBIG, errno.ELOOP):
+        if isinstance(error, StoreError) or error.errno not in (errno.EINVAL, errno.EFBIG, errno.ELOOP):
             raise  # another attempt may succeed
         raise CorruptCheckpointError(
             f"{path}: not a manifest, which is a regular file of at most {MAX_BYTES} bytes: "

@@ -178,11 +178,10 @@ class StepStore(Steps):
     def remove(self, step: CommittedStep) -> None:
         """Delete a committed step. Raises: SaveError if it holds foreign files; CommitConflictError; OSError."""
         self.open().check()
-        assert isinstance(step.path, Path)
         if step.foreign:
             raise SaveError(f"{step.path}: holds what is not ours: {', '.join(step.foreign)}. Take it out first")
         content = {MANIFEST_NAME, *(record.name for record in step.manifest.files)}
-        self._report(trash.discard(self.root, step.path, "removed", content))
+        self._report(trash.discard(self.root, self.step_path(step.step), "removed", content))
 
     def set_aside(self) -> dict[str, int]:
         found: dict[str, int] = {}

@@ -74,8 +74,8 @@ class Posix(Store):
         target = folder / PurePosixPath(name)
         return target.resolve().is_relative_to(folder.resolve()) and not target.is_symlink()
 
-    def misses(self, place: Path) -> bool:
-        return not place.exists()
+    def misses(self, place: Path, *, folder: bool = False) -> bool:
+        return not (place.is_dir() if folder else place.exists())
 
     def new_file(self, place: Path, about_bytes: int) -> Writer:
         from titan_ckpt.disk.file_writer import FileWriter

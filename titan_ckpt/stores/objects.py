@@ -180,7 +180,7 @@ class ObjectStore(Store):
         path = PurePosixPath(name)
         return not path.is_absolute() and ".." not in path.parts
 
-    def misses(self, place: BucketPath) -> bool:
+    def misses(self, place: BucketPath, *, folder: bool = False) -> bool:
         return False
 
     def new_file(self, place: BucketPath, about_bytes: int) -> Writer:

@@ -98,8 +98,8 @@ class Store(ABC):
         """Return whether a relative path stays inside of a folder. Raises: ValueError; OSError."""
 
     @abstractmethod
-    def misses(self, place: Any) -> bool:
-        """Return whether it is known, without a request, that nothing is at a place."""
+    def misses(self, place: Any, *, folder: bool = False) -> bool:
+        """Return whether it is known, without a request, that nothing is at a place, or no folder."""
 
     # writing
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import random
+import re
 import uuid
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.memory_store import MemoryStore
+import tests.memory_store  # noqa: F401 - it names the scheme
 from tests.stores.export_runs import CONFIG, manager_of
 from tests.test_manager import Run, same
 from titan_ckpt.config import CheckpointConfig, ExportConfig, KeepConfig, SaveConfig
@@ -26,11 +27,24 @@ from titan_ckpt.tools.listing import list_run
 
 PACKAGE = Path(__file__).parents[3] / "titan_ckpt"
 SEAM = ("stores", "disk")
-CHOICES = {
-    "directory/open_steps.py", "formats/publish/publication.py", "formats/publish/run.py",
-    "tools/listing.py", "tools/retention.py", "tools/verifying.py",
-}  # fmt: skip
-"""Modules that may ask whether a place has a path on this machine, to choose how a commit is made or to hand it on."""
+MOUNTED_ALONE = {
+    "directory/names.py": "a bucket has the manifest of a step apart from its files",
+    "directory/open_steps.py": "how a commit is made: by a rename, or by creating an object",
+    "formats/huggingface/export.py": "a large file is copied in pieces",
+    "formats/open.py": "torch_checkpointing's own reader opens paths",
+    "formats/publish/publication.py": "how a folder is published: by a rename, or by its last file",
+    "formats/publish/run.py": "whether ranks write into one file",
+    "integrations/torchtitan/checkpointer.py": "a path is compared by its absolute name",
+    "loading/bases.py": "the hub's cache and a base's name are paths",
+    "manager.py": "a size for the log that costs a request",
+    "testing/stores.py": "an empty folder",
+    "tools/listing.py": "where a run keeps steps and exports",
+    "tools/retention.py": "the exports that a run has set aside",
+    "tools/verifying.py": "transformers opens paths",
+    "training/folders.py": "rights of a folder are known before the run",
+    "training/model_folder.py": "tokenizers opens paths",
+}
+"""Modules that ask whether a place has a path on this machine, and what for. None asks what else it is."""
 
 
 class TestPosix(StoreTests):
@@ -103,4 +117,13 @@ def test_nothing_above_the_seam_asks_which_store_it_has() -> None:
             ):  # fmt: skip
                 forks.append(f"{name}: {ast.unparse(node)}")
     assert not forks, "\n".join(forks)
-    assert MemoryStore.is_mounted is False
+
+
+def test_what_a_mounted_file_system_alone_does_is_known_by_module() -> None:
+    """The list of such modules grows by no accident."""
+    asking = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"\blocal_path\(|\.is_mounted\b", path.read_text())
+    }
+    assert {name for name in asking if not name.startswith(SEAM)} == {*MOUNTED_ALONE}

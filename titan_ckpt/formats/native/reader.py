@@ -84,7 +84,7 @@ class NativeReader(TensorReader):
         """
         self.path = path
         self._sources: dict[int, _Source] = {}
-        if store_of(path).misses(path):
+        if store_of(path).misses(path, folder=True):
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
         self.manifest = manifest_of(self.path)
         """The folder's manifest, if there is one."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -83,25 +84,36 @@ def published(
     Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
     """
     unpublished: Unpublished[_Prepared] = Unpublished(folder, None)
-    attempt: StagedFolder | _InBucket | None = None
+    publish_it: Callable[[], None] | None = None
+    abandon_it: Callable[[], None] = lambda: None
 
     def begin() -> str:
-        nonlocal attempt
+        nonlocal publish_it, abandon_it
         unpublished.prepared = prepare()
         if (target := local_path(folder)) is not None:
-            attempt = StagedFolder.begin(target)
-            return str(attempt.path)
+            staged = StagedFolder.begin(target)
+
+            def publish_folder() -> None:
+                record(staged.path)
+                staged.publish()
+
+            publish_it, abandon_it = publish_folder, staged.abandon
+            return str(staged.path)
         exports = BucketExports(object_path(folder.parent))
-        attempt = _InBucket(unpublished, exports, folder.name, exports.begin(folder.name), record)
+        id_ = exports.begin(folder.name)
+
+        def publish_object() -> None:
+            assert unpublished.last is not None
+            exports.publish(folder.name, id_, *unpublished.last, record)
+
+        publish_it, abandon_it = publish_object, partial(exports.abandon, folder.name, id_)
         return ""
 
     def publish() -> None:
-        nonlocal attempt
-        if isinstance(attempt, StagedFolder):
-            record(attempt.path)
-        if attempt is not None:
-            attempt.publish()
-            attempt = None
+        nonlocal publish_it
+        if publish_it is not None:
+            publish_it()
+            publish_it = None
 
     try:
         path = coordinator.on_rank_0(f"{tag}begin", begin)
@@ -110,25 +122,7 @@ def published(
         yield unpublished
         coordinator.together(f"{tag}publish", publish)
     except BaseException:
-        if attempt is not None:
+        if publish_it is not None:
             with contextlib.suppress(OSError):  # a later export removes what is left
-                attempt.abandon()
+                abandon_it()
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class _InBucket:
-    """A folder in a bucket, whose objects have their final names from the beginning."""
-
-    unpublished: Unpublished[Any]
-    exports: BucketExports
-    name: str
-    attempt: str
-    record: Record
-
-    def publish(self) -> None:
-        assert self.unpublished.last is not None
-        self.exports.publish(self.name, self.attempt, *self.unpublished.last, self.record)
-
-    def abandon(self) -> None:
-        self.exports.abandon(self.name, self.attempt)

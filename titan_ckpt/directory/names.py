@@ -36,10 +36,8 @@ _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ATTEMPT = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
 _TRASHED = re.compile(r"(?:removed|dead|preflight)-step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
 _SET_ASIDE = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.abandoned-[0-9a-f]{8}")
-_OF_A_Place = TypeVar("_Place", bound=Place)
-_STEP = re.compile(r"MANIFEST\.json|state\.json|rank-[0-9]{5,}\.(?:safetensors|json)")
-_LOOKS_LIKE_A_Place = TypeVar("_Place", bound=Place)
-_STEP = re.compile(r"(?i).*(?:step|checkpoint|ckpt|epoch|iter)[-_.]?[0-9]+.*")
+_OF_A_STEP = re.compile(r"MANIFEST\.json|state\.json|rank-[0-9]{5,}\.(?:safetensors|json)")
+_LOOKS_LIKE_A_STEP = re.compile(r"(?i).*(?:step|checkpoint|ckpt|epoch|iter)[-_.]?[0-9]+.*")
 _WAS_LEFT = "set aside when its run went back to an earlier step; `titan-ckpt prune RUN --set-aside` deletes it"
 _MAX_LISTED = 10
 _MAX_STATE_BYTES = 256 * 2**20

@@ -85,7 +85,7 @@ def published(
     """
     unpublished: Unpublished[_Prepared] = Unpublished(folder, None)
     publish_it: Callable[[], None] | None = None
-    abandon_it: Callable[[], None] = lambda: None
+    abandon_it: Callable[[], None] | None = None
 
     def begin() -> str:
         nonlocal publish_it, abandon_it
@@ -122,7 +122,7 @@ def published(
         yield unpublished
         coordinator.together(f"{tag}publish", publish)
     except BaseException:
-        if publish_it is not None:
+        if publish_it is not None and abandon_it is not None:
             with contextlib.suppress(OSError):  # a later export removes what is left
                 abandon_it()
         raise

@@ -366,7 +366,7 @@ def test_fences_go_after_a_week_and_a_writer_that_was_away_longer_is_told(
         now[0] += bucket_steps._AWAY_SECONDS + 1
 
     assert old._lease is not None
-    old._lease.check = check_then_sleep  # type: ignore[method-assign]
+    old._lease.check = check_then_sleep
     with pytest.raises(CommitConflictError, match="step 5 is not committed: another process has taken over"):
         old.commit(attempt, manifest_of(attempt))
     new.close()

@@ -64,7 +64,7 @@ class Lease(ABC):
         held.add(str(lease.place))
         return lease
 
-    def _claim(self, root: Place) -> None:
+    def _claim(self, root: Any) -> None:
         for is_last in (False, False, True):
             before = self.read()
             if before is not None:

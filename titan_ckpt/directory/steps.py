@@ -63,7 +63,8 @@ class Steps(ABC):
 
     def step_path(self, step: int) -> Place:
         """Return the name of a step for users, whether or not it exists."""
-        return self.root / step_name(step)
+        path: Place = self.root / step_name(step)
+        return path
 
     @abstractmethod
     def files_of(self, step: int) -> Place:

@@ -41,10 +41,14 @@ class Sealed(Protocol):
     num_bytes: int
     start: int
     """Bytes of the head."""
-    pieces: Callable[[int, int], AbstractContextManager[memoryview]]
-    """(start, stop) -> these bytes of the rest, in aligned memory, padded to a multiple of the alignment."""
-    views: Callable[[int, int], Sequence[memoryview] | None]
-    """(start, stop) -> these bytes in memory that does not change meanwhile; None if they are not there."""
+
+    @property
+    def pieces(self) -> Callable[[int, int], AbstractContextManager[memoryview]]:
+        """(start, stop) -> these bytes of the rest, in aligned memory, padded to a multiple of the alignment."""
+
+    @property
+    def views(self) -> Callable[[int, int], Sequence[memoryview] | None]:
+        """(start, stop) -> these bytes in memory that does not change meanwhile; None if they are not there."""
 
     def see(self, views: Sequence[memoryview], start: int) -> None:
         """Take note of the bytes from `start` of the rest on. Threads call it, each for other bytes."""

@@ -10,7 +10,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.files import Reader, Writer
@@ -135,8 +135,7 @@ POSIX = Posix()
 
 def store_of(place: Place) -> Store:
     """Return the store that a place is in."""
-    store: Any = getattr(place, "bucket", POSIX)
-    assert isinstance(store, Store)
+    store: Store = getattr(place, "bucket", POSIX)
     return store
 
 

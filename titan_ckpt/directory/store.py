@@ -207,11 +207,10 @@ class StepStore(Steps):
     def pin(self, step: int) -> None:
         """Write a file PINNED into a step; a step that holds a foreign file never expires."""
         path = self.step_path(step)
-        if PIN_NAME in self.inspect(step).foreign:
-            return
-        with contextlib.suppress(FileNotFoundError):  # renamed away: with a pin it comes back
-            posix.write_file(path / PIN_NAME, b"")
-            posix.fsync_folder(path)
+        with contextlib.suppress(FileNotFoundError, CheckpointNotFoundError):  # renamed away: with a pin it comes back
+            if PIN_NAME not in self.inspect(step).foreign:
+                posix.write_file(path / PIN_NAME, b"")
+                posix.fsync_folder(path)
         deadline = time.monotonic() + _SETTLE_SECONDS
         while not os.path.lexists(path / PIN_NAME):
             if time.monotonic() > deadline:

@@ -54,8 +54,6 @@ logger = logging.getLogger(__name__)
 
 VISIBLE_SECONDS = 30.0
 """Longest time that a rank may see an older listing than the others; network file systems cache for seconds."""
-_SETTLE_SECONDS = 5.0
-"""Longest time in which a step that is being deleted comes back, because its pin was seen."""
 SPACE_FACTOR = 1.05
 """Free bytes required per byte of a save, for block rounding, the manifest, and files that others write meanwhile."""
 
@@ -207,15 +205,9 @@ class StepStore(Steps):
     def pin(self, step: int) -> None:
         """Write a file PINNED into a step; a step that holds a foreign file never expires."""
         path = self.step_path(step)
-        with contextlib.suppress(FileNotFoundError, CheckpointNotFoundError):  # renamed away: with a pin it comes back
-            if PIN_NAME not in self.inspect(step).foreign:
-                posix.write_file(path / PIN_NAME, b"")
-                posix.fsync_folder(path)
-        deadline = time.monotonic() + _SETTLE_SECONDS
-        while not os.path.lexists(path / PIN_NAME):
-            if time.monotonic() > deadline:
-                raise SaveError(f"{path}: was deleted by its run before the pin; pin a step that is there")
-            time.sleep(0.05)
+        if PIN_NAME not in self.inspect(step).foreign:
+            posix.write_file(path / PIN_NAME, b"")
+            posix.fsync_folder(path)
 
     def unpin(self, step: int) -> None:
         """Delete the file PINNED."""

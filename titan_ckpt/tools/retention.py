@@ -5,7 +5,9 @@ The order of operations, and what a kill in the middle leaves, are those of a ru
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 import tomllib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,14 +15,17 @@ from functools import partial
 from pathlib import Path
 
 from titan_ckpt.config import KeepConfig, from_dict
-from titan_ckpt.directory.names import step_of
+from titan_ckpt.directory.names import PIN_NAME, step_of
 from titan_ckpt.directory.open_steps import open_steps, steps_at
 from titan_ckpt.directory.steps import Steps
-from titan_ckpt.errors import CommitConflictError, ConfigError, NotACheckpointError, SaveError
+from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, NotACheckpointError, SaveError
 from titan_ckpt.formats.publish.record import remove_set_aside_export, set_aside_exports
 from titan_ckpt.stores.mounted import POSIX, local_path
 from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.listing import committed_step, find_checkpoints, resumed_from
+
+_SETTLE_SECONDS = 5.0
+"""Longest time in which a step that is being deleted comes back, because its pin was seen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +125,16 @@ def pin(path: Place) -> int:
     Raises: SaveError, or CheckpointNotFoundError in a bucket, if the deletion was first; as committed_step.
     """
     steps, number = _step_at(path)
-    steps.pin(number)
+    folder = local_path(path)
+    with contextlib.suppress(*(() if folder is None else (FileNotFoundError, CheckpointNotFoundError))):
+        steps.pin(number)
+    if folder is None:
+        return number
+    deadline = time.monotonic() + _SETTLE_SECONDS  # it was renamed away: with a pin it comes back
+    while not os.path.lexists(folder / PIN_NAME):
+        if time.monotonic() > deadline:
+            raise SaveError(f"{path}: was deleted by its run before the pin; pin a step that is there")
+        time.sleep(0.05)
     return number
 
 

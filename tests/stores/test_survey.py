@@ -234,7 +234,7 @@ def test_a_step_as_listed_is_not_looked_for_again_and_one_that_was_deleted_is_mi
     for step in (1, 2):
         save(steps, step)
     directory = CheckpointDirectory(steps.root, Coordinator(0, 1, None, "", 10.0))
-    bucket.read_head = lambda key, num_bytes: (bucket.read(key)[0], len(bucket.read(key)[0]))  # type: ignore[attr-defined]
+    bucket.read_head = lambda key, num_bytes: (bucket.read(key)[0], len(bucket.read(key)[0]))  # type: ignore[method-assign]
     assert directory.steps() == [1, 2]
     with monkeypatch.context() as patch:
         patch.setattr(bucket, "list_objects", lambda prefix: pytest.fail(f"{prefix} is listed again"))

@@ -102,6 +102,7 @@ def locate(path: Place) -> Place:
 
     Raises: ConfigError for a URI; CheckpointNotFoundError; CorruptCheckpointError for a damaged step; StoreError.
     """
+    require_local({"path": local_path(path)})
     store = store_of(path)
     found: Place = store.seen(path)
     if not found.exists() and (step := step_of(path.name)) is not None:

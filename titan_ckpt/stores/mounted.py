@@ -15,7 +15,6 @@ from typing import TypeVar
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.files import Reader, Writer
 from titan_ckpt.encoding.hub import hub_folder
-from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.stores.store import Place, Sealed, Store
 
@@ -30,7 +29,6 @@ class Posix(Store):
     is_mounted = True
 
     def seen(self, place: Path, made: Mapping[str, bytes] | None = None) -> Path:
-        require_local({"path": place})
         return hub_folder(place)
 
     def afresh(self, place: Path) -> Path:

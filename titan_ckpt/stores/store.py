@@ -68,10 +68,7 @@ class Store(ABC):
 
     @abstractmethod
     def seen(self, place: Any, made: Mapping[str, bytes] | None = None) -> Any:
-        """Return a place to read from, whose files are listed once. `made`: content that is not there yet, by name.
-
-        Raises: ConfigError for a URI of no store.
-        """
+        """Return a place to read from, whose files are listed once. `made`: content that is not there yet, by name."""
 
     @abstractmethod
     def afresh(self, place: Any) -> Any:

@@ -25,6 +25,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.exporting.checks import check_folders
 from titan_ckpt.formats.publish import record as export_records
+from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.tools.retention import prune
 
 
@@ -344,14 +345,14 @@ def test_a_folder_of_exports_that_rank_0_cannot_list_stops_all_ranks_at_once() -
     """Rank 1 is told; it does not wait for the timeout."""
     store, errors = dist.HashStore(), dict[int, BaseException]()
 
-    class Unreachable:
+    class Unreachable(MadeExports):
         def steps_there(self, config: ExportConfig) -> list[int]:
             raise OSError(errno.EIO, "no answer")
 
     def check(rank: int) -> None:
         exporter: Any = SimpleNamespace(
             coordinator=Coordinator(rank, 2, store, "exports", 60.0),
-            made=lambda config: Unreachable(),
+            made=lambda config: Unreachable(Path()),
             start_over=lambda configs: None,
         )
         try:

@@ -29,6 +29,7 @@ from titan_ckpt.formats.publish.publication import published
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.weights.stored_names import MODEL, model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, StateDictTransforms, cast_all
 
@@ -188,7 +189,6 @@ def write_native(
     alone = Coordinator(0, 1, None, "", 0.0)
     total = sum(value.info.nbytes for value in tensors.values())
     with published(target, alone, "", lambda: None) as made, progress.shown(f"writing {target.name}", total) as count:
-        assert isinstance(made.path, Path)
         record = write_stream(made.path, {MODEL + fqn: value for fqn, value in tensors.items()}, count)
         manifest = Manifest(
             step=0,
@@ -202,4 +202,4 @@ def write_native(
             resumed_from=None,
             files=(record,),
         )
-        posix.write_file(made.path / MANIFEST_NAME, manifest.to_bytes())
+        store_of(made.path).put_new(made.path / MANIFEST_NAME, manifest.to_bytes())

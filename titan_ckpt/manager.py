@@ -49,9 +49,10 @@ from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.saving.last_step import LastStep
 from titan_ckpt.saving.model_content import ModelContent
 from titan_ckpt.saving.saver import DueSave, Saver, SaveRequest
-from titan_ckpt.stores.bucket import Location, open_location
-from titan_ckpt.stores.source import listed as listed_path
-from titan_ckpt.telemetry.events import Event, Telemetry, folder_bytes
+from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
+from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -181,7 +182,7 @@ class CheckpointManager:
         self._failed_exports: BaseException | None = None
         """The error of exports that have ended, until it is raised."""
         self._exported_step: int | None = None
-        self.exported: dict[ExportConfig, Location] = {}
+        self.exported: dict[ExportConfig, Place] = {}
         """The newest export of each kind that this process has made, or found there when it was due."""
         self._knows_folder = False
         self._closed = False
@@ -380,13 +381,12 @@ class CheckpointManager:
             self.exported[job.config] = job.folder
             event.note(num_bytes=self._bytes_in(job.folder))
 
-    def _bytes_in(self, folder: Location) -> int | None:
+    def _bytes_in(self, folder: Place) -> int | None:
         """Return the bytes of an export for the record; None where that would be a request of every rank."""
-        if isinstance(folder, Path):
-            return folder_bytes(folder)
-        if self._coordinator.rank == 0:
+        store = store_of(folder)
+        if store.is_mounted or self._coordinator.rank == 0:
             with suppress(OSError):
-                return sum(listed_path(folder).sizes.values())
+                return store.folder_bytes(folder)
         return None
 
     def _note_last(self, step: int, last_step: bool) -> None:

@@ -22,9 +22,9 @@ from tests.forked import fork
 from tests.world import manager as build
 from titan_ckpt.disk import descriptors, posix
 from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.file_writer import FileWriter
 from titan_ckpt.disk.kernel import libc
 from titan_ckpt.disk.memory import SharedBuffer
-from titan_ckpt.disk.shared_file import SharedFile
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError
@@ -158,7 +158,7 @@ def test_a_worker_that_is_forked_during_a_save_waits_for_nothing(
     os.kill(writer, signal.SIGSTOP)
     manager.save(2)
     (tmp_path / "a").write_bytes(bytes(1 << 16))
-    reader, shared = FileReader(tmp_path / "a"), SharedFile(tmp_path / "a", direct=True)
+    reader, shared = FileReader(tmp_path / "a"), FileWriter(tmp_path / "a", direct=True)
     mappings = reader.map(0, 4096), posix.map_shared(shared.fd, 0, 4096)
     staged = StagedFolder.begin(tmp_path / "export")
     board = NoticeBoard(

@@ -42,7 +42,7 @@ from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, info_of
 from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -476,7 +476,7 @@ def test_f2_what_reads_back_differently_is_not_published(
     key = "model.layers.1.mlp.up_proj.weight"
 
     class Damaged(HuggingFaceFormat):
-        def open(self, folder: Source, *, dequantise: bool) -> HuggingFaceReader:
+        def open(self, folder: Place, *, dequantise: bool) -> HuggingFaceReader:
             assert isinstance(folder, Path)
             damage(folder, key)
             return HuggingFaceReader(folder)

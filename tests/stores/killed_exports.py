@@ -22,7 +22,6 @@ from titan_ckpt.formats.publish.record import RECORDS
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule
 from titan_ckpt.stores.bucket import BucketPath, open_location
-from titan_ckpt.stores.source import listed
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 _MODEL = {"model_type": "x", "architectures": ["X"]}
@@ -87,7 +86,7 @@ def _not_whole(place: BucketPath) -> list[str]:
     faults = []
     for step in sorted(_loadable(place)):
         try:
-            with HuggingFaceReader(listed(place / f"step-{step}")) as reader:
+            with HuggingFaceReader((place / f"step-{step}").listed()) as reader:
                 values = {key: reader.whole(key) for key in reader.tensors}
             wrong = [key for key, value in values.items() if not torch.equal(value, torch.full((4, 8), float(step)))]
             missing = {f"model.{name}.weight" for name in _NAMES} - values.keys()

@@ -28,6 +28,7 @@ from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
+from titan_ckpt.stores.objects import ObjectStore
 from titan_ckpt.stores.settings import StoreConfig
 
 Save = tuple[int, int]
@@ -198,7 +199,7 @@ class Turns:
 class TakingTurns(Bucket):
     """A bucket whose requests wait for their turn."""
 
-    def __init__(self, like: Bucket, turns: Turns, who: int) -> None:
+    def __init__(self, like: ObjectStore, turns: Turns, who: int) -> None:
         super().__init__(like.scheme, like.name, StoreConfig(endpoint=like.settings.endpoint, concurrency=1))
         for name in ("create", "replace", "upload", "read", "list_objects", "list_names", "delete"):
             setattr(self, name, self._in_turn(getattr(self, name), turns, who))

@@ -18,7 +18,6 @@ from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Answer, Server, refusal
 from titan_ckpt.config import InitialLoadConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
-from titan_ckpt.directory.names import read_file
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.toml import read_toml
 from titan_ckpt.errors import ConfigError, PreflightError
@@ -26,7 +25,6 @@ from titan_ckpt.stores.answers import store_error
 from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, open_location
 from titan_ckpt.stores.probe import probe
 from titan_ckpt.stores.settings import StoreConfig, require_places, split_url
-from titan_ckpt.stores.source import listed
 
 KEY_ID = "AKIAIOSFODNN7EXAMPLE"
 
@@ -53,7 +51,7 @@ def test_an_object_that_is_too_large_is_not_read(place: BucketPath) -> None:
     with pytest.raises(OSError, match=f"larger than .*{place.key}/lease.json"):
         (place / "lease.json").read()
     with pytest.raises(OSError, match=f"larger than .*{place.key}/lease.json"):
-        read_file(place / "lease.json", 2**20)
+        place.bucket.read_whole(place / "lease.json", 2**20)
     assert peak_mib() - before < 20
     assert (place / "lease.json").read(40 * 2**20) == bytes(40 * 2**20)
 
@@ -290,8 +288,8 @@ def test_a_folder_that_was_made_in_a_console_is_no_object(s3: Server, monkeypatc
         if name == "/base/model.bin":
             assert [f.key for f in place.bucket.list_objects(place.key)] == [f"{place.key}/base/model.bin"]
             assert place.bucket.list_names(place.key) == ["base"] and place.bucket.list_files(place.key) == []
-            assert [path.name for path in listed(place / "base").iterdir()] == ["model.bin"]
-            assert not listed(place / "base").is_file()
+            assert [path.name for path in (place / "base").listed().iterdir()] == ["model.bin"]
+            assert not (place / "base").listed().is_file()
     with pytest.raises(StoreError, match=r"//x.*Such an object is not one of titan_ckpt: move it away"):
         place.bucket.list_objects(place.key)
 

@@ -18,7 +18,8 @@ from tests.stores.conftest import place_in
 from tests.stores.servers import Server, free_port
 from tests.stores.test_manager_in_bucket import _forget_leases, keys, manifest_of, save, write
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory import bucket_lease, bucket_steps
+from titan_ckpt.directory import bucket_steps
+from titan_ckpt.directory import lease as leases
 from titan_ckpt.directory.bucket_commits import Commits
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
@@ -26,6 +27,7 @@ from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, PeerError, PreflightError, SaveError
 from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, Version
+from titan_ckpt.stores.objects import ObjectStore
 from titan_ckpt.stores.settings import StoreConfig
 
 
@@ -215,7 +217,7 @@ def test_a_save_waits_until_it_is_known_that_an_earlier_one_of_its_step_never_ar
 class _Lists:
     """A bucket that lists, and answers nothing else."""
 
-    def __init__(self, nowhere: Bucket, bucket: Bucket) -> None:
+    def __init__(self, nowhere: ObjectStore, bucket: ObjectStore) -> None:
         self.create, self.list_objects = nowhere.create, bucket.list_objects
 
 
@@ -362,7 +364,7 @@ def test_fences_go_after_a_week_and_a_writer_that_was_away_longer_is_told(
         now[0] += bucket_steps._AWAY_SECONDS + 1
 
     assert old._lease is not None
-    old._lease.check = check_then_sleep  # type: ignore[method-assign]
+    old._lease.check = check_then_sleep
     with pytest.raises(CommitConflictError, match="step 5 is not committed: another process has taken over"):
         old.commit(attempt, manifest_of(attempt))
     new.close()
@@ -384,7 +386,7 @@ def test_a_release_that_arrives_late_is_no_other_writer(s3: Server, monkeypatch:
         replace(*args)
 
     _forget_leases()
-    monkeypatch.setattr(bucket_lease, "refuse_living", lambda *_: None)
+    monkeypatch.setattr(leases, "refuse_living", lambda *_: None)
     monkeypatch.setattr(place.bucket, "replace", after_the_release)
     second.open()
     save(second, 1)

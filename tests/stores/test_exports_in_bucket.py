@@ -46,7 +46,7 @@ from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.store import Place
 from titan_ckpt.training.run_data import find_tokenizer
 from titan_ckpt.weights.transforms import file_group
 
@@ -92,7 +92,7 @@ def test_an_object_is_uploaded_while_it_is_written_in_any_order(s3: Server) -> N
         hollow.finish(10)
     given_up = ObjectWriter(place / "c", 10)
     given_up.write(memoryview(b"12345"), 0)
-    given_up.abort()
+    given_up.close()
     assert names(place) == ["a"]
 
 
@@ -103,7 +103,7 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server, monkeypatch:
     layout = Layout(b"", {}, 40 << 20)
     half, go_on, held, errors = bytes(range(256)) * (2 << 10), threading.Event(), list[int](), list[BaseException]()
 
-    writers: list[ObjectWriter] = []
+    writers: list[Any] = []
 
     def look() -> None:
         held.append(len(writers[0]._parts))
@@ -125,7 +125,7 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server, monkeypatch:
                     uploads.wait_for_others()
                 uploads.write("f", memoryview(half), (number << 20) + (rank << 19))
             uploads.end()
-            uploads.finish()
+            uploads.sync()
         except BaseException as error:
             errors.append(error)
 
@@ -149,7 +149,7 @@ class LongHeader(FolderFormat):
     def companions(self, files: ExportFiles) -> Mapping[str, bytes | Path]:
         return {self.last: b"{}"}
 
-    def open(self, folder: Source, *, dequantise: bool) -> TensorReader:
+    def open(self, folder: Place, *, dequantise: bool) -> TensorReader:
         raise AssertionError("nothing is read back")
 
     def check(self, reader: TensorReader) -> None:

@@ -162,7 +162,7 @@ def test_what_a_dead_run_left_is_cleared_and_cannot_be_committed_any_more(server
         took_over = True
 
     assert old._lease is not None
-    old._lease.check = check_then_stop  # type: ignore[method-assign]  # the other takes over just after the check
+    old._lease.check = check_then_stop  # the other takes over just after the check
     with pytest.raises(CommitConflictError, match=r"step 5 is not committed: process \d+ on \S+ has taken over"):
         old.commit(attempt, manifest_of(attempt))
     assert took_over

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partialmethod
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -14,6 +15,7 @@ from tests.faults.two_writers import BEFORE, CASES, Baton, Case, Run, faults_of,
 from tests.stores.test_survey import Memory
 from titan_ckpt.config import StoreConfig
 from titan_ckpt.stores.bucket import BucketPath, Version
+from titan_ckpt.stores.objects import ObjectStore
 
 
 class Shared(Memory):
@@ -23,24 +25,14 @@ class Shared(Memory):
         super().__init__()
         self.guard = threading.RLock()
 
-    def replace(self, key: str, data: bytes, version: Version) -> Version:
+    def replace(self, key: str, data: bytes, version: Version) -> Version:  # type: ignore[override]
         there = self.moments[-1].get(key)
         if version and (there is None or there[1] != version):
             raise FileExistsError(key)
         return super().replace(key, data, version)
 
-    def upload(self, key: str, parts: Any, part_bytes: int) -> None:
-        self.put(key, b"".join(map(bytes, parts)))
 
-    def read_head(self, key: str, num_bytes: int) -> tuple[bytes, int]:
-        data = self.read(key)[0]
-        return data[:num_bytes], len(data)
-
-    def read_range(self, key: str, start: int, stop: int) -> memoryview:
-        return memoryview(self.read(key)[0])[start:stop]
-
-
-class Side:
+class Side(ObjectStore):
     """The requests of one writer, each of which waits for its turn."""
 
     scheme = "s3"
@@ -56,26 +48,22 @@ class Side:
     def url(self, key: str) -> str:
         return self._bucket.url(key)
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in self._REQUESTS:
-            raise AttributeError(name)
-        act = getattr(self._bucket, name)
+    def _ask(self, request: str, *args: Any) -> Any:
+        if request == "upload":
+            args = (args[0], [b"".join(map(bytes, args[1]))], *args[2:])
+        if self._baton is not None and args != ([],):  # to delete nothing is no request
+            self._baton.step(self._who)
+        with self._bucket.guard:
+            return getattr(self._bucket, request)(*args)
 
-        def asked(*args: Any) -> Any:
-            if name == "upload":
-                args = (args[0], [b"".join(map(bytes, args[1]))], *args[2:])
-            if self._baton is not None and args != ([],):  # to delete nothing is no request
-                self._baton.step(self._who)
-            with self._bucket.guard:
-                return act(*args)
-
-        return asked
+    for request in _REQUESTS:
+        locals()[request] = partialmethod(_ask, request)
 
 
 def _raced(base: Path, case: Case, at: Sequence[int]) -> tuple[Run, Baton, int]:
     """Let two runs meet; return what they did, and what a third one resumes."""
     bucket, baton = Shared(), Baton(*at)
-    sides: dict[str, Any] = {f"s3://{who}/run": Side(bucket, baton if who < 2 else None, who) for who in range(3)}
+    sides = {f"s3://{who}/run": Side(bucket, baton if who < 2 else None, who) for who in range(3)}  # type: ignore[abstract]
 
     def place_of(url: str, *_: object) -> BucketPath:
         return BucketPath(sides[url], "run")

@@ -21,7 +21,7 @@ from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.exporting.exporter import ExportJob
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.publish.plan import pack_model_files, plan_export
-from titan_ckpt.formats.publish.upload import Courier, Uploads
+from titan_ckpt.formats.publish.upload import Courier, UploadedFile, Uploads
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, Split, Unstack
@@ -92,7 +92,7 @@ def test_an_object_for_which_no_thread_can_be_started_is_one_clear_error(monkeyp
     for act in acts:
         with pytest.raises(StoreError, match=r"s3://box/e/a: .* can't start new thread\. Raise the limit of processes"):
             act()
-    writer.abort()
+    writer.close()
 
 
 def test_a_rank_that_does_not_go_on_is_named_after_the_timeout() -> None:
@@ -128,10 +128,15 @@ def test_a_rank_whose_last_write_fails_holds_up_no_other(error: BaseException) -
         raise error
 
     uploads: Any = SimpleNamespace(
-        position=lambda *_: 0, is_ahead=lambda _: False, write=fail, end=lambda: told.append("end")
+        is_sequential=True,
+        position=lambda *_: 0,
+        is_ahead=lambda _: False,
+        file=lambda name: UploadedFile(uploads, name),
+        write=fail,
+        end=lambda: told.append("end"),
     )
     with pytest.raises(type(error)):
-        ExportWriter(Path(), plan, progress.uncounted, uploads).write(groups)
+        ExportWriter(uploads, plan, progress.uncounted).write(groups)
     assert told == ["end"]
 
 
@@ -160,7 +165,7 @@ def test_a_rank_whose_write_fails_still_takes_part_in_all_collectives() -> None:
         uploads: Any = Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), plan.files.layouts, alone)
         uploads.is_ahead, uploads.wait_for_others, uploads.write = lambda _, ahead=is_ahead: ahead, fail, fail
         with pytest.raises(OSError, match="full"):
-            ExportWriter(Path(), plan, progress.uncounted, uploads).write(groups)
+            ExportWriter(uploads, plan, progress.uncounted).write(groups)
         assert resolved == ["q", "k", "z"]
         del resolved[:]
 
@@ -186,7 +191,7 @@ def test_tensors_in_memory_are_written_in_the_order_of_the_files() -> None:
     uploads = Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), plan.files.layouts, alone)
     uploads.write = lambda name, view, offset: written.append(at[offset])  # type: ignore[method-assign]
     in_turn = sorted(groups, key=lambda group: min(layout.entries[key].start for key in group.infos))
-    ExportWriter(Path(), plan, progress.uncounted, uploads).write(in_turn)
+    ExportWriter(uploads, plan, progress.uncounted).write(in_turn)
     assert written == [
         *("attention.q", "attention.v", "attention.k", "attention.o"),
         *(f"e.{i}.{name}" for i in range(3) for name in ("down", "up")),

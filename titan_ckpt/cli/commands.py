@@ -40,8 +40,9 @@ from titan_ckpt.errors import (
     SaveError,
     printable,
 )
-from titan_ckpt.stores.bucket import Location, open_location
+from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.settings import StoreConfig, require_places
+from titan_ckpt.stores.store import Place
 
 if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Options
@@ -88,7 +89,7 @@ def _paths(command: Command) -> Iterator[tuple[str, Path]]:
                 yield key, part
 
 
-def _place(path: Path) -> Location:
+def _place(path: Path) -> Place:
     """Return what an argument names; how a bucket is reached comes from the environment, as its credentials do.
 
     Raises: ConfigError.

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
-from titan_ckpt.directory.directory import open_steps
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, users_name
+from titan_ckpt.directory.open_steps import open_steps
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.toml import from_dict, read_toml
@@ -22,8 +22,9 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
 from titan_ckpt.models.registry import read_config
-from titan_ckpt.stores.bucket import Location, open_location, open_source
+from titan_ckpt.stores.bucket import open_location, open_source
 from titan_ckpt.stores.settings import StoreConfig, split_url
+from titan_ckpt.stores.store import Place
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.types import Format
@@ -93,7 +94,7 @@ def _override(text: str) -> tuple[str, str]:
     return f"--{name.removeprefix('--')}", value
 
 
-def _step(settings: CheckpointConfig, found: Survey, folder: Location, notes: list[str]) -> ResumeStep | None:
+def _step(settings: CheckpointConfig, found: Survey, folder: Place, notes: list[str]) -> ResumeStep | None:
     """Return the step that a run resumes: the one asked for, or the newest that holds more than weights.
 
     Raises: CheckpointNotFoundError for a step that is asked for and not there, or if no step can be resumed.
@@ -125,7 +126,7 @@ def _resolve(settings: CheckpointConfig, step: ResumeStep | None, found: Survey)
     return resolve(settings, step, lambda source: describe(source, settings.store))
 
 
-def describe(source: InitialLoadConfig, store: StoreConfig) -> tuple[Location, Format, bool]:
+def describe(source: InitialLoadConfig, store: StoreConfig) -> tuple[Place, Format, bool]:
     """Return the place and the format of an initial source, and whether it is an adapter, as far as it says so."""
     try:
         path = locate(open_source(source.path, store, source.revision))

@@ -93,9 +93,7 @@ class Commits:
 
     def place(self, step: int, attempt: str) -> BucketPath:
         """Return the place of an attempt's commit."""
-        path = manifest_path(self.files(step, attempt))
-        assert isinstance(path, BucketPath)
-        return path
+        return manifest_path(self.files(step, attempt))
 
     def mark(self, kind: Literal["pinned", "abandoned", "removal"], step: int, attempt: str) -> BucketPath:
         """Return the name of the object that pins a step, sets it aside, or says that it is being removed."""

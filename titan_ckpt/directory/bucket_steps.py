@@ -17,9 +17,8 @@ from dataclasses import replace
 from itertools import groupby
 
 from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
-from titan_ckpt.directory.bucket_lease import LEASE_OBJECT, BucketLease, bucket_holder
 from titan_ckpt.directory.bucket_survey import ATTEMPT, listed_sizes, lost, survey
-from titan_ckpt.directory.lease import refuse_living
+from titan_ckpt.directory.lease import Lease, ObjectLease
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import DATA, CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.steps import PROBE, SAME, Attempt, Steps, faults_of
@@ -34,7 +33,7 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.probe import probe
-from titan_ckpt.stores.source import fetched
+from titan_ckpt.stores.store import Place
 
 logger = logging.getLogger(__name__)
 
@@ -51,15 +50,19 @@ _AWAY_SECONDS = 3600.0
 class BucketSteps(Steps):
     """The committed steps below a URL, as their writer sees them."""
 
+    lease_kind = ObjectLease
+
     def __init__(self, root: BucketPath) -> None:
         super().__init__()
         self.root: BucketPath = root
         self._bucket = root.bucket
-        self._lease: BucketLease | None = None
         self._is_probed = False
         self._commits = Commits(root)
         self._in_doubt: set[str] = set()
         """Ids of own attempts whose commit was sent, and of which it is not known whether it has arrived."""
+
+    def files_of(self, step: int) -> Place:
+        return self.inspect(step).path
 
     def attempt_at(self, step: int, attempt_id: str) -> Attempt:
         return Attempt(step, attempt_id, self._commits.files(step, attempt_id))
@@ -90,38 +93,15 @@ class BucketSteps(Steps):
         files = self._commits.files(manifest.step, manifest.attempt)
         commit = self._commits.place(manifest.step, manifest.attempt)
         wanted = [files / record.name for record in manifest.files if record.name in names]
-        place = fetched(files, [commit, *wanted])
+        place = self._bucket.fetched(files, [commit, *wanted])
         try:
             content = replace(commit, heads=place.heads).read()
         except FileNotFoundError:
             return "nothing", place
         return SAME if content == expected else "another save", place
 
-    def holder(self) -> Holder | None:
-        return bucket_holder(self.root)
-
-    def refuse_living_writer(self) -> None:
-        if self._lease is None and (holder := self.holder()) is not None:
-            refuse_living(self.root, self.root / LEASE_OBJECT, holder)
-
     def present(self) -> list[tuple[int, str]]:
         return [(commit.step, commit.attempt) for commit in self._commits.look().commits if commit.is_current]
-
-    def open(self) -> BucketLease:
-        if self._lease is None:
-            lease = BucketLease.acquire(self.root)
-            try:
-                self._recover(lease)
-            except BaseException:
-                lease.release()
-                raise
-            self._lease = lease
-        return self._lease
-
-    def close(self) -> None:
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None  # only now: an interrupt may come before
 
     def begin(self, step: int, num_bytes: int) -> Attempt:
         lease = self.open()
@@ -224,6 +204,9 @@ class BucketSteps(Steps):
         commits = [commit for commit in self._commits.look().commits if commit.is_set_aside and not commit.is_fence]
         return {f"{step_name(commit.step)}.{commit.attempt}": commit for commit in commits}
 
+    def left_over(self) -> tuple[str, ...]:
+        return ()
+
     def pin(self, step: int) -> None:
         """Create an object beside the commit. Raises: CheckpointNotFoundError if the step is deleted meanwhile."""
         attempt = self.inspect(step).manifest.attempt
@@ -289,7 +272,7 @@ class BucketSteps(Steps):
                 logger.warning("%s: set aside by %s: this run went back to step %d", self.root, mark.name, above)
         self._rolled_back_to = None  # only now: if a request failed, the next save tries it again
 
-    def _recover(self, lease: BucketLease) -> None:
+    def _recover(self, lease: Lease) -> None:
         """Fence the attempts that are not committed, delete their files, and finish removals that were cut short.
 
         Old fences, marks of steps that are gone, and test saves that were cut short are deleted, too.
@@ -331,7 +314,7 @@ class BucketSteps(Steps):
 
     def _taken(self) -> float:
         """Return when this process took the lease, by the store's clock, whatever this machine's says."""
-        key = (self.root / LEASE_OBJECT).key
+        key = ObjectLease.at(self.root).key
         return min((f.unix_seconds for f in self._bucket.list_files(self.root.key) if f.key == key), default=0.0)
 
     def _finish_removal(self, step: int, attempt: str, commit: Commit | None) -> None:

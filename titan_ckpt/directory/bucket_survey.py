@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterable, Mapping
 
 from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
-from titan_ckpt.directory.bucket_lease import bucket_holder
+from titan_ckpt.directory.lease import ObjectLease
 from titan_ckpt.directory.names import (
     COMMITS,
     DATA,
@@ -99,7 +99,7 @@ def _strangers(root: BucketPath, strangers: list[str]) -> list[tuple[str, str]]:
 
     Raises: PreflightError if the lease is not one of ours, because a web server may list nothing, too; OSError.
     """
-    bucket_holder(root)
+    ObjectLease.named_in(root)
     names = [*root.bucket.list_names(root.key), *strangers]
     reason = "not a checkpoint of titan_ckpt in a bucket, which has another layout than a folder on a disk"
     return [(name, reason) for name in names if looks_like_a_step(name)]

@@ -9,22 +9,18 @@ from __future__ import annotations
 import contextlib
 import errno
 import logging
-import os
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import store as step_store
-from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import CommittedStep, step_name, step_of
-from titan_ckpt.directory.steps import NO_FOLDER, SAME, Attempt, Steps
-from titan_ckpt.directory.store import StepStore
+from titan_ckpt.directory.open_steps import open_steps
+from titan_ckpt.directory.steps import NO_FOLDER, SAME, Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -32,7 +28,7 @@ from titan_ckpt.errors import (
     PreflightError,
     SaveError,
 )
-from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.stores.store import Place
 
 logger = logging.getLogger(__name__)
 _Value = TypeVar("_Value")  # JSON
@@ -46,7 +42,7 @@ class CheckpointDirectory:
     interrupted processes left.
     """
 
-    def __init__(self, root: Location, coordinator: Coordinator) -> None:
+    def __init__(self, root: Place, coordinator: Coordinator) -> None:
         """Bind to a place, which need not exist; nothing is touched. Raises: ConfigError for a Path that is a URI."""
         self._coordinator = coordinator
         self._store = open_steps(root)
@@ -89,7 +85,7 @@ class CheckpointDirectory:
 
         return self._on_rank_0("blocked steps", look)
 
-    def committed(self, step: int, names: Sequence[str] = (), *, as_listed: bool = False) -> tuple[Manifest, Location]:
+    def committed(self, step: int, names: Sequence[str] = (), *, as_listed: bool = False) -> tuple[Manifest, Place]:
         """Return a committed step's manifest and where its files are, when every rank sees the same save of that step.
 
         `names`: the files that this rank will open. In a bucket they are asked for beside the manifest, so that nobody
@@ -117,7 +113,7 @@ class CheckpointDirectory:
         """Return whether this rank sees a step. Not collective."""
         return self._store.has(step)
 
-    def step_path(self, step: int) -> Location:
+    def step_path(self, step: int) -> Place:
         """Return the name of a step, whether or not it exists. Not collective."""
         return self._store.step_path(step)
 
@@ -269,7 +265,7 @@ class CheckpointDirectory:
 
         return self._coordinator.on_rank_0(tag, translated)
 
-    def _await_same_view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> Location:
+    def _await_same_view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> Place:
         """Wait until every rank sees the save that rank 0 chose: network file systems cache listings for seconds.
 
         A rank that does not even see the folder has another disk there, and is not waited for. That ranks see different
@@ -303,14 +299,6 @@ class CheckpointDirectory:
         )
         self._coordinator.barrier(f"different views of step {step}", None if view == SAME else error)
         raise AssertionError("some rank has raised")
-
-
-def open_steps(root: Location) -> Steps:
-    """Return the steps of a place; nothing is touched. Raises: ConfigError for a Path that is a URI."""
-    if isinstance(root, BucketPath):
-        return BucketSteps(root)
-    require_local({"root": root})
-    return StepStore(Path(os.path.abspath(root)))
 
 
 @contextlib.contextmanager

@@ -1,26 +1,34 @@
 """The right to write into a checkpoint folder: one process has it at a time.
 
-Owns `.lease`, a locked file that names its holder. A holder that can be shown to be alive keeps the lease; any other
-loses it at once to the next process that asks, because that is usually the same job, restarted on another machine.
-Safety does not depend on that liveness check, but on two things: a process that lost the lease reads its successor's
-name when it checks the file, and the successor renames its staging folders away, so that a commit in progress has
-nothing left to rename.
+Owns the file or object that names the holder: `.lease`, a locked file, or `lease.json`, which is changed by
+compare-and-swap and has an epoch, one higher with every holder. A holder that can be shown to be alive keeps the lease;
+any other loses it at once to the next process that asks, because that is usually the same job, restarted on another
+machine. Safety does not depend on that liveness check, but on two things: a process that lost the lease reads its
+successor's name when it checks, and the successor renames its staging folders away or fences its attempts, so that a
+commit in progress has nothing left to commit.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import stat
+from abc import ABC, abstractmethod
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any, ClassVar, Self
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder, read_holder
+from titan_ckpt.disk.holder import Holder, holder_from, read_holder
+from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CommitConflictError, PreflightError
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.objects import BucketPath, Version
+from titan_ckpt.stores.store import Place
 
 LEASE_NAME = ".lease"
+LEASE_OBJECT = "lease.json"
 
 held: set[str] = set()
 """Paths and URLs of the leases that this process has."""
@@ -28,48 +36,69 @@ held: set[str] = set()
 logger = logging.getLogger(__name__)
 
 
-class Lease:
+class Lease(ABC):
     """The right to write into one folder, held by this process until `release`."""
 
-    def __init__(self, path: Path, fd: int, holder: Holder) -> None:
-        self._path = path
-        self._fd = fd
-        self._holder = holder
-        status = os.fstat(fd)
-        self._identity = (status.st_dev, status.st_ino)
+    name: ClassVar[str]
+    """That of the file or object which names the holder."""
 
-    @staticmethod
-    def acquire(folder: Path) -> Lease:
+    def __init__(self, root: Any) -> None:
+        """Bind to a folder; nothing is touched."""
+        self.root = root
+        self.place = self.at(root)
+        self.holder = Holder.current()
+
+    @classmethod
+    def at(cls, root: Any) -> Any:
+        """Return where the lease of a folder is."""
+        return root / cls.name
+
+    @classmethod
+    def acquire(cls, root: Any) -> Self:
         """Take the lease, unless its holder is alive.
 
-        Raises: CommitConflictError naming the holder; PreflightError; OSError.
+        Raises: CommitConflictError naming the holder; PreflightError if something else has its name; OSError.
         """
-        path = folder / LEASE_NAME
-        _require_file(path)
-        fd = posix.open_or_create(path)
-        try:
-            lease = Lease(path, fd, Holder.current())
-            lease._claim(folder)
-        except BaseException:
-            posix.close(fd)
-            raise
-        held.add(str(path))
+        lease = cls(root)
+        lease._claim(root)
+        held.add(str(lease.place))
         return lease
+
+    def _claim(self, root: Any) -> None:
+        for is_last in (False, False, True):
+            before = self.read()
+            if before is not None:
+                refuse_living(root, self.place, before)
+            try:
+                self._write(before)
+            except FileExistsError:
+                other = self.read()
+                if not is_last and (other is None or _is_this_process(other)):
+                    continue  # a release, or an earlier request of this process, has arrived late
+                raise CommitConflictError(
+                    f"{root}: {other or 'another process'} has taken the lease at the same time. Stop one of the two"
+                ) from None
+            if before is not None:
+                logger.warning(
+                    "%s: taking over from %s, which did not close it; its unfinished saves are discarded", root, before
+                )
+            return
+
+    def check_process(self) -> None:
+        """Check, without a request, that this process took the lease. Raises: CommitConflictError."""
+        if os.getpid() != self.holder.pid:
+            raise CommitConflictError(f"{self.place.parent}: held by {self.holder}; a process it forked may not commit")
 
     def check(self) -> None:
         """Check that this process still holds the lease. Raises: CommitConflictError; OSError."""
-        if os.getpid() != self._holder.pid:
-            raise CommitConflictError(
-                f"{self._path.parent}: held by {self._holder}; a process it forked may not commit"
-            )
+        self.check_process()
         try:
-            status = os.stat(self._path)
+            is_own, other = self._look()
         except FileNotFoundError:
-            raise CommitConflictError(f"{self._path} is gone: the folder was moved or cleared under this run") from None
-        holder = read_holder(self._fd)
-        if (status.st_dev, status.st_ino) != self._identity or holder != self._holder:
+            raise CommitConflictError(f"{self.place} is gone: the folder was moved or cleared under this run") from None
+        if not is_own:
             raise CommitConflictError(
-                f"{self._path.parent}: taken over by {holder or 'another process'} while this one, {self._holder}, was "
+                f"{self.place.parent}: taken over by {other or 'another process'} while this one, {self.holder}, was "
                 "away. What it has committed stays; stop this process"
             )
 
@@ -77,42 +106,135 @@ class Lease:
         """Give the lease back; does nothing in a forked process or if another process took the lease.
 
         An interrupt may leave it, and it is called again then.
-        A disk that refuses it is logged: it must not hide why a save failed, and the next process takes the lease over.
+        A store that refuses it is logged: it must not hide why a save failed, and the next process takes it over.
         """
-        if os.getpid() != self._holder.pid:
+        if os.getpid() != self.holder.pid:
             return
-        held.discard(str(self._path))
+        held.discard(str(self.place))
+        try:
+            self._give_back()
+        except OSError as error:
+            logger.warning("%s is not given back: %s", self.place, error)
+
+    @staticmethod
+    @abstractmethod
+    def named_in(root: Any) -> Holder | None:
+        """Return the process that the lease of a folder names, alive or not; None without one. Raises: OSError."""
+
+    @abstractmethod
+    def read(self) -> Holder | None:
+        """Return the process that is named now."""
+
+    @abstractmethod
+    def _write(self, before: Holder | None) -> None:
+        """Name this process. Raises: FileExistsError if another one has just been named; CommitConflictError."""
+
+    @abstractmethod
+    def _look(self) -> tuple[bool, Holder | None]:
+        """Return whether this process is named still, and who is. Raises: FileNotFoundError; OSError."""
+
+    @abstractmethod
+    def _give_back(self) -> None:
+        """Name nobody, if this process is named. Raises: OSError."""
+
+
+class FileLease(Lease):
+    """The lease of a folder on a mounted file system."""
+
+    name = LEASE_NAME
+
+    @staticmethod
+    def named_in(root: Path) -> Holder | None:
+        return holder_of(root)
+
+    def _claim(self, root: Path) -> None:
+        posix.make_folders(root)
+        if os.path.lexists(self.place) and not stat.S_ISREG(os.lstat(self.place).st_mode):
+            raise PreflightError(
+                f"{self.place}: must be a regular file, found something else of that name. Move it away"
+            )
+        self._fd = posix.open_or_create(self.place)
+        try:
+            self._identity = _identity(os.fstat(self._fd))
+            super()._claim(root)
+        except BaseException:
+            posix.close(self._fd)
+            raise
+
+    def read(self) -> Holder | None:
+        self._is_locked = posix.lock(self._fd)
+        return read_holder(self._fd)
+
+    def _write(self, before: Holder | None) -> None:
+        if self._is_locked is False:
+            raise _conflict(self.place.parent, before)
+        self.holder.write(self._fd)
+
+    def _look(self) -> tuple[bool, Holder | None]:
+        status = os.stat(self.place)
+        holder = read_holder(self._fd)
+        return _identity(status) == self._identity and holder == self.holder, holder
+
+    def _give_back(self) -> None:
         with contextlib.suppress(OSError):
-            status = os.fstat(self._fd)
-            if (status.st_dev, status.st_ino) != self._identity:
+            if _identity(os.fstat(self._fd)) != self._identity:
                 return  # closed by a call that was interrupted right after it
         try:
-            try:
-                if read_holder(self._fd) == self._holder:
-                    posix.truncate(self._fd, 0)
-                    posix.unlock(self._fd)
-            except OSError:
-                posix.close(self._fd)
-                raise
+            if read_holder(self._fd) == self.holder:
+                posix.truncate(self._fd, 0)
+                posix.unlock(self._fd)
+        except OSError:
             posix.close(self._fd)
-        except OSError as error:
-            logger.warning("%s is not given back: %s", self._path, error)
+            raise
+        posix.close(self._fd)
 
-    def _claim(self, folder: Path) -> None:
-        locked = posix.lock(self._fd)
-        before = read_holder(self._fd)
-        if before is not None:
-            refuse_living(folder, self._path, before)
-        if locked is False:
-            raise _conflict(folder, before)
-        if before is not None:
-            logger.warning(
-                "%s: taking over from %s, which did not close it; its unfinished saves are discarded", folder, before
+
+class ObjectLease(Lease):
+    """The lease of a place in an ObjectStore."""
+
+    name = LEASE_OBJECT
+    epoch = 0
+    _version: Version | None = None
+
+    @staticmethod
+    def named_in(root: BucketPath) -> Holder | None:
+        """As of Lease. Raises: also PreflightError if another program's object is there."""
+        return ObjectLease(root).read()
+
+    def read(self) -> Holder | None:
+        self.epoch, self._version = 0, None
+        try:
+            content, self._version = self.place.bucket.read(self.place.key)
+        except FileNotFoundError:
+            return None
+        lease = _decode(content)
+        if lease is None:
+            raise PreflightError(
+                f"{self.place}: expected a lease of titan_ckpt, found {len(content)} bytes of another program. Is the "
+                "endpoint right? Else name another folder, or move the object away"
             )
-        self._holder.write(self._fd)
+        self.epoch, holder = lease
+        return holder
+
+    def _write(self, before: Holder | None) -> None:
+        self.epoch += 1
+        self._content = _encode(self.epoch, self.holder)
+        if self._version is None:
+            self.place.bucket.create(self.place.key, self._content)
+        else:
+            self.place.bucket.replace(self.place.key, self._content, self._version)
+
+    def _look(self) -> tuple[bool, Holder | None]:
+        content, _ = self.place.bucket.read(self.place.key)
+        return content == self._content, (_decode(content) or (0, None))[1]
+
+    def _give_back(self) -> None:
+        content, version = self.place.bucket.read(self.place.key)
+        if content == self._content:
+            self.place.bucket.replace(self.place.key, _encode(self.epoch, None), version)
 
 
-def refuse_living(folder: Location, lease: Location, holder: Holder) -> None:
+def refuse_living(folder: Place, lease: Place, holder: Holder) -> None:
     """Raise CommitConflictError if the process that the lease of a folder names is known to be alive."""
     if holder.pid != os.getpid():
         if holder.lives_here():
@@ -121,7 +243,7 @@ def refuse_living(folder: Location, lease: Location, holder: Holder) -> None:
         raise CommitConflictError(f"{folder}: this process already writes here through another object: close it first")
 
 
-def _conflict(folder: Location, holder: Holder | None) -> CommitConflictError:
+def _conflict(folder: Place, holder: Holder | None) -> CommitConflictError:
     return CommitConflictError(
         f"{folder}: {holder or 'another process'} is writing here. Wait for it to end, stop it, or choose another "
         "folder"
@@ -142,7 +264,27 @@ def holder_of(folder: Path) -> Holder | None:
         os.close(fd)
 
 
-def _require_file(path: Path) -> None:
-    """Check that `path` is absent or a regular file. Raises: PreflightError for a link, a folder or a pipe."""
-    if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
-        raise PreflightError(f"{path}: must be a regular file, found something else of that name. Move it away")
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
+def _is_this_process(holder: Holder) -> bool:
+    return replace(holder, id="") == replace(Holder.current(), id="")
+
+
+def _encode(epoch: int, holder: Holder | None) -> bytes:
+    return json.dumps({"epoch": epoch, "holder": None if holder is None else asdict(holder)}).encode()
+
+
+def _decode(content: bytes) -> tuple[int, Holder | None] | None:
+    """Return the epoch and the holder that the bytes name; None for anything else."""
+    try:
+        value: Json = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(value, dict) or value.keys() != {"epoch", "holder"}:
+        return None
+    epoch, holder = value["epoch"], value["holder"]
+    if type(epoch) is not int or (holder is not None and holder_from(holder) is None):
+        return None
+    return epoch, holder_from(holder)

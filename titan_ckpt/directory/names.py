@@ -12,14 +12,17 @@ import stat
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import xxhash
 
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CorruptCheckpointError, listed
-from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
+from titan_ckpt.stores.store import Place
 
 STAGING = ".staging"
 TRASH = ".trash"
@@ -28,6 +31,7 @@ COMMITS = "commits"
 DATA = "data"
 """In a bucket: the manifests of committed steps, and the files of all attempts."""
 
+_Place = TypeVar("_Place", bound=Place)
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
 _ATTEMPT = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
 _TRASHED = re.compile(r"(?:removed|dead|preflight)-step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
@@ -56,7 +60,7 @@ def listed_steps(root: Path) -> list[int]:
     return sorted(step for name in posix.list_folder(root) if (step := step_of(name)) is not None)
 
 
-def manifest_path(files: Location) -> Location:
+def manifest_path(files: _Place) -> _Place:
     """Return where the manifest of a step is whose files are at `files`; in a bucket a run puts it apart from them."""
     if holds_attempt(files):
         step = files.parent
@@ -64,30 +68,30 @@ def manifest_path(files: Location) -> Location:
     return files / MANIFEST_NAME
 
 
-def holds_attempt(files: Location) -> bool:
+def holds_attempt(files: Place) -> bool:
     """Return whether a place in a bucket has the name of one attempt's files. A copied folder of a step has none."""
     place = files.parent
-    return isinstance(files, BucketPath) and place.parent.name == DATA and step_of(place.name) is not None
+    return not store_of(files).is_mounted and place.parent.name == DATA and step_of(place.name) is not None
 
 
-def users_name(path: Location) -> str:
+def may_be_resumed(files: Place) -> bool:
+    """Return whether a step's files are where a run has saved them; a mounted file system has them under any name."""
+    return store_of(files).is_mounted or holds_attempt(files)
+
+
+def users_name(path: Place) -> str:
     """Return the name under which a user names a place: of an attempt's files, that of the step."""
     return str(path.parent.parent.parent / path.parent.name) if holds_attempt(path) else str(path)
 
 
-def read_file(path: Location, max_bytes: int) -> bytes:
-    """Return a file or an object of at most `max_bytes`. Raises: OSError, with EFBIG if it is larger."""
-    return path.read(max_bytes) if isinstance(path, BucketPath) else posix.read_whole(path, max_bytes)
-
-
-def read_committed(path: Location, record: FileRecord) -> bytes:
+def read_committed(path: Place, record: FileRecord) -> bytes:
     """Return a state file as the manifest lists it; a wrong answer is asked for again.
 
     Raises: CorruptCheckpointError; OSError, with EFBIG if the file is larger.
     """
 
-    def read(path: Location) -> bytes:
-        data = read_file(path, min(record.num_bytes, _MAX_STATE_BYTES))
+    def read(path: Place) -> bytes:
+        data = store_of(path).read_whole(path, min(record.num_bytes, _MAX_STATE_BYTES))
         if (digest := xxhash.xxh3_128_hexdigest(data)) != record.digest:
             raise CorruptCheckpointError(
                 f"{path}: digest {digest}, {record.digest} was committed. Take another checkpoint", str(path)
@@ -122,7 +126,7 @@ class CommittedStep:
     """A step with a valid manifest, whose files all have the listed sizes. Digests are checked when files are read."""
 
     step: int
-    path: Location
+    path: Place
     """The folder or the place in a bucket that holds its files."""
     manifest: Manifest
     manifest_bytes: bytes
@@ -203,7 +207,7 @@ def inspect(path: Path, step: int, *, waits: Sequence[float] | None = None) -> C
 def _inspected(path: Path, step: int) -> CommittedStep:
     if not posix.is_real_folder(path):
         raise CorruptCheckpointError(f"{path}: not a folder of its own, but a link or a file", str(path))
-    data = read_manifest_bytes(path)
+    data = read_manifest_bytes(path / MANIFEST_NAME)
     manifest = Manifest.from_bytes(data, str(path / MANIFEST_NAME))
     faults = [fault for record in manifest.files if (fault := _fault(path / record.name, record.num_bytes))]
     if manifest.step != step:
@@ -215,21 +219,21 @@ def _inspected(path: Path, step: int) -> CommittedStep:
     return CommittedStep(step, path, manifest, data, foreign)
 
 
-def read_manifest_bytes(path: Path) -> bytes:
-    """Read a step folder's manifest. Raises: CorruptCheckpointError if there is none; OSError."""
+def read_manifest_bytes(path: Place) -> bytes:
+    """Read a step's manifest. Raises: CorruptCheckpointError if there is none; OSError."""
     try:
-        return posix.read_whole(path / MANIFEST_NAME, MAX_BYTES)
+        return store_of(path).read_whole(path, MAX_BYTES)
     except FileNotFoundError:
         raise CorruptCheckpointError(
-            f"{path}: no {MANIFEST_NAME}: not a checkpoint of this format, or not a whole one", str(path)
+            f"{path.parent}: no {path.name}: not a checkpoint of this format, or not a whole one", str(path.parent)
         ) from None
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EFBIG, errno.ELOOP):
+        if isinstance(error, StoreError) or error.errno not in (errno.EINVAL, errno.EFBIG, errno.ELOOP):
             raise  # another attempt may succeed
         raise CorruptCheckpointError(
-            f"{path / MANIFEST_NAME}: not a manifest, which is a regular file of at most {MAX_BYTES} bytes: "
+            f"{path}: not a manifest, which is a regular file of at most {MAX_BYTES} bytes: "
             f"{error.strerror}. Take another checkpoint",
-            str(path / MANIFEST_NAME),
+            str(path),
         ) from None
 
 

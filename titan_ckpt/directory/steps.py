@@ -12,16 +12,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory.bucket_lease import BucketLease
-from titan_ckpt.directory.lease import Lease
+from titan_ckpt.directory.lease import Lease, refuse_living
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.retention import StepFacts, expired_steps, lacks_metric
 from titan_ckpt.disk.holder import Holder
 from titan_ckpt.errors import CheckpointError, CommitConflictError, PreflightError
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.store import Place
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class Attempt:
 
     step: int
     id: str
-    path: Location
+    path: Place
 
     @property
     def folder(self) -> Path:
@@ -50,18 +50,25 @@ class Attempt:
 class Steps(ABC):
     """The committed steps of one place, as its writer sees them. Building the object touches nothing."""
 
-    root: Location
+    root: Any
+    lease_kind: ClassVar[type[Lease]]
 
     def __init__(self) -> None:
+        self._lease: Any = None
         self._protected: set[int] = set()
         self._rolled_back_to: int | None = None
         self._reported: set[tuple[str, str]] = set()
         self._has_leftovers = False
         """Whether something could not be deleted, or may still arrive in a bucket; the next save looks for it."""
 
-    def step_path(self, step: int) -> Location:
+    def step_path(self, step: int) -> Place:
         """Return the name of a step for users, whether or not it exists."""
-        return self.root / step_name(step)
+        path: Place = self.root / step_name(step)
+        return path
+
+    @abstractmethod
+    def files_of(self, step: int) -> Place:
+        """Return where the files of a committed step are. Raises: as `inspect`, where only its commit says that."""
 
     @abstractmethod
     def attempt_at(self, step: int, attempt_id: str) -> Attempt:
@@ -80,35 +87,51 @@ class Steps(ABC):
         """Return whether a step is there, whatever is in it."""
 
     @abstractmethod
-    def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Location]:
+    def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Place]:
         """Return how this process sees a step whose manifest is `expected` to rank 0, and where its files are.
 
         The first is SAME, NO_FOLDER or a description. `names`: as in `CheckpointDirectory.committed`.
         Raises: StoreError for a bucket that does not answer, which says nothing about the step.
         """
 
-    @abstractmethod
     def holder(self) -> Holder | None:
         """Return the process that the lease names, alive or not; None without one. Raises: OSError."""
+        return self.lease_kind.named_in(self.root)
 
-    @abstractmethod
     def refuse_living_writer(self) -> None:
         """Check that no process is known to write here. Raises: CommitConflictError naming it; OSError."""
+        if self._lease is None and (holder := self.holder()) is not None:
+            refuse_living(self.root, self.lease_kind.at(self.root), holder)
 
     @abstractmethod
     def present(self) -> list[tuple[int, str]]:
         """Return (step, id) of all that has the place of a step, ascending; a step that is saved again has a new id."""
 
-    @abstractmethod
-    def open(self) -> Lease | BucketLease:
+    def open(self) -> Lease:
         """Take the lease and clear away what interrupted processes left; a second call only returns the lease.
 
         Raises: CommitConflictError; PreflightError; OSError.
         """
+        lease: Lease | None = self._lease
+        if lease is None:
+            lease = self.lease_kind.acquire(self.root)
+            try:
+                self._recover(lease)
+            except BaseException:
+                lease.release()
+                raise
+            self._lease = lease
+        return lease
 
     @abstractmethod
+    def _recover(self, lease: Lease) -> None:
+        """Clear away what interrupted processes left. Raises: CommitConflictError if the lease is lost; OSError."""
+
     def close(self) -> None:
         """Give the lease back; idempotent."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None  # only now: an interrupt may come before
 
     @abstractmethod
     def leave_abandoned_branch(self) -> None:
@@ -142,8 +165,15 @@ class Steps(ABC):
         """
 
     @abstractmethod
+    def left_over(self) -> tuple[str, ...]:
+        """Return the names of what could not be deleted whole."""
+
+    @abstractmethod
     def pin(self, step: int) -> None:
-        """Keep a step from expiring."""
+        """Keep a step from expiring. A run that deletes it at the same time either leaves it, or is first.
+
+        Raises: SaveError or CheckpointNotFoundError if the deletion was first; as `inspect`.
+        """
 
     @abstractmethod
     def unpin(self, step: int) -> None:

@@ -23,7 +23,7 @@ from pathlib import Path
 import xxhash
 
 from titan_ckpt.directory import trash
-from titan_ckpt.directory.lease import LEASE_NAME, Lease, holder_of, refuse_living
+from titan_ckpt.directory.lease import FileLease, Lease
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.directory.names import (
     PIN_NAME,
@@ -35,13 +35,11 @@ from titan_ckpt.directory.names import (
     is_name_in_a_step,
     is_set_aside_name,
     listed_steps,
-    read_file,
     step_name,
     survey,
 )
 from titan_ckpt.directory.steps import NO_FOLDER, PROBE, SAME, Attempt, Steps, faults_of
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CommitConflictError,
@@ -63,15 +61,19 @@ SPACE_FACTOR = 1.05
 class StepStore(Steps):
     """A folder of committed steps on a mounted file system, as its writer sees it."""
 
+    lease_kind = FileLease
+
     def __init__(self, root: Path) -> None:
         super().__init__()
         self.root: Path = root
-        self._lease: Lease | None = None
         self._inspected: dict[int, tuple[tuple[int, ...], CommittedStep]] = {}
         """The steps that retention has inspected, each beside what marks a change of its folder."""
 
     def step_path(self, step: int) -> Path:
         return self.root / step_name(step)
+
+    def files_of(self, step: int) -> Path:
+        return self.step_path(step)
 
     def attempt_at(self, step: int, attempt_id: str) -> Attempt:
         return Attempt(step, attempt_id, self.root / STAGING / f"{step_name(step)}.{attempt_id}")
@@ -91,7 +93,7 @@ class StepStore(Steps):
     def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Path]:
         path = self.step_path(manifest.step)
         try:
-            content = read_twice(path / MANIFEST_NAME, lambda path: read_file(path, MAX_BYTES))
+            content = read_twice(path / MANIFEST_NAME, lambda path: posix.read_whole(path, MAX_BYTES))
         except (CorruptCheckpointError, OSError) as error:
             if may_pass(error):
                 raise
@@ -108,39 +110,10 @@ class StepStore(Steps):
         steps = ", ".join(str(committed.step) for committed in survey(self.root).steps) or "none"
         raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
 
-    def holder(self) -> Holder | None:
-        return holder_of(self.root)
-
-    def refuse_living_writer(self) -> None:
-        if self._lease is None and (holder := self.holder()) is not None:
-            refuse_living(self.root, self.root / LEASE_NAME, holder)
-
     def present(self) -> list[tuple[int, str]]:
         steps = listed_steps(self.root) if self.root.is_dir() else []
         found = [(step, _digest_of_manifest(self.step_path(step))) for step in steps]
         return [(step, digest) for step, digest in found if digest or self.has(step)]  # its writer may just remove one
-
-    def open(self) -> Lease:
-        """Take the lease and clear away what interrupted processes left; a second call only returns the lease.
-
-        Raises: CommitConflictError; PreflightError; OSError.
-        """
-        if self._lease is None:
-            posix.make_folders(self.root)
-            lease = Lease.acquire(self.root)
-            try:
-                self._recover(lease)
-            except BaseException:
-                lease.release()
-                raise
-            self._lease = lease
-        return self._lease
-
-    def close(self) -> None:
-        """Give the lease back; idempotent."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None  # only now: an interrupt may come before
 
     def begin(self, step: int, num_bytes: int) -> Attempt:
         """Make the staging folder of a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""
@@ -203,11 +176,10 @@ class StepStore(Steps):
     def remove(self, step: CommittedStep) -> None:
         """Delete a committed step. Raises: SaveError if it holds foreign files; CommitConflictError; OSError."""
         self.open().check()
-        assert isinstance(step.path, Path)
         if step.foreign:
             raise SaveError(f"{step.path}: holds what is not ours: {', '.join(step.foreign)}. Take it out first")
         content = {MANIFEST_NAME, *(record.name for record in step.manifest.files)}
-        self._report(trash.discard(self.root, step.path, "removed", content))
+        self._report(trash.discard(self.root, self.step_path(step.step), "removed", content))
 
     def set_aside(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -227,11 +199,15 @@ class StepStore(Steps):
             self.open().check()
             self._report(trash.discard(self.root, folder, "removed", names))
 
+    def left_over(self) -> tuple[str, ...]:
+        return tuple(posix.list_folder(self.root / TRASH))
+
     def pin(self, step: int) -> None:
         """Write a file PINNED into a step; a step that holds a foreign file never expires."""
+        path = self.step_path(step)
         if PIN_NAME not in self.inspect(step).foreign:
-            posix.write_file(self.step_path(step) / PIN_NAME, b"")
-            posix.fsync_folder(self.step_path(step))
+            posix.write_file(path / PIN_NAME, b"")
+            posix.fsync_folder(path)
 
     def unpin(self, step: int) -> None:
         """Delete the file PINNED."""

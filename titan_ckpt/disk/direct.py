@@ -1,4 +1,4 @@
-"""Bulk I/O: worker threads, bounce buffers, direct writes and reads.
+"""Bulk I/O: worker threads, bounce buffers and direct reads (`file_writer` writes).
 
 Owns the fallback from O_DIRECT to buffered I/O and the size of one I/O. Knows no formats and no tensors' geometry.
 Direct I/O is used because one thread with 8 MiB blocks saturates the disk at an eighth of the processor time of
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import stat
 import threading
@@ -18,11 +17,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import TypeVar
 
 import torch
 
-from titan_ckpt.disk import cuda, descriptors, posix
+from titan_ckpt.disk import cuda, descriptors
+from titan_ckpt.disk.files import Reader
 from titan_ckpt.disk.kernel import advise, libc, map_memory
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, round_up
 from titan_ckpt.errors import CorruptCheckpointError
@@ -215,62 +215,17 @@ def open_direct(path: Path, flags: int) -> int:
         return -1
 
 
-class FileWriter:
-    """A new file written in aligned blocks, with O_DIRECT where the file system can, buffered where it cannot.
-
-    A context manager that closes the file; `finish` makes it durable. Several threads may write.
-    """
-
-    def __init__(self, path: Path, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._fd = posix.open_exclusive(path)  # without O_DIRECT: where that is refused, the file is there nevertheless
-        try:
-            if (direct := open_direct(path, os.O_RDWR)) >= 0:
-                os.dup2(direct, self._fd, inheritable=False)
-                descriptors.close(direct)
-            posix.fallocate(self._fd, round_up(num_bytes))
-        except BaseException:
-            self.close()
-            raise
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Write a block whose memory, offset and length are aligned; `finish` cuts off bytes past the end."""
-        try:
-            posix.pwrite_all(self._fd, view, offset)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            # some file systems accept O_DIRECT at open and refuse the write; another thread may have met that before
-            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) & ~os.O_DIRECT)
-            posix.pwrite_all(self._fd, view, offset)
-
-    def finish(self) -> None:
-        """Cut the padding of the last block and sync the file."""
-        if round_up(self.num_bytes) != self.num_bytes:
-            posix.truncate(self._fd, self.num_bytes)
-        posix.fsync(self._fd)
-
-    def close(self) -> None:
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            posix.close(fd)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-
-class FileReader:
+class FileReader(Reader):
     """An open regular file, read at offsets through the page cache or around it. Threads may share it."""
 
     is_remote = False
     num_workers = NUM_WORKERS
+    request_bytes = IO_BYTES
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises: OSError, also for a symbolic link; CorruptCheckpointError if it is no regular file."""
         self.path = path
+        # without O_NONBLOCK, opening a pipe of that name would wait forever
         self._fd = descriptors.open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         self._direct_fd = -1
         self._refuses_direct = False
@@ -381,10 +336,6 @@ class FileReader:
         counts = (ctypes.c_uint64 * 5)()
         failed = libc().syscall(_CACHESTAT, self._fd, ctypes.byref(area), ctypes.byref(counts), 0)
         return 0 if failed else int(counts[0]) * ALIGNMENT
-
-    def is_cached(self, offset: int, num_bytes: int) -> bool:
-        """Return whether at least 95 % of these bytes are in the page cache."""
-        return self.cached_bytes(offset, num_bytes) >= 0.95 * num_bytes
 
     def close(self) -> None:
         """Close the file; idempotent."""

@@ -17,7 +17,6 @@ import os
 import re
 import uuid
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from titan_ckpt.disk import posix
@@ -27,7 +26,6 @@ logger = logging.getLogger(__name__)
 
 _PREFIX = ".staging-"
 _LOCK = ".lock"
-_COPY_BYTES = 4 << 20
 _MAX_EXPORT_SECONDS = 2 * 24 * 3600
 """No export takes longer: an older folder is taken for a leftover, wherever its process may be."""
 _LOCK_NAME = re.compile(re.escape(_PREFIX) + "[0-9a-f]{32}" + re.escape(_LOCK))
@@ -119,12 +117,6 @@ class StagedFolder:
                 posix.unlink(_lock_of(self.path))
         with contextlib.suppress(OSError):
             posix.close(self.lock_fd)
-
-
-def copy_file(source: Path, path: Path) -> None:
-    """Copy the bytes of a file, but no metadata, to a new file; a link, as in download caches, becomes a file."""
-    with source.open("rb") as file:
-        posix.write_blocks(path, iter(partial(file.read, _COPY_BYTES), b""))
 
 
 def _sweep(staged: StagedFolder) -> None:

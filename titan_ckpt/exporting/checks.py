@@ -15,7 +15,6 @@ from titan_ckpt.disk import posix
 from titan_ckpt.errors import ConverterError, ExportError, ExportSettingError, counted, listed
 from titan_ckpt.exporting.exporter import Exporter, quantiser_of
 from titan_ckpt.formats.huggingface.reader import TIED
-from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.stores.settings import split_url
 from titan_ckpt.types import PlacesTensors
@@ -70,8 +69,7 @@ def check_folders(exporter: Exporter, configs: Sequence[ExportConfig], *, fresh:
     Raises: ExportError; KeyMapError; OSError.
     """
     for made in map(exporter.made, configs):
-        if isinstance(made, BucketExports):
-            exporter.coordinator.on_rank_0("export-place", made.check)
+        exporter.coordinator.on_rank_0("export-place", made.check)
     if fresh and configs:
 
         def steps_there() -> list[str]:

@@ -20,21 +20,18 @@ from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
-from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ExportError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import Base, HuggingFaceFormat
 from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.open import detect_format, locate
-from titan_ckpt.formats.publish.bucket_record import BucketExports
-from titan_ckpt.formats.publish.columns import row_peers
-from titan_ckpt.formats.publish.record import MadeExports
+from titan_ckpt.formats.publish.publication import exports_at
+from titan_ckpt.formats.publish.record import Exports
 from titan_ckpt.formats.publish.run import FolderExport
-from titan_ckpt.formats.publish.upload import everyone
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
-from titan_ckpt.stores.bucket import BucketPath, Location, open_location, open_source
+from titan_ckpt.stores.bucket import open_location, open_source
 from titan_ckpt.stores.settings import StoreConfig, split_url
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import ModelHooks, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.live_memory import Watched
@@ -51,9 +48,9 @@ class ExportJob:
 
     config: ExportConfig
     step: int
-    folder: Location
+    folder: Place
     writer: FolderExport | DcpExport
-    made: MadeExports | BucketExports
+    made: Exports
     unsaved_in: str | None = None
     """The place of the steps of a run that has committed none yet; None for other runs."""
 
@@ -97,8 +94,7 @@ class Exporter:
         self._background = background
         self._initial_load = initial_load
         self._store = store
-        self._on_disk = MadeExports(base_folder)
-        self._in_buckets: dict[str, BucketExports] = {}
+        self._made: dict[str, Exports] = {}
         self.went_back_to: int | None = None
         """The step that the user told this run to go back to, until the exports made after it are set aside."""
         self.unsaved_in: str | None = None
@@ -158,24 +154,18 @@ class Exporter:
             logger.warning("export %s is there already and stays as it is", folder)
         return published
 
-    def folder(self, config: ExportConfig, step: int) -> Location:
+    def folder(self, config: ExportConfig, step: int) -> Place:
         """Return where an export of this step is, or will be."""
-        made = self.made(config)
-        if isinstance(made, BucketExports):
-            return made.root / config.lands_in(step).rpartition("/")[2]
-        return self.base_folder / config.lands_in(step)
+        return self.made(config).folder(config, step)
 
-    def made(self, config: ExportConfig) -> MadeExports | BucketExports:
+    def made(self, config: ExportConfig) -> Exports:
         """Return the exports at the place of a config's own."""
-        if split_url(config.folder) is None:
-            return self._on_disk
-        if config.folder not in self._in_buckets:
-            root = open_location(config.folder, settings=self._store)
-            assert isinstance(root, BucketPath)
-            self._in_buckets[config.folder] = BucketExports(root)
-        return self._in_buckets[config.folder]
+        url = config.folder if split_url(config.folder) else ""  # a mounted file system has one record for all
+        if url not in self._made:
+            self._made[url] = exports_at(open_location(url, self.base_folder, self._store))
+        return self._made[url]
 
-    def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Location:
+    def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Place:
         """Write, prove and publish one export of the live weights, and return its folder. Collective.
 
         Raises: ExportError, KeyMapError and PeerError; nothing is published then.
@@ -232,20 +222,13 @@ class Exporter:
                 return [replace(job, writer=replace(job.writer, changed=changed)) for job in made]
 
         made = self.coordinator.together("export-stage", jobs)
-        self._background.peers.connect(self.coordinator, lambda: {ranks for job in made for ranks in self._peers(job)})
+        peers = [job.writer.peers(job.folder, self.coordinator) for job in made]
+        self._background.peers.connect(self.coordinator, lambda: set().union(*peers))
         for config, wait in zip(configs, waits, strict=True):
             if not wait:
                 logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
                 self.export(config, step, base)
         return made
-
-    def _peers(self, job: ExportJob) -> set[Ranks]:
-        """Return the groups of ranks that exchange bytes while an export is written."""
-        if self.coordinator.world_size == 1:
-            return set()
-        if isinstance(job.folder, BucketPath):
-            return set() if job.config.format == "dcp" else {everyone(self.coordinator)}
-        return {*row_peers(job.writer.groups).values()}
 
     def close(self) -> None:
         """Close the connections of exports in the background."""
@@ -326,7 +309,7 @@ class Exporter:
         )
         base = None if base is None else base.without(key for key, _ in table.repeats)
         transforms = replace(self.transforms, key_map=table)
-        assets: Source | None = Path(config.assets) if config.assets else transforms.assets
+        assets: Place | None = Path(config.assets) if config.assets else transforms.assets
         if assets is None and base is not None and base.path.is_dir():
             assets = base.path
         quantiser = quantiser_of(self.model.hooks) if config.quantised else None
@@ -344,9 +327,9 @@ class Exporter:
         groups = groups if quantiser is None else quantised(groups, quantiser)
         return FolderExport(groups, format_, buffers=self.model.buffers().keys())
 
-    def source(self) -> tuple[InitialLoadConfig, Source] | None:
+    def source(self) -> tuple[InitialLoadConfig, Place] | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
-        found: list[tuple[InitialLoadConfig, Source]] = []
+        found: list[tuple[InitialLoadConfig, Place]] = []
         for source in self._initial_load:
             with contextlib.suppress(CheckpointNotFoundError):
                 path = locate(open_source(source.path, self._store, source.revision))

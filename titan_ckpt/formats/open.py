@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, assert_never
+from typing import assert_never
 
 from titan_ckpt.directory.names import COMMITS, holds_attempt, is_set_aside_name, step_name, step_of
-from titan_ckpt.encoding.hub import how_to_get, hub_folder
+from titan_ckpt.directory.open_steps import open_steps
+from titan_ckpt.encoding.hub import how_to_get
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.stores.bucket import BucketPath, Location
-from titan_ckpt.stores.source import ListedPath, Source, listed
+from titan_ckpt.stores.mounted import local_path, store_of
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import Format
 
-if TYPE_CHECKING:
-    from titan_ckpt.directory.bucket_steps import BucketSteps
 
-
-def detect_format(path: Location) -> Format:
+def detect_format(path: Place) -> Format:
     """Return the format of a path, detected from its content.
 
     Raises: ConfigError for a URI; CheckpointNotFoundError; NotACheckpointError if it has no known format, or several.
@@ -51,7 +49,7 @@ def detect_format(path: Location) -> Format:
 
 
 def open_reader(
-    path: Location,
+    path: Place,
     format: Format | None = None,  # noqa: A002 - the name in the config
     *,
     ignore: Sequence[str] = (),
@@ -77,12 +75,12 @@ def open_reader(
             from titan_ckpt.formats.dcp.torch_checkpointing import TorchCheckpointingReader
 
             if (path / "metadata.pkl").exists():
-                if isinstance(path, ListedPath):
+                if (folder := local_path(path)) is None:
                     raise NotACheckpointError(
                         f"{path} is a folder of torch_checkpointing, which is not read from a bucket: copy it to a "
                         "mounted file system"
                     )
-                return TorchCheckpointingReader(path)
+                return TorchCheckpointingReader(folder)
             if not (path / ".metadata").exists():
                 raise NotACheckpointError(f"{path}: holds no .metadata, so no checkpoint of this format")
             return DcpReader(path)
@@ -98,39 +96,25 @@ def open_reader(
             assert_never(kind)
 
 
-def locate(path: Location) -> Source:
+def locate(path: Place) -> Place:
     """Return a place as it is read. In a bucket it is listed, and the name of a step leads to the place of its files.
 
     The id of a model that was downloaded leads to its folder in Hugging Face's cache.
 
     Raises: ConfigError for a URI; CheckpointNotFoundError; CorruptCheckpointError for a damaged step; StoreError.
     """
-    if isinstance(path, BucketPath):
-        found: Source = listed(path)
-        if not found.exists() and (step := step_of(path.name)) is not None:
-            found = listed(_files_of(path.parent, step))
-    else:
-        require_local({"path": path})
-        found = hub_folder(path)
+    require_local({"path": local_path(path)})
+    store = store_of(path)
+    found: Place = store.seen(path)
+    if not found.exists() and (step := step_of(path.name)) is not None:
+        found = store.seen(open_steps(path.parent).files_of(step))
     if not found.exists():
         expected = "name an existing checkpoint folder or .safetensors file"
         raise CheckpointNotFoundError(f"{path} is not there; {expected}{how_to_get(str(path))}")
     return found
 
 
-def _files_of(root: BucketPath, step: int) -> BucketPath:
-    path = _steps_of(root).inspect(step).path
-    assert isinstance(path, BucketPath)
-    return path
-
-
-def _steps_of(root: BucketPath) -> BucketSteps:
-    from titan_ckpt.directory.bucket_steps import BucketSteps
-
-    return BucketSteps(root)
-
-
-def _what_is_there(path: Source) -> str:
+def _what_is_there(path: Place) -> str:
     """Return a description of a path that holds no checkpoint, with the next step. Raises: StoreError."""
     if path.is_file():
         return "a single file must be a .safetensors file"
@@ -138,8 +122,8 @@ def _what_is_there(path: Source) -> str:
         return "it is neither a folder nor a file of bytes; name a checkpoint folder or a .safetensors file"
     names = sorted(entry.name for entry in path.iterdir())
     steps = [name for name in names if name.startswith("step-") and not is_set_aside_name(name)]
-    if isinstance(path, ListedPath) and COMMITS in names:
-        steps += [step_name(committed.step) for committed in _steps_of(path).survey().steps]
+    if COMMITS in names:
+        steps += [step_name(committed.step) for committed in open_steps(path).survey().steps]
     if steps:
         return f"it holds steps; name one of them, such as {path / steps[-1]}"
     if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:

@@ -16,7 +16,7 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.plan import LoadSource
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import Format, ModelHooks
 from titan_ckpt.weights import lora_names
 from titan_ckpt.weights.identity import Description, differences
@@ -32,7 +32,7 @@ _OF_SITES = ("target_modules", "modules_to_save")
 _NEXT_STEP = "Give the [[converters]] table the settings that the step was trained with, or take another step"
 
 
-def is_adapter(path: Location, format_: Format, model: ModelWrapper, prefix: str | None = None) -> bool:
+def is_adapter(path: Place, format_: Format, model: ModelWrapper, prefix: str | None = None) -> bool:
     """Return whether a source holds the tensors of converters and none of the base.
 
     A manifest says it. A DCP folder says nothing, so in a run with converters it is an adapter if a converter owns all
@@ -79,7 +79,7 @@ def check_mergeable(reader: TensorReader) -> None:
     )
 
 
-def check_settings(path: Location, config: Mapping[str, Any], key_map: KeyMap, hooks: ModelHooks | None) -> None:
+def check_settings(path: Place, config: Mapping[str, Any], key_map: KeyMap, hooks: ModelHooks | None) -> None:
     """Check that the settings of a PEFT folder fit this run's converter. Raises: LoadMismatchError."""
     adapter = None if hooks is None else hooks.state_dict_adapter()
     if problems := [] if adapter is None else adapter.misfits(key_map, config):
@@ -135,7 +135,7 @@ def _manifest_in(reader: TensorReader) -> Manifest | None:
 
 
 def _misfits(
-    path: Location,
+    path: Place,
     saved: Sequence[Description],
     running: Sequence[Description],
     owned: Sequence[str],

@@ -15,7 +15,8 @@ from typing import Any
 from titan_ckpt.errors import BaseMismatchError
 from titan_ckpt.formats.huggingface.reader import CONFIG, read_config
 from titan_ckpt.loading.plan import LoadSource
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.mounted import local_path
+from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.identity import BASE_RECORD
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,7 @@ _MOVING = ("main", "master")
 """Revisions that name another commit tomorrow, and so say nothing."""
 
 
-def check_named_base(adapter: Location, config: Mapping[str, Any], base: LoadSource | None) -> None:
+def check_named_base(adapter: Place, config: Mapping[str, Any], base: LoadSource | None) -> None:
     """Compare the base that adapter_config.json names with the run's; warn if the names contradict each other.
 
     Raises: BaseMismatchError if the adapter and `base` both state a revision and they differ.
@@ -45,7 +46,8 @@ def check_named_base(adapter: Location, config: Mapping[str, Any], base: LoadSou
             {"path": name, "revision": revision},
             {"path": str(base.path), "revision": base.revision},
         )
-    for doubt in _doubts(name, revision, base.path) if isinstance(base.path, Path) else ():
+    path = local_path(base.path)
+    for doubt in _doubts(name, revision, path) if path is not None else ():
         logger.warning("load: %s was trained on %s. Nothing shows that the weights are the same", adapter, doubt)
 
 

@@ -22,7 +22,7 @@ from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.loading.training_state import ResumeState, trained_nowhere
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import StateDict
 
 _STATE = "optimizer.state."
@@ -35,7 +35,7 @@ def has_training_state(reader: DcpReader) -> bool:
     return any(name.startswith((OPTIMIZER, "lr_scheduler.")) for name in (*reader.items, *reader.tensors))
 
 
-def step_of_folder(reader: DcpReader, path: Source) -> int:
+def step_of_folder(reader: DcpReader, path: Place) -> int:
     """Return the step that a folder says it is of. Raises: CorruptCheckpointError if it says none."""
     step = reader.item("train_state.step") if "train_state.step" in reader.items else None
     if step is None and path.name.startswith("step-") and path.name[5:].isdecimal():
@@ -49,7 +49,7 @@ def step_of_folder(reader: DcpReader, path: Source) -> int:
 
 
 def open_dcp_state(
-    path: Source,
+    path: Place,
     step: int,
     run_state: RunState,
     exclude: frozenset[str],

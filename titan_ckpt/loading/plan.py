@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.errors import CheckpointNotFoundError
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import Format
 
 
@@ -21,14 +21,14 @@ class ResumeStep:
 
     step: int
     kind: Kind
-    path: Location
+    path: Place
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSource:
     """One folder to read model weights from."""
 
-    path: Location
+    path: Place
     format: Format
     cast: bool = False
     revision: str | None = None
@@ -87,7 +87,7 @@ class LoadPlan:
 def resolve(
     config: CheckpointConfig,
     step: ResumeStep | None,
-    describe: Callable[[InitialLoadConfig], tuple[Location, Format, bool]],
+    describe: Callable[[InitialLoadConfig], tuple[Place, Format, bool]],
 ) -> LoadPlan:
     """Return the plan. A committed step wins over initial sources; an adapter-only step also needs its base.
 

@@ -10,7 +10,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, get_args
 
 from titan_ckpt.components.files import RUN_STATE, rank_state_name
@@ -18,7 +17,7 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import CheckpointConfig, Component, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.directory.names import holds_attempt, step_of
+from titan_ckpt.directory.names import may_be_resumed, step_of
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.encoding.hub import snapshot_of
@@ -46,8 +45,8 @@ from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.loading.training_state import ResumeState
-from titan_ckpt.stores.bucket import Location, open_source
-from titan_ckpt.stores.source import ListedPath, Source
+from titan_ckpt.stores.bucket import open_source
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import Format, LoadReport
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, check_converters, identify_base
 from titan_ckpt.weights.initialize import empty_tensors, initialise, mark_filled
@@ -218,7 +217,7 @@ class Restorer:
         Raises: as CheckpointManager.load.
         """
 
-        def look() -> tuple[Location, Source, Format]:
+        def look() -> tuple[Place, Place, Format]:
             path = open_source(source.path, self._config.store, source.revision)
             found = locate(path)
             return path, found, source.format or detect_format(found)
@@ -229,7 +228,7 @@ class Restorer:
             restored = self._resume_dcp(found, None, source)
             assert restored is not None, "only a step in the run's own folder may hold weights alone"
             return restored
-        if isinstance(found, ListedPath) and not holds_attempt(found):
+        if not may_be_resumed(found):
             raise NotACheckpointError(
                 f"{path} is a copy of a step's folder, of which a bucket gives the weights alone: leave training_state "
                 "out, copy the folder to a mounted file system, or name a step where its run has saved it"
@@ -242,7 +241,7 @@ class Restorer:
             raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
         return restored
 
-    def _require_alone(self, path: Location, what: str) -> None:
+    def _require_alone(self, path: Place, what: str) -> None:
         if len(self._config.initial_load) > 1:
             raise LoadMismatchError(
                 f"{path} holds a {what}: leave the sources before it out of checkpoint.initial_load; only a step that "
@@ -283,7 +282,6 @@ class Restorer:
         Raises: CommitConflictError for newer folders of torchtitan's, because saves of these steps would find them.
         """
         path = self._directory.step_path(step)
-        assert isinstance(path, Path), "torchtitan's steps are looked for on mounted file systems"
         if self._config.save is not None and (blocked := self._directory.blocked_after(step)):
             raise CommitConflictError(
                 f"{self._directory.root}: the run goes on from torchtitan's step {step}, and "
@@ -291,7 +289,7 @@ class Restorer:
             )
         return self._resume_dcp(path, step, InitialLoadConfig(str(path), cast=True))
 
-    def _resume_dcp(self, path: Source, step: int | None, source: InitialLoadConfig) -> Restored | None:
+    def _resume_dcp(self, path: Place, step: int | None, source: InitialLoadConfig) -> Restored | None:
         """Resume a DCP folder of torchtitan. Step 0 is a seed: its model alone is loaded. Collective.
 
         `step`: the number in its name, if it is in this run's folder. Such a step without training state gives None.
@@ -480,7 +478,7 @@ class Restorer:
         is_trained = self._coordinator.anywhere("trained base", self._run.model.trained_base)
         return None if is_trained or was_trained else base | ({"merged": merged} if merged else {})
 
-    def _describe(self, source: InitialLoadConfig) -> tuple[Location, Format, bool]:
+    def _describe(self, source: InitialLoadConfig) -> tuple[Place, Format, bool]:
         try:
             path = locate(open_source(source.path, self._config.store, source.revision))
         except CheckpointNotFoundError as error:

@@ -28,7 +28,7 @@ from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.model_config import check_model_config
 from titan_ckpt.loading.partial import Partial, partial_of, refuse_unmatched
 from titan_ckpt.loading.plan import LoadSource
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.names import clean_fqn
@@ -69,7 +69,7 @@ class PreparedLoad:
     _opened: Sequence[_Opened]
     _stack: ExitStack
 
-    def reader_of(self, path: Location) -> NativeReader:
+    def reader_of(self, path: Place) -> NativeReader:
         """Return the reader of a step of this package's own format; open it if the step is not among the sources."""
         readers = (opened.reader for opened in self._opened if opened.source.path == path)
         reader = next((reader for reader in readers if isinstance(reader, NativeReader)), None)
@@ -93,7 +93,7 @@ class PreparedLoad:
         """Return the adapters to be merged into the base, in order; as many on all ranks."""
         return [opened.merge for opened in self._opened if opened.merge is not None]
 
-    def adapter_bases(self) -> list[tuple[Location, dict[str, Any]]]:
+    def adapter_bases(self) -> list[tuple[Place, dict[str, Any]]]:
         """Return, for each adapter of a converter that records the digest of its base, its folder and that record."""
         records = [(o.source.path, o.reader.metadata().get(BASE_RECORD)) for o in self._opened if o.source.adapter]
         return [(path, record) for path, record in records if record]

@@ -19,7 +19,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.requests import Fill, ReadRequest
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.stored_names import MODEL
 
@@ -47,7 +47,7 @@ class ResumeState:
     @gc_paused()
     def open(
         cls,
-        path: Location,
+        path: Place,
         manifest: Manifest,
         run_state: RunState,
         exclude: frozenset[str],
@@ -98,7 +98,7 @@ def trained_nowhere(
 
 
 def _read_states(
-    path: Location, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
+    path: Place, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
 ) -> tuple[dict[str, Any], RankState]:
     """Return the run's state and the rank state that this rank takes over. Collective.
 
@@ -133,7 +133,7 @@ def _read_states(
     return run, RankState(rng, _all_positions(path, manifest, coordinator))
 
 
-def _all_positions(path: Location, manifest: Manifest, coordinator: Coordinator) -> list[Any]:
+def _all_positions(path: Place, manifest: Manifest, coordinator: Coordinator) -> list[Any]:
     """Return the data position of every data-parallel rank that saved; each rank reads some of their files."""
 
     def positions() -> list[Any]:
@@ -146,7 +146,7 @@ def _all_positions(path: Location, manifest: Manifest, coordinator: Coordinator)
     return [typed_json.decode(state, str(path)) for state in in_order(stored_by, str(path))]
 
 
-def _read_state(path: Location, name: str, manifest: Manifest) -> dict[str, Any]:
+def _read_state(path: Place, name: str, manifest: Manifest) -> dict[str, Any]:
     record = next((f for f in manifest.files if f.name == name), None)
     if record is None:
         raise CorruptCheckpointError(f"{path}: the manifest lists no {name}. Take another checkpoint", str(path / name))

@@ -22,8 +22,6 @@ from titan_ckpt.components.snapshot import Mark, Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
 from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
-from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import meanwhile, run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import check_replicas
 from titan_ckpt.encoding import typed_json
@@ -34,14 +32,12 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.nested import rename_tensors
 from titan_ckpt.saving.handle import SaveHandle
-from titan_ckpt.stores.bucket import BucketPath, Location
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
-
-_PATIENCE_SECONDS = 2.0
-"""A save whose tensors cannot be written waits so long for its small files, so that none is left in the bucket."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +125,7 @@ class Saver:
         commit = self._telemetry.ending(event)(partial(self._commit, event, request, snapshot, state, plan))
         changed = snapshot.watched.changed
 
-        def write_live(folder: Location) -> FileRecord:
+        def write_live(folder: Place) -> FileRecord:
             record = plan.write(folder, snapshot.tensors)
             _refuse_changed(request.step, changed())
             return record
@@ -150,7 +146,7 @@ class Saver:
         except Exception as e:  # no memory for the copy: the other ranks learn of it when they have written
             error = e
 
-        def write_staged(folder: Location) -> FileRecord:
+        def write_staged(folder: Place) -> FileRecord:
             if error is not None:
                 raise error
             assert file is not None and staging is not None
@@ -286,7 +282,7 @@ class Saver:
         snapshot: Snapshot,
         state: dict[str, bytes],
         plan: WritePlan,
-        write_tensors: Callable[[Location], FileRecord],
+        write_tensors: Callable[[Place], FileRecord],
     ) -> None:
         """Write and commit one checkpoint. Collective.
 
@@ -356,23 +352,9 @@ def _make_all(exports: Sequence[Callable[[Coordinator], None]], coordinator: Coo
 
 
 def _write_all(
-    folder: Location, write_tensors: Callable[[Location], FileRecord], state: Mapping[str, bytes]
+    folder: Place, write_tensors: Callable[[Place], FileRecord], state: Mapping[str, bytes]
 ) -> list[FileRecord]:
-    """Write this rank's files, to a bucket at the same time.
-
-    If the tensors cannot be written there, those requests for the small files that take long, because they are
-    retried, may still be under way when this raises.
-    """
-    if isinstance(folder, BucketPath):
-        files = [(folder / name, data) for name, data in state.items()]
-
-        def create(file: tuple[BucketPath, bytes]) -> None:
-            file[0].bucket.create(file[0].key, file[1])
-
-        with meanwhile(lambda: run_workers(files, create, len(files)), patience=_PATIENCE_SECONDS):
-            records = [write_tensors(folder)]
-    else:
-        records = [write_tensors(folder)]
-        for name, data in state.items():
-            posix.write_file(folder / name, data)
-    return records + [FileRecord(name, len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in state.items()]
+    """Write this rank's files."""
+    files = [(folder / name, data) for name, data in state.items()]
+    record = store_of(folder).put_beside(files, lambda: write_tensors(folder))
+    return [record] + [FileRecord(name, len(data), xxhash.xxh3_128_hexdigest(data)) for name, data in state.items()]

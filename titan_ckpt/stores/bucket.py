@@ -13,21 +13,20 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from titan_ckpt.encoding.hub import hub_folder
 from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
 from titan_ckpt.stores.environment import endpoint_of, require_usable_keys, shared_credentials
-from titan_ckpt.stores.settings import SCHEMES, StoreConfig, split_url
+from titan_ckpt.stores.objects import MAX_SMALL_BYTES, BucketPath, ObjectFacts, ObjectStore, Version
+from titan_ckpt.stores.settings import OTHERS, SCHEMES, StoreConfig, split_url
+from titan_ckpt.stores.store import Place
 
 _REQUEST_SECONDS = 60.0
 """Longest time of one request; a part of 64 MiB needs 1.1 MB/s to meet it."""
-MAX_SMALL_BYTES = 32 * 2**20
-"""Limit of an object that is read whole without another: a manifest may have as many."""
 _ENDLESS = 10_000
 """More retries than fit into any retry time: the time alone bounds them."""
 _NAMELESS = "invalid DeleteObjects response: missing field `Key`"
@@ -38,23 +37,10 @@ _NO_SUCH_RANGE = "status code: 416"
 """Answer to a range of an object that has no bytes."""
 
 _Value = TypeVar("_Value")
-Version = Mapping[str, str]
-"""The ETag, and on GCS the generation, which differ between two contents of one object."""
 
 
-@dataclass(frozen=True, slots=True)
-class ObjectFacts:
-    """One line of a listing."""
-
-    key: str
-    num_bytes: int
-    version: Version
-    unix_seconds: float
-    """When it was put, by the store's clock."""
-
-
-class Bucket:
-    """One bucket. Objects are named by key; every error names the object by its URL. Threads may share it."""
+class Bucket(ObjectStore):
+    """A bucket of S3, GCS or Azure."""
 
     def __init__(self, scheme: str, name: str, settings: StoreConfig) -> None:
         """Make the client; nothing is sent. Raises: ConfigError if the extra is not installed or a setting is wrong."""
@@ -74,10 +60,6 @@ class Bucket:
             raise
         except (obstore.exceptions.BaseError, ValueError) as error:
             raise ConfigError([str(store_error(error, "open", self.url(""), 0.0))], "checkpoint.store") from None
-
-    def url(self, key: str) -> str:
-        """Return the URL of an object."""
-        return f"{self.scheme}://{self.name}/{key}" if key else f"{self.scheme}://{self.name}"
 
     def create(self, key: str, data: bytes) -> Version:
         """Put an object that must not exist; return its version, as far as it is known.
@@ -137,12 +119,6 @@ class Bucket:
                 raise failure
             time.sleep(pause * random.uniform(0.5, 1.5))
             pause = min(2 * pause, 5.0)
-
-    def content(self, key: str, max_bytes: int = MAX_SMALL_BYTES) -> bytes | None:
-        """Return a small object, None if it is not there. Raises: as `read`."""
-        with contextlib.suppress(FileNotFoundError):
-            return self.read(key, max_bytes)[0]
-        return None
 
     def put(self, key: str, data: bytes) -> None:
         """Put an object over what is there, in one request if it is no larger than a part. Raises: StoreError."""
@@ -289,54 +265,10 @@ class Bucket:
         """Return whether the client has failed: by an error of its own, or by a panic, which is no Exception."""
         return isinstance(error, self._api.exceptions.BaseError) or type(error).__name__ == "PanicException"
 
-    def __repr__(self) -> str:
-        return f"Bucket({self.url('')!r})"
-
-
-@dataclass(frozen=True, slots=True)
-class BucketPath:
-    """A place in a bucket: an object, or what objects have before a slash. Its text is its URL.
-
-    It has `/`, `name` and `parent` as a Path has, and no __fspath__: nothing takes it for a local file.
-    """
-
-    bucket: Bucket
-    key: str
-    heads: Mapping[str, tuple[bytes, int]] = field(default_factory=dict, compare=False, repr=False)
-    """Key -> first bytes and size of objects that are there, and do not change: reads of these bytes send nothing."""
-
-    def __truediv__(self, name: str) -> Self:
-        return replace(self, key=f"{self.key}/{name}" if self.key else name)
-
-    @property
-    def name(self) -> str:
-        """Return what is after the last slash."""
-        return self.key.rpartition("/")[2]
-
-    @property
-    def parent(self) -> Self:
-        return replace(self, key=self.key.rpartition("/")[0])
-
-    def __str__(self) -> str:
-        return self.bucket.url(self.key)
-
-    def read(self, max_bytes: int = MAX_SMALL_BYTES) -> bytes:
-        """Return the whole object. Raises: as Bucket.read."""
-        head, num_bytes = self.heads.get(self.key, (b"", -1))
-        return head if len(head) == num_bytes <= max_bytes else self.bucket.read(self.key, max_bytes)[0]
-
-    def read_head(self, num_bytes: int) -> tuple[bytes, int]:
-        """Return the object's first bytes, about so many, and its size. Raises: FileNotFoundError; StoreError."""
-        return self.heads.get(self.key) or self.bucket.read_head(self.key, num_bytes)
-
-
-Location = Path | BucketPath
-"""Where a file or a folder is: on a mounted file system, or in a bucket."""
-
 
 def open_location(
     text: str | os.PathLike[str], base_folder: str | Path = ".", settings: StoreConfig | None = None
-) -> Location:
+) -> Place:
     """Return the place that a text names: in a bucket if it is a bucket's URL, else relative to a folder.
 
     Sends nothing. Raises: ConfigError if the client cannot be made.
@@ -344,10 +276,11 @@ def open_location(
     parts = split_url(text)
     if parts is None:
         return Path(base_folder) / text
-    return BucketPath(Bucket(parts[0], parts[1], settings or StoreConfig()), parts[2])
+    scheme, name, key = parts
+    return BucketPath(OTHERS.get(scheme, Bucket)(scheme, name, settings or StoreConfig()), key)
 
 
-def open_source(text: str, settings: StoreConfig, revision: str | None = None) -> Location:
+def open_source(text: str, settings: StoreConfig, revision: str | None = None) -> Place:
     """Return the place of weights to load: as `open_location` does, and the snapshot of a model's id (encoding/hub.py).
 
     Raises: ConfigError if the client cannot be made; CheckpointNotFoundError for a revision that was not downloaded.
@@ -404,4 +337,13 @@ def _client(scheme: str, name: str, settings: StoreConfig) -> Any:
     return AzureStore(name, **common | ({"endpoint": endpoint} if endpoint else {}))
 
 
-__all__ = ["Bucket", "BucketPath", "Location", "ObjectFacts", "StoreError", "Version", "open_location", "open_source"]
+__all__ = [
+    "MAX_SMALL_BYTES",
+    "Bucket",
+    "BucketPath",
+    "ObjectFacts",
+    "StoreError",
+    "Version",
+    "open_location",
+    "open_source",
+]

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from titan_ckpt.disk.direct import IO_BYTES, run_workers
+from titan_ckpt.disk.files import Reader
 
 if TYPE_CHECKING:
-    from titan_ckpt.stores.bucket import BucketPath
+    from titan_ckpt.stores.objects import BucketPath
 
 HEAD_BYTES = 1 << 20
 """The first request gets the size and so many bytes: the header of most files."""
@@ -17,10 +18,11 @@ _REQUEST_BYTES = 16 << 20
 """A server reads whole blocks of its own, and pays for each request; larger answers only take more memory."""
 
 
-class ObjectReader:
+class ObjectReader(Reader):
     """An object that does not change, read by ranges. Threads may share it."""
 
     is_remote = True
+    path: BucketPath
 
     def __init__(self, path: BucketPath) -> None:
         """Read the object's head. Raises: FileNotFoundError; StoreError."""
@@ -89,14 +91,6 @@ class ObjectReader:
         memory = np.empty(num_bytes, np.uint8).data
         self.read_aligned(memory, offset, num_bytes)
         return memory
-
-    def is_cached(self, offset: int, num_bytes: int) -> bool:
-        """Return False: as `cached_bytes`."""
-        return False
-
-    def cached_bytes(self, offset: int, num_bytes: int) -> int:
-        """Return 0: nothing of a bucket is in this machine's memory."""
-        return 0
 
     def close(self) -> None:
         """Forget what was read."""

@@ -10,20 +10,25 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterator
 from itertools import count
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from titan_ckpt.stores.bucket import BucketPath, StoreError
+from titan_ckpt.disk.files import Writer
+from titan_ckpt.stores.answers import StoreError
+
+if TYPE_CHECKING:
+    from titan_ckpt.stores.objects import BucketPath
 
 _WAITING_PARTS = 2
 """Whole parts that wait to be sent; a writer that would make more waits, too."""
 
 
-class ObjectWriter:
+class ObjectWriter(Writer):
     """A new object at a place where nobody else writes. Threads may write at the same time.
 
-    A byte that is written twice keeps its first value. `finish` or `abort` comes last.
+    A byte that is written twice keeps its first value. `finish` or `close` comes last.
     """
 
     def __init__(self, path: BucketPath, expected_bytes: int) -> None:
@@ -75,7 +80,7 @@ class ObjectWriter:
             self._thread.join()
         self._check()
 
-    def abort(self) -> None:
+    def close(self) -> None:
         """End the upload; there is no object then, unless it is finished already. Idempotent."""
         with self._changed:
             self._error = self._error or InterruptedError(f"{self.path}: its upload was given up")

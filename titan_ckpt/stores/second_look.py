@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TypeVar
 
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError
-from titan_ckpt.stores.bucket import BucketPath, Location, StoreError
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +24,7 @@ WAITS_SECONDS: Sequence[float] = (0.1, 0.3, 0.9)
 _OF_NAMES = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG})
 """Errors that say what is at a path, and not that it could not be read."""
 
-_Place = TypeVar("_Place", bound=Location)
+_Place = TypeVar("_Place", bound=Place)
 _Value = TypeVar("_Value")
 
 
@@ -61,7 +60,7 @@ def read_twice(path: _Place, read: Callable[[_Place], _Value], waits: Sequence[f
             if not isinstance(error, CorruptCheckpointError | EOFError) and error.errno != errno.EIO:
                 raise
             if doubt is None:
-                doubt, path = error, _afresh(path)
+                doubt, path = error, store_of(path).afresh(path)
                 continue
             if isinstance(error, CorruptCheckpointError):
                 raise
@@ -72,24 +71,3 @@ def read_twice(path: _Place, read: Callable[[_Place], _Value], waits: Sequence[f
         if doubt is not None:
             logger.warning("%s was read a second time, which went well; the first time: %s", path, doubt)
         return value
-
-
-def _afresh(path: _Place) -> _Place:
-    """Return the path such that reads of it ask the bucket, or the disk in place of the page cache.
-
-    Pages that were changed and not yet written stay, because the disk does not have them.
-    """
-    if isinstance(path, BucketPath):
-        return replace(path, heads={})
-    assert isinstance(path, Path)
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:  # the second read will meet it
-        return path
-    try:
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError:  # not a regular file
-        pass
-    finally:
-        os.close(fd)
-    return path

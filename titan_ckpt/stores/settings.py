@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from titan_ckpt.encoding.local_path import Whole, Written, is_uri, require
 from titan_ckpt.encoding.toml import Check, Checked
@@ -17,7 +17,10 @@ from titan_ckpt.encoding.toml import Check, Checked
 SCHEMES = ("s3", "gs", "az")
 """Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
 
-_BUCKET_URL = re.compile(rf"({'|'.join(SCHEMES)}):/{{1,2}}([^/?#@:\s]+)((?:/[^/?#\x00-\x1f\x7f]+)*)/?")
+OTHERS: dict[str, Callable[[str, str, StoreConfig], Any]] = {}
+"""Scheme of a URL -> the class of another place for bytes, an ObjectStore made of scheme, name and settings."""
+
+_BUCKET_URL = re.compile(r"([a-z][a-z0-9]*):/{1,2}([^/?#@:\s]+)((?:/[^/?#\x00-\x1f\x7f]+)*)/?")
 _ENDPOINT = re.compile(r"https?://[^/?#@\s]+(/[^?#@\s]*)?")
 
 _MOST_PARTS = 9_000
@@ -86,6 +89,6 @@ def split_url(text: str | os.PathLike[str]) -> tuple[str, str, str] | None:
     Reads also what pathlib makes of a URL: Path("s3://bucket/run") is "s3:/bucket/run".
     """
     match = _BUCKET_URL.fullmatch(os.fspath(text))
-    if match is None or any(part in (".", "..") for part in match[3].split("/")):
+    if match is None or match[1] not in (*SCHEMES, *OTHERS) or any(part in (".", "..") for part in match[3].split("/")):
         return None
     return match[1], match[2], match[3].strip("/")

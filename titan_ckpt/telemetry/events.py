@@ -174,16 +174,6 @@ class Telemetry:
             self._failed.add(what)
 
 
-def folder_bytes(folder: Path) -> int:
-    """Return the bytes of all files in a folder; those that are gone meanwhile do not count."""
-    total = 0
-    for parent, _, files in os.walk(folder):
-        for name in files:
-            with contextlib.suppress(OSError):
-                total += Path(parent, name).lstat().st_size
-    return total
-
-
 def append_line(path: Path, text: str) -> None:
     """Append a line, in one write; a line that a kill or a full disk has cut stays alone.
 

@@ -18,7 +18,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, Shape, TensorInfo, dtype_name
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.state import run_state
 from titan_ckpt.weights import digest
 from titan_ckpt.weights.stored_names import OTHER_COMPONENTS
@@ -92,7 +92,7 @@ class TensorStatistics:
     """(lower edge, upper edge, number of values) of equally wide bins from the minimum to the maximum."""
 
 
-def inspect(path: Location) -> Content:
+def inspect(path: Place) -> Content:
     """Return the content of a checkpoint; no tensor is read. Raises: as open_reader."""
     with open_reader(path) as reader:
         manifest = reader.manifest if isinstance(reader, NativeReader) else None
@@ -168,7 +168,7 @@ def _sharding(shape: Shape, chunks: Sequence[Chunk]) -> str:
     return f"{len(parts)} boxes"
 
 
-def statistics(path: Location, name: str) -> TensorStatistics:
+def statistics(path: Place, name: str) -> TensorStatistics:
     """Read one tensor block by block and return its figures. `name` may leave out the component.
 
     Raises: CheckpointNotFoundError for an unknown name, with the nearest ones; as open_reader.

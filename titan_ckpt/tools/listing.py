@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from titan_ckpt.directory.lease import LEASE_NAME, holder_of
+from titan_ckpt.directory.lease import LEASE_NAME, LEASE_OBJECT
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import (
     COMMITS,
@@ -18,18 +18,18 @@ from titan_ckpt.directory.names import (
     CommittedStep,
     Survey,
     inspect,
-    step_name,
     step_of,
-    survey,
 )
+from titan_ckpt.directory.open_steps import steps_at
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.holder import Holder
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports
 from titan_ckpt.formats.publish.record import RECORDS, recorded_folders, why_foreign
-from titan_ckpt.stores.bucket import BucketPath, Location
-from titan_ckpt.telemetry.events import folder_bytes
+from titan_ckpt.stores.mounted import local_path, store_of
+from titan_ckpt.stores.objects import BucketPath, object_path
+from titan_ckpt.stores.store import Place
 
 METADATA = ".metadata"
 _CHECKPOINTS, _EXPORTS = "checkpoints", "exports"
@@ -95,36 +95,27 @@ class Listing:
     writer_lives: bool
 
 
-def list_run(folder: Location) -> Listing:
+def list_run(folder: Place) -> Listing:
     """List a run's folder, or its checkpoint folder.
 
     Raises: CheckpointNotFoundError; NotACheckpointError for a folder without any checkpoint; StoreError.
     """
-    if isinstance(folder, BucketPath):
-        return _list_place(folder)
-    checkpoints = find_checkpoints(folder)
-    found = survey(checkpoints)
-    steps, exports = listed_steps(found), tuple(_exports(folder))
-    steps += [facts for step in found.dcp if (facts := _dcp(checkpoints / step_name(step), step)) is not None]
-    return listing(folder, checkpoints, found, steps, exports, holder_of(checkpoints))
-
-
-def _list_place(place: BucketPath) -> Listing:
-    """List a run's place in a bucket: its checkpoint folder, its exports, or what has both below it.
-
-    Raises: CheckpointNotFoundError; NotACheckpointError; StoreError.
-    """
-    from titan_ckpt.directory.bucket_lease import bucket_holder
-    from titan_ckpt.directory.bucket_steps import BucketSteps
-
-    checkpoints, names = _steps_below(place)
-    exports = place if RECORDS in names else place / _EXPORTS if _EXPORTS in names else None
-    found = BucketSteps(checkpoints).survey()
-    if exports is None and not found.steps and not found.rejected and bucket_holder(checkpoints) is None:
+    on_disk = local_path(folder)
+    if on_disk is not None:
+        checkpoints: Place = _find_on_disk(on_disk)
+        exports = [*_exports(on_disk)]
+    else:
+        place = object_path(folder)
+        checkpoints, names = _steps_below(place)
+        made = place if RECORDS in names else place / _EXPORTS if _EXPORTS in names else None
+        exports = [] if made is None else [*_exports_in_bucket(made)]
+    store = steps_at(checkpoints)
+    found, holder = store.survey(), store.holder()
+    if on_disk is None and made is None and not found.steps and not found.rejected and holder is None:
         raise NotACheckpointError(f"{place} holds no checkpoints, only {', '.join(names[:6])}; name a run's place")
-    steps = [replace(facts, path=str(checkpoints / step_name(facts.step))) for facts in listed_steps(found)]
-    made = [] if exports is None else [*_exports_in_bucket(exports)]
-    return listing(place, checkpoints, found, steps, made, bucket_holder(checkpoints))
+    steps = [replace(facts, path=str(store.step_path(facts.step))) for facts in listed_steps(found)]
+    steps += [facts for step in found.dcp if (facts := _dcp(store.step_path(step), step)) is not None]
+    return listing(folder, checkpoints, found, steps, exports, holder)
 
 
 def _steps_below(place: BucketPath) -> tuple[BucketPath, list[str]]:
@@ -142,17 +133,13 @@ def _steps_below(place: BucketPath) -> tuple[BucketPath, list[str]]:
 
 
 def _has_commits(names: Sequence[str]) -> bool:
-    from titan_ckpt.directory.bucket_lease import LEASE_OBJECT
-
     return COMMITS in names or LEASE_OBJECT in names
 
 
 def _exports_in_bucket(root: BucketPath) -> Iterator[ExportFacts]:
     """Yield the exports that are published below a place."""
-    from titan_ckpt.stores.source import listed
-
     records = BucketExports(root)
-    for path in listed(root).iterdir():
+    for path in store_of(root).seen(root).iterdir():
         format_ = next((_FORMATS[name] for name in LOADABLE if (path / name).is_file()), None)
         if format_ is not None:
             num_bytes = sum(size for key, size in path.sizes.items() if key.startswith(f"{path.key}/"))
@@ -169,8 +156,8 @@ def listed_steps(found: Survey) -> list[StepFacts]:
 
 
 def listing(
-    folder: Location,
-    checkpoints: Location,
+    folder: Place,
+    checkpoints: Place,
     found: Survey,
     steps: Sequence[StepFacts],
     exports: Sequence[ExportFacts],
@@ -188,12 +175,14 @@ def listing(
     )
 
 
-def find_steps(place: BucketPath) -> BucketPath:
-    """Return the checkpoint folder of a run's place in a bucket, or the place itself if it is one.
+def find_checkpoints(folder: Place) -> Place:
+    """Return the checkpoint folder of a run's folder, or the folder itself if it is one.
 
-    Raises: CheckpointNotFoundError; NotACheckpointError; StoreError.
+    Raises: CheckpointNotFoundError; NotACheckpointError, also for a run with several; StoreError.
     """
-    checkpoints, _ = _steps_below(place)
+    if (path := local_path(folder)) is not None:
+        return _find_on_disk(path)
+    checkpoints, _ = _steps_below(object_path(folder))
     names = checkpoints.bucket.list_names(checkpoints.key)
     if not _has_commits(names):
         raise NotACheckpointError(
@@ -202,11 +191,7 @@ def find_steps(place: BucketPath) -> BucketPath:
     return checkpoints
 
 
-def find_checkpoints(folder: Path) -> Path:
-    """Return the checkpoint folder of a run's folder, or the folder itself if it is one.
-
-    Raises: CheckpointNotFoundError; NotACheckpointError, also for a run with several.
-    """
+def _find_on_disk(folder: Path) -> Path:
     if not folder.is_dir():
         raise CheckpointNotFoundError(f"{folder} is no folder; name a run's folder or its checkpoint folder")
     if (folder / MANIFEST_NAME).exists() or (folder / METADATA).exists():
@@ -290,13 +275,13 @@ def _native(step: CommittedStep, *, is_best: bool, is_source: bool) -> StepFacts
     )
 
 
-def _dcp(path: Path, step: int) -> StepFacts | None:
+def _dcp(path: Place, step: int) -> StepFacts | None:
     """Return what can be told of torchtitan's step without reading its pickle; None if it is deleted meanwhile."""
     try:
-        created = (path / METADATA).stat().st_mtime
+        created = Path(str(path / METADATA)).stat().st_mtime
     except FileNotFoundError:
         return None
-    return StepFacts(step, str(path), "dcp", folder_bytes(path), created)
+    return StepFacts(step, str(path), "dcp", store_of(path).folder_bytes(path), created)
 
 
 def _has_steps(folder: Path) -> bool:
@@ -316,7 +301,8 @@ def _exports(run: Path) -> Iterator[ExportFacts]:
         path = run / name
         if path.is_dir():
             changed = why_foreign(run, name) if name in recorded else "there is no record that a run made it"
-            yield ExportFacts(str(path), _format(path), folder_bytes(path), path.stat().st_mtime, changed)
+            num_bytes = store_of(path).folder_bytes(path)
+            yield ExportFacts(str(path), _format(path), num_bytes, path.stat().st_mtime, changed)
 
 
 def _by_step(name: str) -> tuple[str, int, str]:

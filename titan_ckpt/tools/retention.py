@@ -15,15 +15,14 @@ from functools import partial
 from pathlib import Path
 
 from titan_ckpt.config import KeepConfig, from_dict
-from titan_ckpt.directory.names import PIN_NAME, TRASH, step_of
+from titan_ckpt.directory.names import PIN_NAME, step_of
+from titan_ckpt.directory.open_steps import open_steps, steps_at
 from titan_ckpt.directory.steps import Steps
-from titan_ckpt.directory.store import StepStore
-from titan_ckpt.disk import posix
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, NotACheckpointError, SaveError
 from titan_ckpt.formats.publish.record import remove_set_aside_export, set_aside_exports
-from titan_ckpt.stores.bucket import BucketPath, Location
-from titan_ckpt.telemetry.events import folder_bytes
-from titan_ckpt.tools.listing import committed_step, find_checkpoints, find_steps, resumed_from
+from titan_ckpt.stores.mounted import POSIX, local_path
+from titan_ckpt.stores.store import Place
+from titan_ckpt.tools.listing import committed_step, find_checkpoints, resumed_from
 
 _SETTLE_SECONDS = 5.0
 """Longest time in which a step that is being deleted comes back, because its pin was seen."""
@@ -56,7 +55,7 @@ def read_policy(text: str) -> KeepConfig:
 
 
 def prune(
-    folder: Location, keep: KeepConfig | None, *, set_aside: bool = False, dry_run: bool, take_lease: bool = False
+    folder: Place, keep: KeepConfig | None, *, set_aside: bool = False, dry_run: bool, take_lease: bool = False
 ) -> Pruned:
     """Delete the steps of a run that a policy no longer keeps; with `dry_run`, only say which.
 
@@ -66,7 +65,7 @@ def prune(
     meanwhile. `take_lease` takes it from a process of another machine, whose end cannot be seen from here.
     Raises: CommitConflictError beside a live writer; SaveError; OSError; as find_checkpoints and find_steps.
     """
-    steps = _steps_of(find_steps(folder) if isinstance(folder, BucketPath) else find_checkpoints(folder))
+    steps = steps_at(find_checkpoints(folder))
     if not dry_run:
         _refuse_unseen_writer(steps, take_lease=take_lease)
         steps.open()
@@ -77,13 +76,12 @@ def prune(
             steps.remove(step)
         aside = steps.set_aside()
         held = _remove_set_aside(aside, partial(steps.remove_set_aside, dry_run=dry_run)) if set_aside else {}
-        if isinstance(folder, Path):
-            exports = {name: folder_bytes(folder / name) for name in set_aside_exports(folder)}
+        if (run := local_path(folder)) is not None:
+            exports = {name: POSIX.folder_bytes(run / name) for name in set_aside_exports(run)}
             aside |= exports
             if set_aside:
-                held |= _remove_set_aside(exports, partial(remove_set_aside_export, folder, dry_run=dry_run))
+                held |= _remove_set_aside(exports, partial(remove_set_aside_export, run, dry_run=dry_run))
         gone = {step.step for step in expired}
-        has_trash = isinstance(steps, StepStore) and not dry_run
         return Pruned(
             str(steps.root),
             tuple(step.step for step in expired),
@@ -92,18 +90,10 @@ def prune(
             tuple(name for name in aside if name not in held),
             sum(num_bytes for name, num_bytes in aside.items() if name not in held),
             tuple(held.values()),
-            tuple(posix.list_folder(Path(str(steps.root)) / TRASH)) if has_trash else (),
+            () if dry_run else steps.left_over(),
         )
     finally:
         steps.close()
-
-
-def _steps_of(checkpoints: Location) -> Steps:
-    if isinstance(checkpoints, BucketPath):
-        from titan_ckpt.directory.bucket_steps import BucketSteps
-
-        return BucketSteps(checkpoints)
-    return StepStore(checkpoints)
 
 
 def _remove_set_aside(names: Iterable[str], remove: Callable[[str], None]) -> dict[str, str]:
@@ -128,38 +118,38 @@ def _refuse_unseen_writer(steps: Steps, *, take_lease: bool) -> None:
         )
 
 
-def pin(path: Location) -> int:
+def pin(path: Place) -> int:
     """Keep a step whatever a policy says, and return its number.
 
     A run that deletes the step at the same time either sees the pin and leaves the step, or is first.
     Raises: SaveError, or CheckpointNotFoundError in a bucket, if the deletion was first; as committed_step.
     """
     steps, number = _step_at(path)
-    if isinstance(path, BucketPath):
+    folder = local_path(path)
+    with contextlib.suppress(*(() if folder is None else (FileNotFoundError, CheckpointNotFoundError))):
         steps.pin(number)
+    if folder is None:
         return number
-    with contextlib.suppress(FileNotFoundError, CheckpointNotFoundError):  # renamed away: with a pin it comes back
-        steps.pin(number)
-    deadline = time.monotonic() + _SETTLE_SECONDS
-    while not os.path.lexists(path / PIN_NAME):
+    deadline = time.monotonic() + _SETTLE_SECONDS  # it was renamed away: with a pin it comes back
+    while not os.path.lexists(folder / PIN_NAME):
         if time.monotonic() > deadline:
             raise SaveError(f"{path}: was deleted by its run before the pin; pin a step that is there")
         time.sleep(0.05)
     return number
 
 
-def unpin(path: Location) -> int:
+def unpin(path: Place) -> int:
     """Let the policy decide about a step again, and return its number. Raises: OSError; as committed_step."""
     steps, number = _step_at(path)
     steps.unpin(number)
     return number
 
 
-def _step_at(path: Location) -> tuple[Steps, int]:
+def _step_at(path: Place) -> tuple[Steps, int]:
     """Return the store of a step, and its number. Raises: NotACheckpointError; as committed_step."""
-    if not isinstance(path, BucketPath):
-        return StepStore(Path(os.path.abspath(path)).parent), committed_step(path).step
+    if (folder := local_path(path)) is not None:
+        return open_steps(Path(os.path.abspath(folder)).parent), committed_step(folder).step
     number = step_of(path.name)
     if number is None:
         raise NotACheckpointError(f"{path} is no step of titan_ckpt; name one, such as {path.parent / 'step-100'}")
-    return _steps_of(path.parent), number
+    return steps_at(path.parent), number

@@ -27,8 +27,9 @@ from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.stores.bucket import Location, StoreError
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.mounted import local_path, store_of
+from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.models import CONFIG, ModelTable, find_table
 
 
@@ -45,7 +46,7 @@ class Verified:
     """Remarks that do not make the checkpoint damaged."""
 
 
-def verify(place: Location) -> Verified:
+def verify(place: Place) -> Verified:
     """Check a checkpoint, on a mounted file system or in a bucket.
 
     Raises: CorruptCheckpointError, or the format's own CheckpointError, listing all that is damaged;
@@ -74,7 +75,7 @@ def verify(place: Location) -> Verified:
         return Verified(str(place), reader.format, len(reader.tensors), total, tuple(checks), tuple(notes))
 
 
-def _native(path: Source, name: str) -> Verified:
+def _native(path: Place, name: str) -> Verified:
     step = verify_step(path)
     with open_reader(path, "native") as reader:
         num_tensors = len(reader.tensors)
@@ -121,13 +122,13 @@ def _not_of_config(reader: HuggingFaceReader, checks: list[str], notes: list[str
 
 
 @contextmanager
-def _on_disk(file: Source) -> Iterator[Path]:
+def _on_disk(file: Place) -> Iterator[Path]:
     """Give the folder of a small file; one in a bucket is copied to a temporary folder."""
-    if isinstance(file, Path):
-        yield file.parent
+    if (path := local_path(file)) is not None:
+        yield path.parent
         return
     with TemporaryDirectory() as folder:
-        Path(folder, file.name).write_bytes(file.read(file.num_bytes))
+        Path(folder, file.name).write_bytes(store_of(file).read_whole(file, store_of(file).size(file)))
         yield Path(folder)
 
 

@@ -10,6 +10,7 @@ from titan_ckpt.disk import posix
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.outside_request import ANSWER, TAKER
 from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.telemetry.events import TELEMETRY
 from titan_ckpt.training.callbacks.console import METRICS
 from titan_ckpt.training.callbacks.trackers import RUN_ID
@@ -52,10 +53,10 @@ def _why_no_file(path: Path) -> str | None:
 
 def _folders(config: RunConfig, output: Path) -> Iterator[tuple[str, Path]]:
     yield "data.cache_folder", Path(config.data.cache_folder)
-    if isinstance(folder := open_location(config.checkpoint.folder, output, config.checkpoint.store), Path):
+    if folder := local_path(open_location(config.checkpoint.folder, output, config.checkpoint.store)):
         yield "checkpoint.folder", folder
     for i, export in enumerate(config.checkpoint.export):
-        if isinstance(place := open_location(export.folder, output, config.checkpoint.store), Path):
+        if place := local_path(open_location(export.folder, output, config.checkpoint.store)):
             yield f"checkpoint.export.{i}.folder", place
     if config.tensorboard is not None:
         yield "tensorboard.folder", output / config.tensorboard.folder

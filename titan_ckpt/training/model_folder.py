@@ -15,8 +15,10 @@ from titan_ckpt.encoding.hub import how_to_get, hub_folder, snapshot_of
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, NotACheckpointError
 from titan_ckpt.formats.huggingface.reader import is_huggingface
 from titan_ckpt.formats.open import detect_format, locate
-from titan_ckpt.stores.bucket import BucketPath, Location, open_source
+from titan_ckpt.stores.bucket import open_source
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.settings import split_url
+from titan_ckpt.stores.store import Place
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.types import Format
 
@@ -63,7 +65,7 @@ def refuse_new_tokenizer(config: RunConfig) -> None:
         if not _holds_weights(place, source.format):
             continue
         why = f"holds weights and no {TOKENIZER}"
-        if isinstance(place, BucketPath):
+        if not store_of(place).is_mounted:
             why = "holds weights, and tokenizers are read from mounted file systems alone"
         choices = (
             "name the folder of their tokenizer (folder), or the size of one that is trained on the corpus (vocab_size)"
@@ -99,7 +101,7 @@ def _own_tokenizer(config: RunConfig) -> Path | None:
     return next((folder for folder in [*own, *sources] if (folder / TOKENIZER).is_file()), None)
 
 
-def _holds_weights(place: Location, format_: Format | None) -> bool:
+def _holds_weights(place: Place, format_: Format | None) -> bool:
     """Return whether there is a checkpoint; if there is none, the load says why. Raises: StoreError."""
     with suppress(CheckpointNotFoundError, NotACheckpointError):
         found = locate(place)

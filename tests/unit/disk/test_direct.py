@@ -16,6 +16,7 @@ import pytest
 
 from titan_ckpt.disk import direct
 from titan_ckpt.disk.direct import meanwhile, run_workers
+from titan_ckpt.disk.file_writer import FileWriter
 from titan_ckpt.saving.handle import SaveHandle
 
 
@@ -126,8 +127,8 @@ def test_threads_whose_direct_writes_are_refused_at_the_same_time_write_the_file
         return pwrite(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    with direct.FileWriter(tmp_path / "file", 4 * 4096) as file, direct.bounce_buffer() as buffer:
+    with FileWriter.create(tmp_path / "file", 4 * 4096) as file, direct.bounce_buffer() as buffer:
         buffer.view[:4096] = bytes([7]) * 4096
         run_workers(range(0, 4 * 4096, 4096), lambda start: file.write(buffer.view[:4096], start), 4)
-        file.finish()
+        file.finish(4 * 4096)
     assert (tmp_path / "file").read_bytes() == bytes([7]) * 4 * 4096

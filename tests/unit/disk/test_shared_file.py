@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from tests.faults.shim import Counter, intercepted
+from titan_ckpt.disk.file_writer import FileWriter
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer
-from titan_ckpt.disk.shared_file import SharedFile
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -26,7 +26,7 @@ def test_every_byte_lands_where_it_belongs(tmp_path: Path, direct: bool, first: 
         ranges.append((start, length))
         start += length
     random.Random(7).shuffle(ranges)
-    writers = [SharedFile(path, direct), SharedFile(path, direct)]
+    writers = [FileWriter(path, direct), FileWriter(path, direct)]
     for number, (offset, length) in enumerate(ranges):
         buffer = Buffer.allocate(length + 2 * ALIGNMENT)
         at = offset % ALIGNMENT + number % 2 * (0 if direct else 8)  # direct writes ask for alignment
@@ -43,7 +43,7 @@ def test_small_neighbours_are_written_at_once_and_none_is_kept_for_long(tmp_path
     """A thousand tensors of some bytes are one write when they are flushed; a MiB of them does not wait for that."""
     (tmp_path / "file").write_bytes(bytes(3 << 20))
     data = random.Random(1).randbytes(3 << 20)
-    file = SharedFile(tmp_path / "file", direct=True)
+    file = FileWriter(tmp_path / "file", direct=True)
     calls = Counter()
     with intercepted(calls):
         for start in range(8, 8 + 1000 * 24, 24):
@@ -66,14 +66,14 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     (tmp_path / "real").write_bytes(b"12345678")
     (tmp_path / "link").symlink_to("real")
     with pytest.raises(OSError, match="link"):
-        SharedFile(tmp_path / "link", direct=True)
+        FileWriter(tmp_path / "link", direct=True)
 
 
 def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     """Closing closes both ways into the file."""
     (tmp_path / "file").write_bytes(bytes(8192))
     before = set(os.listdir("/proc/self/fd"))
-    file = SharedFile(tmp_path / "file", direct=True)
+    file = FileWriter(tmp_path / "file", direct=True)
     file.write(Buffer.allocate(8192).view, 0)
     file.close()
     assert set(os.listdir("/proc/self/fd")) == before

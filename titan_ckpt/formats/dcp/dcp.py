@@ -20,15 +20,15 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table
 from titan_ckpt.formats.safetensors.regions import copy_from_host
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo, info_of
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
-from titan_ckpt.stores.object_reader import ObjectReader
-from titan_ckpt.stores.source import ListedPath, Source, num_bytes_of, open_file
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +45,11 @@ class DcpReader(TensorReader):
     """A DCP folder. `tensors` lists its tensors; `item(name)` returns an item that is no tensor."""
 
     format = "dcp"
-    path: Source  # type: ignore[assignment]  # as HuggingFaceReader
+    path: Place  # type: ignore[assignment]  # as HuggingFaceReader
     paths: dict[str, tuple[str, ...]]
     """Name -> the keys by which the value was nested when it was saved, as far as the folder says so."""
 
-    def __init__(self, path: Source) -> None:
+    def __init__(self, path: Place) -> None:
         """Read the metadata. Raises: CorruptCheckpointError for anything but plain, contained metadata."""
         self._begin(path, METADATA)
         metadata = read_metadata(path / METADATA)
@@ -69,7 +69,7 @@ class DcpReader(TensorReader):
             else:
                 self.items[index.fqn] = stored
 
-    def _begin(self, path: Source, table: str) -> None:
+    def _begin(self, path: Place, table: str) -> None:
         """Bind to a folder before its table of places is read."""
         self.path = path
         self._table = path / table
@@ -79,7 +79,7 @@ class DcpReader(TensorReader):
         """The place of each item that is no tensor."""
         self.paths = {}
         self._checked: set[str] = set()
-        self._objects: dict[str, ObjectReader] = {}
+        self._objects: dict[str, Reader] = {}
         self._unread: tuple[Stored, Any] | None = None
         """The last chunk, if it was read in part: the next request is likely to be for the rest of it."""
 
@@ -114,11 +114,10 @@ class DcpReader(TensorReader):
                     str(self.path),
                 )
         self._require_whole(by_chunk)
-        if isinstance(self.path, ListedPath):  # then items near each other are got by one request
-            stored_at = {(key, i): self._chunks[key][i] for key, i in by_chunk}
-            in_order = sorted(by_chunk, key=lambda chunk: (stored_at[chunk].file, stored_at[chunk].offset))
-            by_chunk = {chunk: by_chunk[chunk] for chunk in in_order}
-        return partial(self._fill, by_chunk)
+        # in the order of the files: where reads are requests, one of them gets items near each other
+        stored_at = {(key, i): self._chunks[key][i] for key, i in by_chunk}
+        in_order = sorted(by_chunk, key=lambda chunk: (stored_at[chunk].file, stored_at[chunk].offset))
+        return partial(self._fill, {chunk: by_chunk[chunk] for chunk in in_order})
 
     def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[ReadRequest]]) -> None:
         for (key, i), wanting in by_chunk.items():
@@ -157,11 +156,7 @@ class DcpReader(TensorReader):
 
     def _require_contained(self, file: str) -> None:
         try:
-            if isinstance(self.path, ListedPath):
-                outside = PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts
-            else:
-                target = self.path / PurePosixPath(file)
-                outside = not target.resolve().is_relative_to(self.path.resolve()) or target.is_symlink()
+            outside = not store_of(self.path).holds(self.path, file)
         except (ValueError, OSError):  # the path cannot be the name of a file
             outside = True
         if outside:
@@ -203,11 +198,11 @@ class DcpReader(TensorReader):
             try:
                 if file.num_bytes < stored.offset + stored.num_bytes:
                     raise self._corrupt(stored, name, "is cut off")
-                if isinstance(file, ObjectReader):  # torch asks for a few bytes at a time
+                if file.is_remote:  # torch asks for a few bytes at a time
                     file.fetch(stored.offset, stored.num_bytes)
                 return torch.load(cast(IO[bytes], _Part(file, stored)), weights_only=True, map_location="cpu")
             finally:
-                if isinstance(file, FileReader):
+                if not file.is_remote:
                     file.close()
 
     @contextmanager
@@ -223,12 +218,12 @@ class DcpReader(TensorReader):
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise self._corrupt(stored, name, f"cannot be read as plain data: {reason}") from error
 
-    def _open_file(self, name: str) -> FileReader | ObjectReader:
+    def _open_file(self, name: str) -> Reader:
         """Open a file; an object stays open, because its head is got each time. Raises: FileNotFoundError; OSError."""
         if name in self._objects:
             return self._objects[name]
-        file = open_file(self.path / name)
-        if isinstance(file, ObjectReader):
+        file = store_of(self.path).open(self.path / name)
+        if file.is_remote:
             self._objects[name] = file
         return file
 
@@ -239,7 +234,7 @@ class DcpReader(TensorReader):
             stored = self._chunks[key][i]
             if stored.file not in sizes:
                 try:
-                    sizes[stored.file] = num_bytes_of(self.path / stored.file)
+                    sizes[stored.file] = store_of(self.path).size(self.path / stored.file)
                 except FileNotFoundError as error:
                     raise self._corrupt(stored, key, "is missing") from error
             if sizes[stored.file] < stored.offset + stored.num_bytes:
@@ -253,7 +248,7 @@ class DcpReader(TensorReader):
 class _Part(io.RawIOBase):
     """A part of a file, presented as a file, so that torch.load keeps its content in memory only once."""
 
-    def __init__(self, file: FileReader | ObjectReader, stored: Stored) -> None:
+    def __init__(self, file: Reader, stored: Stored) -> None:
         super().__init__()
         self._file = file
         self._stored = stored

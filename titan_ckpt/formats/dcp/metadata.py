@@ -26,19 +26,20 @@ from titan_ckpt.encoding.strict_json import is_unicode
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.unpickle import MAX_PATH, unpickle
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.stores.source import Source, read_whole
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 
 METADATA = ".metadata"
 MAX_METADATA_BYTES = 1 << 30
 
 
 @gc_paused()
-def read_metadata(path: Source) -> Metadata:
+def read_metadata(path: Place) -> Metadata:
     """Return a folder's metadata with every field checked. Nothing in the file is executed.
 
     Raises: OSError; CorruptCheckpointError for anything that is no valid metadata.
     """
-    data = read_whole(path, MAX_METADATA_BYTES)
+    data = store_of(path).read_whole(path, MAX_METADATA_BYTES)
     try:
         metadata = unpickle(data)
         if not isinstance(metadata, Metadata):

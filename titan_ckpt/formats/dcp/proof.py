@@ -9,19 +9,17 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 import xxhash
 
 from titan_ckpt import progress
-from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import IO_BYTES, FileReader, bounce_buffer, run_workers
+from titan_ckpt.disk.direct import IO_BYTES, bounce_buffer, run_workers
+from titan_ckpt.disk.files import Writer
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.stores.bucket import BucketPath, Location
-from titan_ckpt.stores.object_reader import ObjectReader
-from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 
 
 class _Piece(NamedTuple):
@@ -36,12 +34,12 @@ class _Piece(NamedTuple):
 class DigestedFile(io.RawIOBase):
     """A new file to which items are appended and which digests each on its way. A context manager that closes it."""
 
-    def __init__(self, path: Location, expected_bytes: int) -> None:
+    def __init__(self, path: Place, expected_bytes: int) -> None:
         """Create nothing yet. `expected_bytes`: about the size that the file will have."""
         super().__init__()
         self._path = path
-        self._fd = -1
-        self._object = ObjectWriter(path, expected_bytes) if isinstance(path, BucketPath) else None
+        self._expected_bytes = expected_bytes
+        self._file: Writer | None = None
         self.num_bytes = 0
         self._pieces: list[_Piece] = []
         self._item = ""
@@ -49,9 +47,8 @@ class DigestedFile(io.RawIOBase):
         self._digest = xxhash.xxh3_128()
 
     def open(self) -> None:
-        """Create the file; an object is there when it is synced. Raises: OSError."""
-        if isinstance(self._path, Path):
-            self._fd = posix.open_exclusive(self._path)
+        """Create the file; it may be there only when it is synced. Raises: OSError."""
+        self._file = store_of(self._path).new_file(self._path, self._expected_bytes)
 
     def append(self, item: str, write: Callable[[IO[bytes]], object]) -> tuple[str, int, int]:
         """Let `write` put an item at the end of the file; return the file's name, the first byte and the length."""
@@ -67,10 +64,8 @@ class DigestedFile(io.RawIOBase):
     def write(self, data: Any) -> int:
         """Append bytes at once, so that torch.save never keeps a tensor in memory twice."""
         view = memoryview(data).cast("B")
-        if self._object is not None:
-            self._object.write(view, self.num_bytes)
-        else:
-            posix.pwrite_all(self._fd, view, self.num_bytes)
+        assert self._file is not None, "open() comes first"
+        self._file.write(view, self.num_bytes)
         done = 0
         while done < len(view):
             part = view[done : done + IO_BYTES - self.num_bytes % IO_BYTES]
@@ -90,26 +85,22 @@ class DigestedFile(io.RawIOBase):
 
     def sync(self) -> None:
         """Make the file durable; nothing is appended after it. Raises: OSError."""
-        if self._object is None:
-            posix.fsync(self._fd)
-        elif self.num_bytes:  # nothing refers to an empty object
-            self._object.finish(self.num_bytes)
+        if self._file is not None and self.num_bytes:  # nothing refers to an empty file
+            self._file.finish(self.num_bytes)
 
     def close(self) -> None:
-        """Close the file; an object that is not synced is given up. Idempotent."""
-        if self._object is not None:
-            self._object.abort()
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            posix.close(fd)
+        """Close the file; one that is not synced is given up. Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     @gc_paused()
     def prove(self, count: progress.Count) -> None:
         """Read the file back and compare it with what was written. Raises: ExportError naming items that differ."""
-        if self._object is not None and not self.num_bytes:
+        if not self.num_bytes:
             return
         wrong: set[str] = set()
-        file = FileReader(self._path) if isinstance(self._path, Path) else ObjectReader(self._path)
+        file = store_of(self._path).open(self._path)
 
         def compare(pieces: Sequence[_Piece]) -> None:
             start, stop = pieces[0].first, pieces[-1].stop

@@ -14,7 +14,6 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titan_ckpt import progress
-from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import ExportError, counted, listed
 from titan_ckpt.formats.dcp.dcp import DcpReader
@@ -42,10 +41,9 @@ from titan_ckpt.formats.publish.publication import Record, Unpublished, publishe
 from titan_ckpt.formats.publish.run import compare_infos, log_export, refuse_changed
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue
-from titan_ckpt.stores.bucket import Location
-from titan_ckpt.stores.source import read_whole
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.transforms import FileGroup
 
 logger = logging.getLogger(__name__)
 
@@ -58,12 +56,14 @@ class DcpExport:
     values: Mapping[str, StoredValue] = field(default_factory=dict)
     digests: Mapping[str, str] = field(default_factory=dict)
     """Digests of tensors that ranks might hold with values of their own, which the format has no place for."""
-    groups: tuple[FileGroup, ...] = ()
-    """The tensors whose columns ranks put together: none, because shards are written as they are."""
     changed: Callable[[], list[str]] = list
     """As of FolderExport."""
 
-    def write(self, folder: Location, coordinator: Coordinator, record: Record = lambda _: None) -> None:
+    def peers(self, folder: Place, coordinator: Coordinator) -> set[Ranks]:
+        """Return no group: shards are written as they are."""
+        return set()
+
+    def write(self, folder: Place, coordinator: Coordinator, record: Record = lambda _: None) -> None:
         """Write, prove and record the folder, and publish it atomically. Collective.
 
         Lazy tensors are resolved one at a time.
@@ -276,11 +276,9 @@ def _write_metadata(unpublished: Unpublished[None], gathered: list[Any]) -> None
     metadata = Metadata(dict(entries), planner_data={n: paths.get(n, (n,)) for n in entries}, storage_data=storage)
     metadata.storage_meta = StorageMeta()
     data = pickle.dumps(metadata)
-    if isinstance(folder := unpublished.path, Path):
-        posix.write_file(folder / METADATA, data)
-    else:
-        unpublished.last = METADATA, data
-    if read_whole(unpublished.as_source() / METADATA, len(data) + 1) != data:
+    folder = unpublished.path
+    unpublished.put_last(METADATA, data)
+    if store_of(folder).read_whole(unpublished.as_source() / METADATA, len(data) + 1) != data:
         raise ExportError(f"{METADATA} read back differs from what was written")
     with DcpReader(unpublished.as_source()) as reader:
         boxes = {name: [(c.offsets, c.sizes) for c in chunks] for name, chunks in reader.stored_chunks().items()}

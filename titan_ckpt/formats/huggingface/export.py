@@ -22,8 +22,8 @@ from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
 from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.stores.bucket import Location
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.mounted import local_path, store_of
+from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.quantise import WeightQuantiser
 from titan_ckpt.weights.transforms import CASTABLE, FileGroup
 
@@ -72,7 +72,7 @@ _IN_LAYER = re.compile(r"\.\d+\.")
 class Base:
     """The folder that the weights came from, with which an export of them has to agree."""
 
-    path: Source
+    path: Place
     key_map: KeyMap
     """The model's table, with the names of this folder."""
     tensors: Mapping[str, TensorInfo]
@@ -84,7 +84,7 @@ class Base:
     """Patterns of the model's tensors that did not come from it (InitialLoadConfig.initialise)."""
 
     @staticmethod
-    def read(path: Source, key_map: KeyMap, initialise: Sequence[str] = (), ignore: Sequence[str] = ()) -> Base:
+    def read(path: Place, key_map: KeyMap, initialise: Sequence[str] = (), ignore: Sequence[str] = ()) -> Base:
         """Read the folder's headers. `key_map`: the model's table. Raises: as HuggingFaceReader.
 
         `initialise`, `ignore`: the patterns of tensors that a load of the folder leaves out.
@@ -120,7 +120,7 @@ class HuggingFaceFormat(FolderFormat):
     last = CONFIG
     config: Mapping[str, Any]
     """The model's config.json; if empty, the one in `assets`."""
-    assets: Source | None
+    assets: Place | None
     """A Hugging Face folder whose tokenizer, chat template, generation config and custom code are copied."""
     max_shard_bytes: int
     """Limit of one file's tensors."""
@@ -143,7 +143,7 @@ class HuggingFaceFormat(FolderFormat):
     def header(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> Mapping[str, str]:
         return {} if self.quantiser is None else self.quantiser.header(infos, quantised)
 
-    def open(self, folder: Source, *, dequantise: bool) -> HuggingFaceReader:
+    def open(self, folder: Place, *, dequantise: bool) -> HuggingFaceReader:
         return HuggingFaceReader(folder, dequantise=dequantise)
 
     def check(self, reader: TensorReader) -> None:
@@ -171,9 +171,7 @@ class HuggingFaceFormat(FolderFormat):
         return beside
 
 
-def export_huggingface(
-    folder: Location, groups: Sequence[FileGroup], *, coordinator: Coordinator, **options: Any
-) -> None:
+def export_huggingface(folder: Place, groups: Sequence[FileGroup], *, coordinator: Coordinator, **options: Any) -> None:
     """Write a Hugging Face folder; `options` are the fields of HuggingFaceFormat. Collective. Raises: ExportError."""
     FolderExport(groups, HuggingFaceFormat(**options)).write(folder, coordinator)
 
@@ -192,18 +190,19 @@ def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:
         )
 
 
-def _assets(folder: Source | None) -> Iterator[tuple[str, bytes | Path]]:
+def _assets(folder: Place | None) -> Iterator[tuple[str, bytes | Path]]:
     """Yield (relative name, file or content) of each file to copy. Raises: ExportError if the folder is not there."""
     if folder is None:
         return
     if not folder.is_dir():
         raise ExportError(f"assets folder {folder} is not there; name a Hugging Face folder to copy the tokenizer from")
     for pattern in _COPIED:
-        found: Iterable[Source] = folder.glob(pattern)
+        found: Iterable[Place] = folder.glob(pattern)
         for path in sorted(found, key=str):
             if path.is_file():
                 name = str(path).removeprefix(f"{folder}/")
-                yield name, path if isinstance(path, Path) else path.read(path.num_bytes)
+                store = store_of(path)
+                yield name, local_path(path) or store.read_whole(path, store.size(path))
 
 
 def _config(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.transforms import CASTABLE
 
 WEIGHTS = "adapter_model.safetensors"
@@ -97,9 +97,9 @@ class PeftReader(TensorReader):
     """A LoRA adapter folder. Names are the file's own; nothing is stripped."""
 
     format = "peft"
-    path: Source  # type: ignore[assignment]  # as HuggingFaceReader
+    path: Place  # type: ignore[assignment]  # as HuggingFaceReader
 
-    def __init__(self, path: Source) -> None:
+    def __init__(self, path: Place) -> None:
         """Check config and names; read no tensor.
 
         An adapter with settings that cannot be honoured opens, to be looked at; `require_supported` refuses it.
@@ -189,7 +189,7 @@ class PeftFormat(FolderFormat):
             raise ExportError(listed(faults))
         return {CONFIG: to_json(public), **({RECORD: to_json(own)} if own else {})}
 
-    def open(self, folder: Source, *, dequantise: bool) -> PeftReader:
+    def open(self, folder: Place, *, dequantise: bool) -> PeftReader:
         return PeftReader(folder)
 
     def check(self, reader: TensorReader) -> None:
@@ -282,7 +282,7 @@ class ModuleNumbers:
         return self.alpha(module) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
 
 
-def _read_adapter_config(path: Source) -> dict[str, Any]:
+def _read_adapter_config(path: Place) -> dict[str, Any]:
     file = path / CONFIG
     if not file.exists():
         raise NotACheckpointError(f"{path}: no {CONFIG}, so nothing says the adapter's kind and scale")

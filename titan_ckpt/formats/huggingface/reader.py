@@ -31,7 +31,9 @@ from titan_ckpt.formats.safetensors.regions import boxes
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
-from titan_ckpt.stores.source import Source, StoreError, read_whole
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 
 logger = logging.getLogger(__name__)
 
@@ -48,9 +50,9 @@ class HuggingFaceReader(TensorReader):
     """A folder of safetensors files, with or without an index, or a single file. Names are those of the files."""
 
     format = "hf"
-    path: Source  # type: ignore[assignment]  # the seam to readers of others knows folders only
+    path: Place  # type: ignore[assignment]  # the seam to readers of others knows folders only
 
-    def __init__(self, path: Source, *, dequantise: bool = True, ignore: Sequence[str] = ()) -> None:
+    def __init__(self, path: Place, *, dequantise: bool = True, ignore: Sequence[str] = ()) -> None:
         """Check config, index and headers; read no tensor. Without `dequantise` tensors are listed as they are stored.
 
         `ignore`: patterns of tensors that the caller leaves out, so that they need not equal those they are tied to.
@@ -111,7 +113,7 @@ class HuggingFaceReader(TensorReader):
         self._files.close()
 
 
-def read_config(path: Source) -> dict[str, Any]:
+def read_config(path: Place) -> dict[str, Any]:
     """Return a JSON object that people write by hand; empty if the file is absent.
 
     As lenient as transformers (`Infinity` occurs in published configs). Raises: CorruptCheckpointError.
@@ -134,28 +136,28 @@ def to_json(value: Mapping[str, Any]) -> bytes:
     return (json.dumps(special_floats.encode(value), indent=2, sort_keys=True) + "\n").encode()
 
 
-def _read_json_file(path: Source) -> bytes:
+def _read_json_file(path: Place) -> bytes:
     """Read a small file, which may be a download cache's link. Raises: FileNotFoundError; CorruptCheckpointError."""
     try:
-        return read_whole(path, MAX_JSON_BYTES, through_links=True)
+        return store_of(path).read_whole(path, MAX_JSON_BYTES, through_links=True)
     except (FileNotFoundError, StoreError):
         raise
     except OSError as error:
         raise CorruptCheckpointError(f"{path}: cannot be read: {error.strerror}", str(path)) from error
 
 
-def is_huggingface(path: Source) -> bool:
+def is_huggingface(path: Place) -> bool:
     """Return whether this is a folder or file that the reader takes for this format."""
     if path.is_file():
         return path.suffix == ".safetensors"
     return (path / INDEX).exists() or bool(_weight_files(path))
 
 
-def _weight_files(folder: Source) -> list[Source]:
+def _weight_files(folder: Place) -> list[Place]:
     return sorted((p for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_")), key=lambda p: p.name)
 
 
-def _headers(path: Source) -> list[SafetensorsHeader]:
+def _headers(path: Place) -> list[SafetensorsHeader]:
     if path.is_file():
         return [read_header(path)]
     if not path.is_dir():
@@ -167,7 +169,7 @@ def _headers(path: Source) -> list[SafetensorsHeader]:
     return [read_header(file) for file in _shards(path)]
 
 
-def _shards(folder: Source) -> list[Source]:
+def _shards(folder: Place) -> list[Place]:
     """Return the files of a folder without an index; a numbered series must be complete."""
     files = _weight_files(folder)
     if not files:
@@ -193,7 +195,7 @@ def _shards(folder: Source) -> list[Source]:
     return [folder / name for name in expected]
 
 
-def _indexed(folder: Source) -> list[SafetensorsHeader]:
+def _indexed(folder: Place) -> list[SafetensorsHeader]:
     """Return the headers of the files that the index names, after comparing them with the index key by key."""
     path = folder / INDEX
     index = strict_json.parse(_read_json_file(path), MAX_JSON_BYTES, str(path))
@@ -218,7 +220,7 @@ def _indexed(folder: Source) -> list[SafetensorsHeader]:
     return headers
 
 
-def _compare(path: Source, weight_map: Mapping[str, strict_json.Json], headers: Sequence[SafetensorsHeader]) -> None:
+def _compare(path: Place, weight_map: Mapping[str, strict_json.Json], headers: Sequence[SafetensorsHeader]) -> None:
     """Raise CorruptCheckpointError unless the index names exactly the tensors of the files, each with its file."""
     stored = [(key, header.path.name) for header in headers for key in header.entries]
     faults = [
@@ -240,7 +242,7 @@ def _compare(path: Source, weight_map: Mapping[str, strict_json.Json], headers: 
         )
 
 
-def _require(folder: Source, names: Sequence[str], why: str) -> None:
+def _require(folder: Place, names: Sequence[str], why: str) -> None:
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise CorruptCheckpointError(
             f"{folder}: {len(missing)} of {len(names)} files {why} are missing: {listed(missing, ', ', ' ')}. "

@@ -1,28 +1,25 @@
 """Writing one rank's file: from pieces of its data section, or from a stream of tensors.
 
 The pieces come from live memory, from the arena, or from a writer process. The stream serves tensors that are computed
-while they are written. Both ways write the data first and hash each block while it is in the processor's cache; then
-they write the header, which holds the digests, and fsync.
+while they are written. Both ways hash each block while it is in the processor's cache; the header holds the digests.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 
-import numpy as np
 import torch
 import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import FileRecord
-from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, FileWriter, bounce_buffer, num_copy_workers, run_workers
-from titan_ckpt.disk.memory import Buffer, round_up
+from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer
+from titan_ckpt.disk.memory import round_up
 from titan_ckpt.formats.native.layout import BLOCK_BYTES, Layout, lay_out, rank_file_name
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, blocks_of, info_of
-from titan_ckpt.stores.bucket import BucketPath, Location
-from titan_ckpt.stores.part_memory import PartMemory
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 
 Pieces = Callable[[int, int], AbstractContextManager[memoryview]]
 """(start, stop) -> these bytes of the data section, in aligned memory, padded to a multiple of the alignment."""
@@ -31,7 +28,7 @@ Views = Callable[[int, int], Sequence[memoryview] | None]
 
 
 def write_rank_file(
-    path: Location,
+    path: Place,
     layout: Layout,
     pieces: Pieces,
     num_workers: int = NUM_WORKERS,
@@ -39,73 +36,35 @@ def write_rank_file(
 ) -> str:
     """Write a new file and return its digest. The file is durable when this returns; its entry in the folder is not.
 
-    `pieces` is called once for each piece; with one worker in order, with several from their threads. An object in a
-    bucket is made of `views`; where there are none, `pieces` is called twice, once for the digests.
+    `pieces` is called once for each piece; with one worker in order, with several from their threads. A store that must
+    have the header first takes `views`; where there are none, it calls `pieces` twice, once for the digests.
     Raises: OSError; the file is then incomplete and its attempt must be abandoned.
     """
-    if isinstance(path, BucketPath):
-        return upload_rank_file(path, layout, pieces, views)
-    digests = [""] * layout.num_blocks
-    with FileWriter(path, layout.num_bytes) as file:
-
-        def write_piece(start: int) -> None:
-            stop = min(start + IO_BYTES, layout.data_bytes)
-            with pieces(start, stop) as view:
-                _digest([view[: stop - start]], start, digests)
-                file.write(view, layout.data_start + start)
-
-        run_workers(range(0, layout.data_bytes, IO_BYTES), write_piece, num_workers)
-        header, digest = layout.seal(digests)
-        aligned = Buffer.allocate(len(header))
-        aligned.view[:] = header
-        file.write(aligned.view, 0)
-        file.finish()
-    return digest
+    file = _RankFile(layout, pieces, views)
+    store_of(path).write_sealed(path, file, num_workers)
+    return file.digest
 
 
-def upload_rank_file(path: BucketPath, layout: Layout, pieces: Pieces, views: Views) -> str:
-    """Write the same bytes as an object. Its header comes first and holds all digests, so the data is hashed before.
+class _RankFile:
+    """A rank's file as a store writes it: its header is known when every block of its data has been digested."""
 
-    A part is sent from the memory that it is in, or from a copy: there are fewer copies than parts in flight, because
-    the requests and the digests take some memory, too.
-    Raises: OSError; then there is no object.
-    """
-    digests = [""] * layout.num_blocks
+    digest = ""
+    """That of the whole file, once it is sealed."""
 
-    def digest_piece(start: int) -> None:
-        stop = min(start + IO_BYTES, layout.data_bytes)
-        if (live := views(start, stop)) is not None:
-            _digest(live, start, digests)
-            return
-        with pieces(start, stop) as view:
-            _digest([view[: stop - start]], start, digests)
+    def __init__(self, layout: Layout, pieces: Pieces, views: Views) -> None:
+        self.num_bytes = layout.num_bytes
+        self.start = layout.data_start
+        self.pieces = pieces
+        self.views = views
+        self._layout = layout
+        self._digests = [""] * layout.num_blocks
 
-    run_workers(range(0, layout.data_bytes, IO_BYTES), digest_piece, num_copy_workers())
-    header, digest = layout.seal(digests)
-    settings = path.bucket.settings
-    part_bytes = settings.part_bytes(layout.num_bytes)
-    copies = PartMemory(part_bytes, max(1, settings.concurrency - 1))
+    def see(self, views: Sequence[memoryview], start: int) -> None:
+        _digest(views, start, self._digests)
 
-    def parts() -> Iterator[memoryview]:
-        yield memoryview(header)
-        start = 0
-        while start < layout.data_bytes:
-            stop = min(start + part_bytes - (layout.data_start + start) % part_bytes, layout.data_bytes)
-            live = views(start, stop)
-            yield from live if live is not None else [_copied(pieces, start, copies.take(stop - start))]
-            start = stop
-
-    path.bucket.upload(path.key, parts(), part_bytes)
-    return digest
-
-
-def _copied(pieces: Pieces, start: int, part: memoryview) -> memoryview:
-    """Fill a part with the data section's bytes from `start` on; return it."""
-    for at in range(0, len(part), IO_BYTES):
-        target = np.frombuffer(part[at : at + IO_BYTES], np.uint8)
-        with pieces(start + at, start + at + len(target)) as view:
-            np.copyto(target, np.frombuffer(view[: len(target)], np.uint8))  # without the interpreter
-    return part
+    def seal(self) -> bytes:
+        header, self.digest = self._layout.seal(self._digests)
+        return header
 
 
 def _digest(views: Sequence[memoryview], start: int, digests: list[str]) -> None:
@@ -124,7 +83,7 @@ def _digest(views: Sequence[memoryview], start: int, digests: list[str]) -> None
                 index, left = index + 1, BLOCK_BYTES
 
 
-def write_stream(folder: Path, tensors: Mapping[str, torch.Tensor | LazyTensor], count: progress.Count) -> FileRecord:
+def write_stream(folder: Place, tensors: Mapping[str, torch.Tensor | LazyTensor], count: progress.Count) -> FileRecord:
     """Write all tensors as the file of rank 0, holding one block and one I/O buffer at a time.
 
     The blocks of a tensor must be runs of whole rows, in order and without gaps. The file is durable when this

@@ -10,7 +10,6 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from operator import sub
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +17,8 @@ import torch.distributed as dist
 
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
-from titan_ckpt.directory.names import manifest_path, read_file
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.directory.names import manifest_path
+from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile, header_bytes, parse_header
 from titan_ckpt.formats.native.layout import Entry, rank_file_name
@@ -29,9 +28,10 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
-from titan_ckpt.stores.bucket import BucketPath, Location, StoreError
-from titan_ckpt.stores.object_reader import ObjectReader
+from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
+from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.identity import base_settings
 
 _AGAIN = "Load another step, or copy the folder again from where it is whole"
@@ -40,7 +40,7 @@ _AGAIN = "Load another step, or copy the folder again from where it is whole"
 class _Source(NamedTuple):
     """The open file of one rank, and its header."""
 
-    file: FileReader | ObjectReader
+    file: Reader
     header: RankFile
 
 
@@ -73,9 +73,9 @@ class NativeReader(TensorReader):
     """Reads the ranks' files of one folder. Each is opened when it is needed; this rank's own comes first."""
 
     format = "native"
-    path: Location  # type: ignore[assignment]  # the other formats are on mounted file systems
+    path: Place  # type: ignore[assignment]  # the other formats are on mounted file systems
 
-    def __init__(self, path: Location) -> None:
+    def __init__(self, path: Place) -> None:
         """Open this rank's file, or that of rank 0 if this rank has none.
 
         Sizes and digests must be those of the folder's manifest; without one (an attempt, a single rank's file) they
@@ -84,7 +84,7 @@ class NativeReader(TensorReader):
         """
         self.path = path
         self._sources: dict[int, _Source] = {}
-        if isinstance(path, Path) and not path.is_dir():
+        if store_of(path).misses(path, folder=True):
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
         self.manifest = manifest_of(self.path)
         """The folder's manifest, if there is one."""
@@ -93,7 +93,7 @@ class NativeReader(TensorReader):
         rank, world_size = (dist.get_rank(), dist.get_world_size()) if ready else (0, 1)
         # a checkpoint of this run's own layout needs this one file, and a large header takes long to read
         name = rank_file_name(rank)
-        has_own = name in self._records if self._records is not None else _exists(self.path / name)
+        has_own = name in self._records if self._records is not None else not store_of(path).misses(path / name)
         self._own = self._open(rank if has_own else 0)
         self._world_size = self._own.header.world_size
         position = rank * self._world_size / world_size
@@ -129,10 +129,10 @@ class NativeReader(TensorReader):
             raise CorruptCheckpointError(f"{path}: is a symbolic link; put the file itself there", str(path)) from None
         return self._sources[rank]
 
-    def _opened(self, rank: int, path: Location) -> _Source:
+    def _opened(self, rank: int, path: Place) -> _Source:
         """Open and check one rank's file."""
         name = path.name
-        file = ObjectReader(path) if isinstance(path, BucketPath) else FileReader(path)
+        file = store_of(path).open(path)
         try:
             header = read_header(file)
             if header.rank != rank or (self._sources and header.world_size != self._world_size):
@@ -272,16 +272,11 @@ class NativeReader(TensorReader):
             source.file.close()
 
 
-def _exists(path: Location) -> bool:
-    """Return whether a file is there; an object without a manifest is looked for when it is opened."""
-    return path.exists() if isinstance(path, Path) else True
-
-
-def manifest_of(folder: Location) -> Manifest | None:
+def manifest_of(folder: Place) -> Manifest | None:
     """Return the folder's manifest, or None without one. Raises: CorruptCheckpointError; OSError."""
     path = manifest_path(folder)
     try:
-        return read_twice(path, lambda path: Manifest.from_bytes(read_file(path, MAX_BYTES), str(path)))
+        return read_twice(path, lambda path: Manifest.from_bytes(store_of(path).read_whole(path, MAX_BYTES), str(path)))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -290,7 +285,7 @@ def manifest_of(folder: Location) -> Manifest | None:
         raise CorruptCheckpointError(f"{path}: cannot be read ({error}). Load another step", str(path)) from error
 
 
-def read_header(file: FileReader | ObjectReader) -> RankFile:
+def read_header(file: Reader) -> RankFile:
     """Read and check the header of an open file. Raises: CorruptCheckpointError; OSError."""
     path = str(file.path)
     length = header_bytes(file.read(0, 8), file.num_bytes, path)

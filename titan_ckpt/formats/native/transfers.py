@@ -21,20 +21,18 @@ import xxhash
 from titan_ckpt import progress
 from titan_ckpt.disk.cuda import upload
 from titan_ckpt.disk.direct import (
-    IO_BYTES,
-    FileReader,
     bounce_buffer,
     finish_uploads,
     num_copy_workers,
     run_workers,
 )
+from titan_ckpt.disk.files import Reader
 from titan_ckpt.disk.memory import Buffer, bytes_at, move_bytes
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile
 from titan_ckpt.geometry.boxes import boxes_of_range, element_span, spans
 from titan_ckpt.geometry.chunks import Chunk, Shape, is_plain_memory
 from titan_ckpt.stores.bucket import StoreError
-from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.stores.second_look import read_twice
 
 logger = logging.getLogger(__name__)
@@ -176,7 +174,7 @@ def execute(readers: Sequence[BlockReader], check: progress.Count | None = None)
 class BlockReader:
     """The transfers of one file, cut into windows of whole blocks. Several threads may read different windows."""
 
-    def __init__(self, file: FileReader | ObjectReader, header: RankFile, transfers: Sequence[Transfer]) -> None:
+    def __init__(self, file: Reader, header: RankFile, transfers: Sequence[Transfer]) -> None:
         self.path = header.path
         self.bad: list[int] = []
         """Blocks with a wrong digest, also when they were read again."""
@@ -218,7 +216,7 @@ class BlockReader:
         Amazon S3 performance", byte-range fetches.
         """
         block, end = self._header.block_bytes, self._header.data_bytes
-        most_bytes = self._file.request_bytes if isinstance(self._file, ObjectReader) else IO_BYTES
+        most_bytes = self._file.request_bytes
         most = max(1, most_bytes // block)
         before = self._header.data_start // block
         first = last = -1
@@ -279,7 +277,7 @@ class BlockReader:
 
     def _checked_window(self, window: Window) -> Iterator[Window]:
         """Read a window through the page cache, or from a bucket by one request; yield its wrong blocks."""
-        if isinstance(self._file, ObjectReader):
+        if self._file.is_remote:
             yield from (block for block, _, is_right in self._fetched(self._file, window) if not is_right)
             return
         with bounce_buffer() as bounce:
@@ -294,7 +292,7 @@ class BlockReader:
         copied. All others pass a bounce buffer, from which only right blocks are copied; or the memory in which the
         client of a bucket has put them.
         """
-        if isinstance(self._file, ObjectReader):
+        if self._file.is_remote:
             for block, read, is_right in self._fetched(self._file, window):
                 if is_right:
                     self.filled.append(block)
@@ -325,7 +323,7 @@ class BlockReader:
                 else:
                     yield block
 
-    def _fetched(self, file: ObjectReader, window: Window) -> Iterator[tuple[Window, Held, bool]]:
+    def _fetched(self, file: Reader, window: Window) -> Iterator[tuple[Window, Held, bool]]:
         """Get a window by one request; yield its blocks, in the memory of the answer, and whether they are right."""
         start, stop = window
         answer = file.view(self._header.data_start + start, stop - start)

@@ -6,17 +6,16 @@ The reader checks the tensors' files, as a load does; this module checks the man
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from titan_ckpt import progress
-from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
-from titan_ckpt.directory.names import manifest_path, read_committed, read_file, read_manifest_bytes
-from titan_ckpt.disk import posix
+from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
+from titan_ckpt.directory.names import manifest_path, read_committed, read_manifest_bytes
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.stores.bucket import Location, StoreError
+from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
-from titan_ckpt.stores.source import ListedPath
+from titan_ckpt.stores.store import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,16 +28,15 @@ class VerifiedStep:
     """Names in its folder that are no part of the step, such as PINNED; no reader looks at them."""
 
 
-def verify_step(folder: Path | ListedPath) -> VerifiedStep:
+def verify_step(folder: Place) -> VerifiedStep:
     """Check every file of a step, and that the chunks of every tensor cover it exactly once.
 
     Raises: CorruptCheckpointError listing every file and tensor that is not as it was committed.
     """
     place = manifest_path(folder)
 
-    def look(place: Location) -> Manifest:
-        data = read_manifest_bytes(folder) if isinstance(folder, Path) else read_file(place, MAX_BYTES)
-        return Manifest.from_bytes(data, str(place))
+    def look(place: Place) -> Manifest:
+        return Manifest.from_bytes(read_manifest_bytes(place), str(place))
 
     manifest = read_twice(place, look)
     states = [record for record in manifest.files if not record.name.endswith(".safetensors")]
@@ -55,12 +53,11 @@ def verify_step(folder: Path | ListedPath) -> VerifiedStep:
         lines = "\n  ".join(problems)
         raise CorruptCheckpointError(f"{folder} is not as it was committed\n  {lines}", str(folder))
     names = {MANIFEST_NAME, *(record.name for record in manifest.files)}
-    there = posix.list_folder(folder) if isinstance(folder, Path) else [path.name for path in folder.iterdir()]
-    foreign = tuple(name for name in there if name not in names)
+    foreign = tuple(name for name in store_of(folder).names_in(folder) if name not in names)
     return VerifiedStep(len(manifest.files), sum(record.num_bytes for record in manifest.files), foreign)
 
 
-def _state_fault(path: Location, record: FileRecord) -> str | None:
+def _state_fault(path: Place, record: FileRecord) -> str | None:
     """Return what is wrong with a state file, or None."""
     try:
         read_committed(path, record)

@@ -27,7 +27,7 @@ from titan_ckpt.formats.native.segments import Places, Segments
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, LazyTensor, Sharding, dtype_name, info_of, local_tensor, sharding_of
-from titan_ckpt.stores.bucket import Location
+from titan_ckpt.stores.store import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class WritePlan:
             bound = [local_tensor(value) for value in bound]
         return [v if s.index is None else v[s.index] for v, s in zip(bound, self.shares, strict=True)]
 
-    def write(self, folder: Location, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
+    def write(self, folder: Place, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
         """Write the file from live memory, through one bounce buffer per worker. The file is durable when this returns.
 
         Raises: OSError; the file is then incomplete and the attempt must be abandoned.
@@ -197,7 +197,7 @@ class StagedFile:
             for fqn, value in live.items()
         }
 
-    def write(self, folder: Location) -> FileRecord:
+    def write(self, folder: Place) -> FileRecord:
         """Write the file, after staging has finished; otherwise as `WritePlan.write`."""
         plan, path, staged = self.plan, folder / self.plan.file_name, self._arena.buffer.view
         if self._process is not None:

@@ -26,8 +26,10 @@ from titan_ckpt.disk.memory import Buffer, SharedBuffer, round_up
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.layout import Layout
 from titan_ckpt.formats.native.rank_file import write_rank_file
-from titan_ckpt.stores.bucket import BucketPath, Location, open_location
+from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.store import Place
 
 _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 """Signals that the writer blocks: the trainer answers them, and may need the writer to finish the save in flight."""
@@ -74,7 +76,7 @@ class WriterProcess:
         """Return whether it can take a request: it lives, and an interrupt has left no answer in the pipe."""
         return self._process.poll() is None and not self._is_answering
 
-    def write(self, path: Location, layout: Layout, header_at: int) -> str:
+    def write(self, path: Place, layout: Layout, header_at: int) -> str:
         """Let the process write a file and return its digest. The file is durable then.
 
         The shared memory holds the data at its start and the unsealed header at `header_at`.
@@ -83,7 +85,7 @@ class WriterProcess:
         requests, answers = self._pipes
         request = {
             "path": str(path),
-            "store": asdict(path.bucket.settings) if isinstance(path, BucketPath) else {},
+            "store": asdict(store_of(path).settings),
             "data_start": layout.data_start,
             "data_bytes": layout.data_bytes,
             "header_at": header_at,
@@ -106,7 +108,7 @@ class WriterProcess:
             raise SaveError(f"{path}: the writer process failed: {result['message']}")
         return str(result["digest"])
 
-    def _await_answer(self, path: Location) -> None:
+    def _await_answer(self, path: Place) -> None:
         """Wait for the begin of an answer. The time in which this process itself was stopped does not count."""
         answers = select.poll()
         answers.register(self._pipes[1], select.POLLIN)

@@ -13,14 +13,12 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from titan_ckpt import policy
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.encoding.strict_json import Json, parse
 from titan_ckpt.errors import CorruptCheckpointError, ExportError
-from titan_ckpt.formats.publish.record import RECORDS, UNSAVED_IN, steps_among, why_changed
+from titan_ckpt.formats.publish.record import RECORDS, UNSAVED_IN, Exports, steps_among, why_changed
 from titan_ckpt.stores.bucket import BucketPath, ObjectFacts
 
 LOADABLE = ("config.json", "adapter_config.json", ".metadata")
@@ -34,19 +32,17 @@ _PROBE = re.compile(r"probe-[0-9a-f]{32}")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class BucketExports:
-    """The exports below one place. Rank 0 alone calls this."""
+class BucketExports(Exports):
+    """The exports below one place, of any run."""
 
     root: BucketPath
-    _left: set[str] = field(default_factory=set)
-    """Names that retention leaves, because they are not as a run published them; each was logged."""
+    _whose = "a run"
+
+    def name_of(self, config: ExportConfig, step: int) -> str:
+        return config.lands_in(step).rpartition("/")[2]
 
     def check(self) -> None:
-        """Write, read, list and delete an object, so that a right which is missing is known before the first step.
-
-        Raises: StoreError.
-        """
+        """Write, read, list and delete an object, so that a right which is missing is known before the first step."""
         place = self.root / RECORDS / f"probe-{uuid.uuid4().hex}"
         place.bucket.create(place.key, place.name.encode())
         place.read()
@@ -124,68 +120,48 @@ class BucketExports:
             self._delete(self._objects(name))
 
     def record(
-        self, config: ExportConfig, step: int, unsaved_in: str | None = None, last: tuple[str, bytes] | None = None
+        self, config: ExportConfig, step: int, unsaved_in: str | None = None, what: tuple[str, bytes] | None = None
     ) -> None:
-        """Record an export: right before its `last` file is written, and without one when it is published.
-
-        So after a kill no record is missing. A failure is logged: the export is whole, and it never expires.
-        `unsaved_in`: where the run saves, if it has committed no step yet.
-        """
-        name = _name(config, step)
+        """As of Exports: right before its last file is written, which is `what`, and without one when it is there."""
+        name = self.name_of(config, step)
         try:
             record = {**(self._record(name) or {"folder": name}), UNSAVED_IN: unsaved_in, _TO_BE: None}
             content: dict[str, Json] = {path: _mark(facts) for path, facts in self._objects(name).items()}
-            if last is not None:
-                content[last[0]] = _size(len(last[1]))  # its version is not known yet
-            key = "content" if last is None else _TO_BE
+            if what is not None:
+                content[what[0]] = _size(len(what[1]))  # its version is not known yet
+            key = "content" if what is None else _TO_BE
             self._write(name, {**record, "published_unix_seconds": time.time(), key: content})
         except OSError as error:
             logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)
 
-    def expire(self, config: ExportConfig, step: int) -> None:
-        """Remove interval exports that are no longer kept, each with the file first that makes it loadable.
+    def _remove(self, name: str) -> None:
+        """Delete an export, with the file first that makes it loadable.
 
         The record says so before anything is deleted, and goes last: a removal that is cut short is taken up again.
-        The leftovers of exports that were cut short a day ago are deleted, too, and the records of exports that
-        somebody has deleted. Raises: StoreError.
         """
-        if config.keep is None:
-            return
-        own, leftovers = self._own_steps(config)
-        for expired in [*leftovers, *policy.expired_exports(own, step, config)]:
-            name = _name(config, expired)
-            self._write(name, {"folder": name, "content": None, "expired": True})
-            self._delete(self._objects(name))
-            self.root.bucket.delete([self._record_at(name).key])
-            if expired in own:
-                logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
-            else:
-                logger.info("export of step %d removed: only a part of it was there", expired)
-        self._forget_deleted(config)
+        self._write(name, {"folder": name, "content": None, "expired": True})
+        self._delete(self._objects(name))
+        self.root.bucket.delete([self._record_at(name).key])
 
-    def set_aside(self, config: ExportConfig, above: int, unsaved_in: str | None = None) -> None:
-        """Make the exports after step `above` unloadable, newest first, if they are as a run published them.
+    def _set_aside(self, name: str, step: int, above: int) -> None:
+        """Make an export unloadable, if it is as a run published it.
 
         A bucket renames nothing, so the file that makes an export loadable gets another name, and the others stay
-        until the export of that step is made again. `unsaved_in`: take only exports that were recorded with it.
-        Raises: StoreError.
+        until the export of that step is made again.
         """
-        for step in sorted(self.steps_there(config), reverse=True):
-            name = _name(config, step)
-            if unsaved_in is not None and (self._record(name) or {}).get(UNSAVED_IN) != unsaved_in:
-                continue
-            loadable = {path: facts for path, facts in self._objects(name).items() if path in LOADABLE}
-            if step > above and loadable and (self._is_abandoned(name) or self.why_foreign(name) is None):
-                # the record goes first: without it nobody could export to this name again
-                self._write(name, {"folder": name, "content": None, "abandoned": True})
-                for path, facts in loadable.items():
-                    place = self.root / name / path
-                    place.bucket.put(f"{place.key}.abandoned", place.read(facts.num_bytes))
-                    place.bucket.delete([place.key])
-                logger.warning(
-                    "%s: set aside, because this run went back to step %d: %s is named *.abandoned. Retention does not "
-                    "delete it; the next export of step %d does", self.root / name, above, " or ".join(LOADABLE), step
-                )  # fmt: skip
+        loadable = {path: facts for path, facts in self._objects(name).items() if path in LOADABLE}
+        if not loadable or not (self._is_abandoned(name) or self.why_foreign(name) is None):
+            return
+        # the record goes first: without it nobody could export to this name again
+        self._write(name, {"folder": name, "content": None, "abandoned": True})
+        for path, facts in loadable.items():
+            place = self.root / name / path
+            place.bucket.put(f"{place.key}.abandoned", place.read(facts.num_bytes))
+            place.bucket.delete([place.key])
+        logger.warning(
+            "%s: set aside, because this run went back to step %d: %s is named *.abandoned. Retention does not "
+            "delete it; the next export of step %d does", self.root / name, above, " or ".join(LOADABLE), step
+        )  # fmt: skip
 
     def _forget_deleted(self, config: ExportConfig) -> None:
         """Delete records, and what `check` has left, that are a day old and of nothing that is there.
@@ -198,23 +174,18 @@ class BucketExports:
         gone = [name for name in names if _PROBE.fullmatch(name)]
         if steps := steps_among((name.removesuffix(".json") for name in names if name.endswith(".json")), config):
             there = self.steps_there(config)
-            gone += [f"{_name(config, step)}.json" for step in steps if step not in there]
+            gone += [f"{self.name_of(config, step)}.json" for step in steps if step not in there]
         self.root.bucket.delete([(self.root / RECORDS / name).key for name in gone])
 
-    def foreign_after(self, config: ExportConfig, above: int) -> list[tuple[int, str]]:
-        """Return (step, why) of each that `set_aside` would leave loadable. Raises: StoreError."""
-        there = [(step, _name(config, step)) for step in self.steps_there(config) if step > above]
-        loadable = [(step, name) for step, name in there if self.is_there(name)]
-        found = [(step, self.why_foreign(name)) for step, name in loadable if not self._is_abandoned(name)]
-        return [(step, why) for step, why in found if why is not None]
+    def _why_kept(self, name: str) -> str | None:
+        return self.why_foreign(name) if self.is_there(name) and not self._is_abandoned(name) else None
 
     def _is_abandoned(self, name: str) -> bool:
         """Return whether a call of `set_aside` has come so far that it may be made again."""
         return (self._record(name) or {}).get("abandoned") is True
 
-    def steps_there(self, config: ExportConfig) -> list[int]:
-        """Return the steps whose exports have objects, whoever made them. Raises: StoreError."""
-        return steps_among(self.root.bucket.list_names(self.root.key), config)
+    def _names_beside(self, config: ExportConfig) -> list[str]:
+        return self.root.bucket.list_names(self.root.key)
 
     def published_unix_seconds(self, name: str) -> float:
         """Return when an export was published, by its record; 0.0 without one. Raises: StoreError."""
@@ -222,7 +193,6 @@ class BucketExports:
         return float(seconds) if isinstance(seconds, int | float) else 0.0
 
     def why_foreign(self, name: str) -> str | None:
-        """Return why a folder is not an export as a run published it; None if it is. Raises: StoreError."""
         record = self._record(name) or {}
         written = record.get("content") or record.get(_TO_BE)
         if not isinstance(written, dict):
@@ -231,18 +201,7 @@ class BucketExports:
         # of the last file the size alone may have been recorded
         return why_changed(written, {path: mark[: len(str(written.get(path, mark)))] for path, mark in found.items()})
 
-    def _own_steps(self, config: ExportConfig) -> tuple[list[int], list[int]]:
-        """Return the steps whose exports are as a run published them, and those of which only a part is left."""
-        foreign = {step: self.why_foreign(_name(config, step)) for step in self.steps_there(config)}
-        leftovers = [step for step, why in foreign.items() if why and self._is_leftover(_name(config, step))]
-        left = {_name(config, step): why for step, why in foreign.items() if why and step not in leftovers}
-        if new := [f"{self.root / name} ({why})" for name, why in left.items() if name not in self._left]:
-            logger.warning("retention of exports leaves what is not as a run published it: %s", ", ".join(new))
-        self._left.update(left)
-        return [step for step, why in foreign.items() if why is None], leftovers
-
     def _is_leftover(self, name: str) -> bool:
-        """Return whether a removal or an export was cut short, and nobody is at work on it."""
         record = None if name in self._left else self._record(name)
         if record is None or record.get("content") is not None or record.get("abandoned") is True:
             return False
@@ -274,10 +233,6 @@ class BucketExports:
     def _write(self, name: str, record: Mapping[str, Json]) -> None:
         path = self._record_at(name)
         path.bucket.put(path.key, json.dumps(record, indent=1).encode())
-
-
-def _name(config: ExportConfig, step: int) -> str:
-    return config.lands_in(step).rpartition("/")[2]
 
 
 def _newest(objects: Iterable[ObjectFacts]) -> float:

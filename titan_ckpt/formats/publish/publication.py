@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -15,8 +16,10 @@ from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.formats.publish.bucket_record import BucketExports
-from titan_ckpt.stores.bucket import BucketPath, Location
-from titan_ckpt.stores.source import ListedPath, Source, listed
+from titan_ckpt.formats.publish.record import Exports, MadeExports
+from titan_ckpt.stores.mounted import local_path, store_of
+from titan_ckpt.stores.objects import object_path
+from titan_ckpt.stores.store import Place
 
 _Prepared = TypeVar("_Prepared")
 Record = Callable[[Any], None]
@@ -28,32 +31,46 @@ once more after that, with None."""
 class Unpublished(Generic[_Prepared]):
     """A folder that ranks fill, and that nobody takes for an export yet."""
 
-    path: Location
+    path: Place
     prepared: _Prepared | None
     """On rank 0, what `prepare` has returned."""
     last: tuple[str, bytes] | None = None
     """Name and content of the file that makes a folder in a bucket loadable; no other file is written after it."""
 
-    def share_last(self, tag: str, coordinator: Coordinator) -> None:
-        """Tell the other ranks rank 0's `last`, because they read it back before it is there. Collective."""
+    def put_last(self, name: str, content: bytes) -> None:
+        """Write the last file, on rank 0; one that would make a folder loadable at once is kept for the publication."""
+        store = store_of(self.path)
+        if store.is_mounted:
+            store.put_new(self.path / name, content)
+        else:
+            self.last = name, content
+
+    def keep_last(self, files: dict[str, Any], name: str, tag: str, coordinator: Coordinator) -> None:
+        """Take from rank 0's `files` the one that is kept, and tell all ranks, which read it back. Collective."""
+        if store_of(self.path).is_mounted:
+            return
+        if isinstance(content := files.pop(name, None), bytes):
+            self.last = name, content
         text: Json = None if self.last is None else [self.last[0], self.last[1].decode("latin-1")]
         shared = coordinator.broadcast(tag, text)
         if isinstance(shared, list):
             self.last = str(shared[0]), str(shared[1]).encode("latin-1")
 
-    def as_source(self) -> Source:
-        """Return the folder as a reader will find it: in a bucket it has its last file already. Raises: StoreError."""
-        if not isinstance(self.path, BucketPath):
-            return self.path
-        found = listed(self.path)
-        made = {} if self.last is None else {(self.path / self.last[0]).key: self.last[1]}
-        sizes = {**found.sizes, **{key: len(content) for key, content in made.items()}}
-        return ListedPath(found.bucket, found.key, {key: (made[key], sizes[key]) for key in made}, sizes)
+    def as_source(self) -> Place:
+        """Return the folder as a reader will find it, with its last file. Raises: StoreError."""
+        found: Place = store_of(self.path).seen(self.path, dict([self.last] if self.last else []))
+        return found
+
+
+def exports_at(root: Place) -> Exports:
+    """Return the exports of runs whose folder this is, or that export to this place."""
+    folder = local_path(root)
+    return BucketExports(object_path(root)) if folder is None else MadeExports(folder)
 
 
 @contextlib.contextmanager
 def published(
-    folder: Location,
+    folder: Place,
     coordinator: Coordinator,
     tag: str,
     prepare: Callable[[], _Prepared],
@@ -67,25 +84,36 @@ def published(
     Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
     """
     unpublished: Unpublished[_Prepared] = Unpublished(folder, None)
-    attempt: StagedFolder | _InBucket | None = None
+    publish_it: Callable[[], None] | None = None
+    abandon_it: Callable[[], None] | None = None
 
     def begin() -> str:
-        nonlocal attempt
+        nonlocal publish_it, abandon_it
         unpublished.prepared = prepare()
-        if isinstance(folder, BucketPath):
-            exports = BucketExports(folder.parent)
-            attempt = _InBucket(unpublished, exports, folder.name, exports.begin(folder.name), record)
-            return ""
-        attempt = StagedFolder.begin(folder)
-        return str(attempt.path)
+        if (target := local_path(folder)) is not None:
+            staged = StagedFolder.begin(target)
+
+            def publish_folder() -> None:
+                record(staged.path)
+                staged.publish()
+
+            publish_it, abandon_it = publish_folder, staged.abandon
+            return str(staged.path)
+        exports = BucketExports(object_path(folder.parent))
+        id_ = exports.begin(folder.name)
+
+        def publish_object() -> None:
+            assert unpublished.last is not None
+            exports.publish(folder.name, id_, *unpublished.last, record)
+
+        publish_it, abandon_it = publish_object, partial(exports.abandon, folder.name, id_)
+        return ""
 
     def publish() -> None:
-        nonlocal attempt
-        if isinstance(attempt, StagedFolder):
-            record(attempt.path)
-        if attempt is not None:
-            attempt.publish()
-            attempt = None
+        nonlocal publish_it
+        if publish_it is not None:
+            publish_it()
+            publish_it = None
 
     try:
         path = coordinator.on_rank_0(f"{tag}begin", begin)
@@ -94,25 +122,7 @@ def published(
         yield unpublished
         coordinator.together(f"{tag}publish", publish)
     except BaseException:
-        if attempt is not None:
+        if publish_it is not None and abandon_it is not None:
             with contextlib.suppress(OSError):  # a later export removes what is left
-                attempt.abandon()
+                abandon_it()
         raise
-
-
-@dataclass(frozen=True, slots=True)
-class _InBucket:
-    """A folder in a bucket, whose objects have their final names from the beginning."""
-
-    unpublished: Unpublished[Any]
-    exports: BucketExports
-    name: str
-    attempt: str
-    record: Record
-
-    def publish(self) -> None:
-        assert self.unpublished.last is not None
-        self.exports.publish(self.name, self.attempt, *self.unpublished.last, self.record)
-
-    def abandon(self) -> None:
-        self.exports.abandon(self.name, self.attempt)

@@ -15,9 +15,10 @@ import os
 import re
 import stat
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 import xxhash
 
@@ -27,6 +28,7 @@ from titan_ckpt.disk import posix
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.encoding.strict_json import Json, parse
 from titan_ckpt.errors import CorruptCheckpointError, SaveError, listed
+from titan_ckpt.stores.store import Place
 
 RECORDS = ".titan_ckpt-exports"
 UNSAVED_IN = "unsaved_in"
@@ -38,78 +40,170 @@ _SET_ASIDE = re.compile(r"\.abandoned-[0-9a-f]{8}$")
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class MadeExports:
-    """The exports that a run has made, and which of them retention removes. Rank 0 alone calls this."""
+class Exports(ABC):
+    """The exports that runs have made at one place, and which of them retention removes. Rank 0 alone calls this."""
 
-    run: Path
-    _left: set[Path] = field(default_factory=set)
-    """Folders that retention leaves, because they are not as this run published them; each was logged."""
+    _whose: ClassVar[str]
+    """Who has published what retention removes."""
 
+    def __init__(self, root: Any) -> None:
+        """Bind to a place; nothing is touched."""
+        self.root = root
+        self._left: set[str] = set()
+        """Names that retention leaves, because they are not as they were published; each was logged."""
+
+    def check(self) -> None:  # noqa: B027
+        """Make sure that exports may be made here, if that can only be tried. Raises: OSError."""
+
+    @abstractmethod
+    def name_of(self, config: ExportConfig, step: int) -> str:
+        """Return the name of an export, below the root."""
+
+    def folder(self, config: ExportConfig, step: int) -> Place:
+        """Return where an export of this step is, or will be."""
+        folder: Place = self.root / self.name_of(config, step)
+        return folder
+
+    @abstractmethod
     def is_there(self, name: str) -> bool:
-        """Return whether an export's folder is there, whoever made it."""
-        return (self.run / name).is_dir()
+        """Return whether an export of this name is published, by whomever. Raises: OSError."""
 
-    def record(self, config: ExportConfig, step: int, unsaved_in: str | None, folder: Path) -> None:
-        """Record an export that is about to be published, and still in `folder`: after a kill no record is missing.
+    @abstractmethod
+    def record(self, config: ExportConfig, step: int, unsaved_in: str | None, what: Any) -> None:
+        """Record an export right before it is published, or after that: `what` is as of publication.Record.
 
-        A failure is logged: the export is whole, and it never expires. `unsaved_in`: where the run saves, if it has
-        committed no step yet.
+        So after a kill no record is missing. A failure is logged: the export is whole, and it never expires.
+        `unsaved_in`: where the run saves, if it has committed no step yet.
         """
-        name = config.lands_in(step)
-        try:
-            _write(self.run, {"folder": name, "content": _content(folder), UNSAVED_IN: unsaved_in})
-        except OSError as error:
-            logger.warning("%s is not recorded, so it never expires: %s", self.run / name, error)
 
     def expire(self, config: ExportConfig, step: int) -> None:
         """Remove interval exports that are no longer kept. Raises: OSError."""
         if config.keep is None:
             return
-        for expired in policy.expired_exports(self._own_steps(config), step, config):
-            with contextlib.suppress(FileNotFoundError):  # another export that has just ended has removed it
-                remove_export(self.run, config.lands_in(expired))
-            logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
+        own, leftovers = self._own_steps(config)
+        for expired in [*leftovers, *policy.expired_exports(own, step, config)]:
+            self._remove(self.name_of(config, expired))
+            if expired in own:
+                logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)
+            else:
+                logger.info("export of step %d removed: only a part of it was there", expired)
+        self._forget_deleted(config)
 
     def set_aside(self, config: ExportConfig, above: int, unsaved_in: str | None = None) -> None:
-        """Rename the exports after step `above`, newest first, to `step-N.abandoned-<id>`. Raises: OSError.
+        """Take the exports after step `above` out of the way, newest first. Raises: OSError.
 
-        Only exports that this run has made are renamed, edited or not. Their records keep up with their names.
-        `unsaved_in`: take only exports that were recorded with it.
+        Only exports that a run has made are taken. `unsaved_in`: and only those that were recorded with it.
         """
         for step in sorted(self.steps_there(config), reverse=True):
-            name = config.lands_in(step)
-            record = _read_record(self.run, name)
-            if unsaved_in is not None and record.get(UNSAVED_IN) != unsaved_in:
-                continue
-            if step > above and _why_unknown(self.run, name) is None:
-                aside = f"{name}.abandoned-{uuid.uuid4().hex[:8]}"
-                _write(self.run, {**record, "folder": aside})
-                posix.rename_noreplace(self.run / name, self.run / aside)
-                posix.fsync_folder((self.run / name).parent)
-                remove_record(self.run, name)
-                logger.warning(
-                    "%s: set aside as %s, because this run went back to step %d. Retention does not delete it; "
-                    "`titan-ckpt prune RUN --set-aside` does", self.run / name, aside, above
-                )  # fmt: skip
+            name = self.name_of(config, step)
+            if step > above and unsaved_in in (None, (self._record(name) or {}).get(UNSAVED_IN)):
+                self._set_aside(name, step, above)
 
     def foreign_after(self, config: ExportConfig, above: int) -> list[tuple[int, str]]:
         """Return (step, why) of each that `set_aside` would leave in place. Raises: OSError."""
-        found = [(step, _why_unknown(self.run, config.lands_in(step))) for step in self.steps_there(config)]
-        return [(step, why) for step, why in found if step > above and why is not None]
+        found = [
+            (step, self._why_kept(self.name_of(config, step))) for step in self.steps_there(config) if step > above
+        ]
+        return [(step, why) for step, why in found if why is not None]
 
     def steps_there(self, config: ExportConfig) -> list[int]:
-        """Return the steps whose exports have a folder, whoever made it. Raises: OSError."""
-        return steps_among(posix.list_folder(self.run / config.folder), config)
+        """Return the steps whose exports have anything, whoever made them. Raises: OSError."""
+        return steps_among(self._names_beside(config), config)
 
-    def _own_steps(self, config: ExportConfig) -> list[int]:
-        """Return the steps whose exports are as this run published them; other folders of such names are named once."""
-        foreign = {n: why_foreign(self.run, config.lands_in(n)) for n in self.steps_there(config)}
-        left = {self.run / config.lands_in(step): why for step, why in foreign.items() if why}
-        if new := [f"{path} ({why})" for path, why in left.items() if path not in self._left]:
-            logger.warning("retention of exports leaves what is not as this run published it: %s", ", ".join(new))
+    def _own_steps(self, config: ExportConfig) -> tuple[list[int], list[int]]:
+        """Return the steps whose exports are as they were published, and those of which only a part is left.
+
+        Others of such names are named once.
+        """
+        foreign = {step: self.why_foreign(self.name_of(config, step)) for step in self.steps_there(config)}
+        leftovers = [step for step, why in foreign.items() if why and self._is_leftover(self.name_of(config, step))]
+        left = {self.name_of(config, step): why for step, why in foreign.items() if why and step not in leftovers}
+        if new := [f"{self.root / name} ({why})" for name, why in left.items() if name not in self._left]:
+            logger.warning(
+                "retention of exports leaves what is not as %s published it: %s", self._whose, ", ".join(new)
+            )
         self._left.update(left)
-        return [step for step, why in foreign.items() if why is None]
+        return [step for step, why in foreign.items() if why is None], leftovers
+
+    @abstractmethod
+    def why_foreign(self, name: str) -> str | None:
+        """Return why a folder is not an export as it was published; None if it is. Raises: OSError."""
+
+    @abstractmethod
+    def _why_kept(self, name: str) -> str | None:
+        """Return why `set_aside` leaves a folder; None if it does not, or if nobody takes it for an export."""
+
+    @abstractmethod
+    def _set_aside(self, name: str, step: int, above: int) -> None:
+        """Take an export out of the way, if it is one."""
+
+    @abstractmethod
+    def _remove(self, name: str) -> None:
+        """Delete an export and its record."""
+
+    @abstractmethod
+    def _names_beside(self, config: ExportConfig) -> list[str]:
+        """Return the names of what is where exports are."""
+
+    @abstractmethod
+    def _record(self, name: str) -> dict[str, Json] | None:
+        """Return the record of a folder; None, or nothing in it, without one that can be read."""
+
+    def _is_leftover(self, name: str) -> bool:
+        """Return whether a removal or an export was cut short, and nobody is at work on it."""
+        return False
+
+    def _forget_deleted(self, config: ExportConfig) -> None:  # noqa: B027
+        """Delete the records of what is long gone."""
+
+
+class MadeExports(Exports):
+    """The exports of a run on a mounted file system, in its folder."""
+
+    _whose = "this run"
+
+    def name_of(self, config: ExportConfig, step: int) -> str:
+        return config.lands_in(step)
+
+    def is_there(self, name: str) -> bool:
+        return bool((self.root / name).is_dir())
+
+    def record(self, config: ExportConfig, step: int, unsaved_in: str | None, what: Path) -> None:
+        name = self.name_of(config, step)
+        try:
+            _write(self.root, {"folder": name, "content": _content(what), UNSAVED_IN: unsaved_in})
+        except OSError as error:
+            logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)
+
+    def why_foreign(self, name: str) -> str | None:
+        return why_foreign(self.root, name)
+
+    def _why_kept(self, name: str) -> str | None:
+        return _why_unknown(self.root, name)
+
+    def _set_aside(self, name: str, step: int, above: int) -> None:
+        """Rename it to `step-N.abandoned-<id>`, edited or not. Its record keeps up with its name."""
+        if _why_unknown(self.root, name) is not None:
+            return
+        aside = f"{name}.abandoned-{uuid.uuid4().hex[:8]}"
+        _write(self.root, {**self._record(name), "folder": aside})
+        posix.rename_noreplace(self.root / name, self.root / aside)
+        posix.fsync_folder((self.root / name).parent)
+        remove_record(self.root, name)
+        logger.warning(
+            "%s: set aside as %s, because this run went back to step %d. Retention does not delete it; "
+            "`titan-ckpt prune RUN --set-aside` does", self.root / name, aside, above
+        )  # fmt: skip
+
+    def _remove(self, name: str) -> None:
+        with contextlib.suppress(FileNotFoundError):  # another export that has just ended has removed it
+            remove_export(self.root, name)
+
+    def _names_beside(self, config: ExportConfig) -> list[str]:
+        return posix.list_folder(self.root / config.folder)
+
+    def _record(self, name: str) -> dict[str, Json]:
+        return _read_record(self.root, name)
 
 
 def steps_among(names: Iterable[str], config: ExportConfig) -> list[int]:

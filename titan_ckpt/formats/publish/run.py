@@ -17,21 +17,20 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from titan_ckpt import progress
-from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import meanwhile
-from titan_ckpt.disk.unpublished_folder import copy_file
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError, PeerError, counted, listed
 from titan_ckpt.formats.publish.columns import ColumnExchange, Lost, agree, row_peers
+from titan_ckpt.formats.publish.outputs import Outputs, SharedFiles
 from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, coverage_faults, plan_export
 from titan_ckpt.formats.publish.publication import Record, Unpublished, published
-from titan_ckpt.formats.publish.upload import Uploads
-from titan_ckpt.formats.publish.write import ExportWriter, Place, create_file
+from titan_ckpt.formats.publish.upload import Uploads, everyone
+from titan_ckpt.formats.publish.write import ExportWriter, RegionKey
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.stores.bucket import BucketPath, Location
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.mounted import local_path, store_of
+from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.quantise import check_quantised
 from titan_ckpt.weights.transforms import FileGroup, FilePiece
 
@@ -60,7 +59,7 @@ class FolderFormat(ABC):
         """
 
     @abstractmethod
-    def open(self, folder: Source, *, dequantise: bool) -> TensorReader:
+    def open(self, folder: Place, *, dequantise: bool) -> TensorReader:
         """Open the folder as any reader would; with `dequantise` false, its tensors are those that are stored."""
 
     @abstractmethod
@@ -79,7 +78,7 @@ class FolderExport:
     buffers: Collection[str] = ()
     """Names of tensors whose replicas may differ: those of a module are written by one rank."""
 
-    def write(self, folder: Location, coordinator: Coordinator, record: Record = lambda _: None) -> None:
+    def write(self, folder: Place, coordinator: Coordinator, record: Record = lambda _: None) -> None:
         """Write, prove, record and publish a folder. Collective: ranks without tensors take part too.
 
         1. All ranks plan. 2. Rank 0 makes the companions and the staging folder. 3. The ranks create the files at their
@@ -101,6 +100,12 @@ class FolderExport:
             raise ExportError(f"export to {folder} failed, {became}: {error}") from error
         log_export(len(files.infos), files.num_bytes, folder, started, coordinator)
 
+    def peers(self, folder: Place, coordinator: Coordinator) -> set[Ranks]:
+        """Return the groups of ranks that exchange bytes while the folder is written."""
+        if coordinator.world_size == 1:
+            return set()
+        return {*row_peers(self.groups).values()} if store_of(folder).is_mounted else {everyone(coordinator)}
+
     def check(self, coordinator: Coordinator) -> None:
         """Check that tensors and companions agree; compute and write nothing. Collective.
 
@@ -110,7 +115,7 @@ class FolderExport:
         coordinator.on_rank_0("export/companions", lambda: [*self.format.companions(files)])
 
 
-def log_export(num_tensors: int, num_bytes: int, folder: Location, started: float, coordinator: Coordinator) -> None:
+def log_export(num_tensors: int, num_bytes: int, folder: Place, started: float, coordinator: Coordinator) -> None:
     """Log, on rank 0, an export that is published. `started`: by time.perf_counter()."""
     if coordinator.rank == 0:
         what, seconds = counted(num_tensors, "tensor"), time.perf_counter() - started
@@ -119,7 +124,7 @@ def log_export(num_tensors: int, num_bytes: int, folder: Location, started: floa
 
 @dataclass(slots=True)
 class _Export:
-    folder: Location
+    folder: Place
     groups: Sequence[FileGroup]
     format: FolderFormat
     coordinator: Coordinator
@@ -145,49 +150,46 @@ class _Export:
         companions: dict[str, bytes | Path],
     ) -> None:
         """Write everything into the unpublished folder and prove it."""
-        path, rank, world_size = unpublished.path, self.coordinator.rank, self.coordinator.world_size
-        own_files = list(plan.files.layouts)[rank::world_size]
-        share = 2 * plan.files.num_bytes // world_size  # written, and read back
-        uploads = None
-        if isinstance(path, BucketPath):
-            uploads = Uploads(path, plan.files.layouts, self.coordinator)
-            if isinstance(content := companions.pop(self.format.last, None), bytes):
-                unpublished.last = self.format.last, content
-            unpublished.share_last("export/last", self.coordinator)
+        path = unpublished.path
+        share = 2 * plan.files.num_bytes // self.coordinator.world_size  # written, and read back
+        unpublished.keep_last(companions, self.format.last, "export/last", self.coordinator)
+        folder, layouts = local_path(path), plan.files.layouts
+        outputs: Outputs = (
+            Uploads(path, layouts, self.coordinator)
+            if folder is None
+            else SharedFiles(folder, layouts, self.coordinator)
+        )
         with (
             progress.shown(f"exporting {self.folder.name}", share) as count,
-            closing(ExportWriter(path, plan, count, uploads)) as writer,
+            closing(ExportWriter(outputs, plan, count)) as writer,
         ):
-            groups, pieces = ([], {}) if uploads is not None else self._peers(plan, writer)
-            if uploads is not None:
-                uploads.connect()
+            groups, pieces = self._peers(outputs, writer)
+            outputs.connect()
 
             def create() -> ColumnExchange | None:
                 columns = self._columns(plan, writer, groups, pieces)
-                if uploads is not None:
-                    uploads.begin()
-                if isinstance(path, Path):
-                    for name in own_files:
-                        create_file(path / name, plan.files.layouts[name])
+                outputs.begin()
                 return columns
 
             columns = self.coordinator.together("export/create", create)
             broken = self.coordinator.gather_results(
-                "export/write", lambda: self._write(path, self._in_turn(plan, uploads), companions, writer, columns)
+                "export/write", lambda: self._write(path, self._in_turn(plan, outputs), companions, writer, columns)
             )
             if any(broken):
                 raise ExportError("; ".join(dict.fromkeys(filter(None, broken))))
             parts = self.coordinator.gather("export/parts", cast("Any", writer.undivided))
             if faults := coverage_faults(plan.files.infos, cast("Any", parts)):
                 raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")
-            if uploads is not None:  # a rank reads what others have uploaded
+            if outputs.is_sequential:  # a rank reads what others have uploaded
                 self.coordinator.together("export/uploaded", writer.sync)
             self.coordinator.together("export/prove", lambda: self._prove(unpublished, plan, writer))
 
-    def _peers(self, plan: ExportPlan, writer: ExportWriter) -> tuple[list[Ranks], dict[Ranks, dict[Place, FilePiece]]]:
+    def _peers(
+        self, outputs: Outputs, writer: ExportWriter
+    ) -> tuple[list[Ranks], dict[Ranks, dict[RegionKey, FilePiece]]]:
         """Connect the ranks that share rows; return the groups of this rank, and its pieces for each. Collective."""
-        pieces: dict[Ranks, dict[Place, FilePiece]] = {}
-        if self.coordinator.world_size == 1:
+        pieces: dict[Ranks, dict[RegionKey, FilePiece]] = {}
+        if self.coordinator.world_size == 1 or outputs.is_sequential:
             return [], pieces
 
         def wanted() -> set[Ranks]:
@@ -203,7 +205,7 @@ class _Export:
         plan: ExportPlan,
         writer: ExportWriter,
         groups: Sequence[Ranks],
-        pieces: Mapping[Ranks, Mapping[Place, FilePiece]],
+        pieces: Mapping[Ranks, Mapping[RegionKey, FilePiece]],
     ) -> ColumnExchange | None:
         """Agree with each group on the rows that are put together of several ranks' columns, if there are any."""
         boxes: dict[Ranks, dict[str, list[Chunk]]] = {}
@@ -218,7 +220,7 @@ class _Export:
 
     def _write(
         self,
-        path: Location,
+        path: Place,
         groups: Sequence[FileGroup],
         companions: Mapping[str, bytes | Path],
         writer: ExportWriter,
@@ -230,27 +232,18 @@ class _Export:
         except Lost as error:
             return str(error)
         for name, content in companions.items():
-            if isinstance(path, BucketPath):
-                _upload(path / name, content)
-                continue
-            if (path / name).parent != path and not (path / name).parent.exists():
-                posix.mkdir((path / name).parent)
-            if isinstance(content, Path):
-                copy_file(content, path / name)
-            else:
-                posix.write_file(path / name, content)
+            store_of(path).put_companion(path / name, content)
         return None
 
-    def _in_turn(self, plan: ExportPlan, uploads: Uploads | None) -> list[FileGroup]:
+    def _in_turn(self, plan: ExportPlan, outputs: Outputs) -> list[FileGroup]:
         """Return the groups in another order on each rank, because writers of one file wait for each other.
 
-        The order stays as it is if any group is collective. In a bucket it is that of the files on all ranks, because
-        an object is written from its beginning.
+        The order stays as it is if any group is collective. Of sequential outputs it is that of the files on all ranks.
         """
         groups = list(self.groups)
-        if uploads is not None:
+        if outputs.is_sequential:
             starts = {
-                key: uploads.position(name, entry.start)
+                key: outputs.position(name, entry.start)
                 for name, layout in plan.files.layouts.items()
                 for key, entry in layout.entries.items()
             }
@@ -276,14 +269,6 @@ class _Export:
             if self.coordinator.rank == 0:
                 self.format.check(reader)
         writer.close()
-
-
-def _upload(place: BucketPath, content: bytes | Path) -> None:
-    """Put a small file, and compare what is read back. Raises: ExportError; StoreError."""
-    data = content if isinstance(content, bytes) else content.read_bytes()
-    place.bucket.put(place.key, data)
-    if place.read(len(data)) != data:
-        raise ExportError(f"{place} read back differs from what was written")
 
 
 def refuse_changed(names: Sequence[str]) -> None:

@@ -22,9 +22,11 @@ import torch
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError
+from titan_ckpt.formats.publish.outputs import Output, Outputs
 from titan_ckpt.formats.safetensors.container import Layout
-from titan_ckpt.stores.bucket import BucketPath
-from titan_ckpt.stores.object_writer import ObjectWriter, no_thread
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.object_writer import no_thread
+from titan_ckpt.stores.store import Place
 
 _HEAD = struct.Struct("<qqq")
 """A frame begins with the number of the file, the offset in it, and the number of bytes that follow."""
@@ -38,16 +40,18 @@ _LEAD_BYTES = 128 << 20
 _AT_THE_END = 1 << 62
 
 
-class Uploads:
-    """The files of one export, in the order of its plan; file n is uploaded by rank n modulo their number."""
+class Uploads(Outputs):
+    """The files of an export in a bucket; file n is uploaded by rank n modulo their number."""
 
-    def __init__(self, place: BucketPath, layouts: Mapping[str, Layout], coordinator: Coordinator) -> None:
+    is_sequential = True
+
+    def __init__(self, place: Place, layouts: Mapping[str, Layout], coordinator: Coordinator) -> None:
         """Send nothing yet. `connect` and then `begin` come next."""
         self._coordinator = coordinator
         self._numbers = {name: number for number, name in enumerate(layouts)}
         self._layouts = list(layouts.values())
         self._own = {
-            number: ObjectWriter(place / name, layouts[name].num_bytes)
+            number: store_of(place).new_file(place / name, layouts[name].num_bytes)
             for name, number in self._numbers.items()
             if number % coordinator.world_size == coordinator.rank
         }
@@ -80,21 +84,21 @@ class Uploads:
         for number, writer in self._own.items():
             writer.write(memoryview(self._layouts[number].header), 0)
 
+    def file(self, name: str) -> Output:
+        return UploadedFile(self, name)
+
     def position(self, name: str, offset: int) -> int:
         """Return a number by which all bytes are ordered; as many files as there are ranks are written side by side."""
         return self._starts[self._numbers[name] // self._coordinator.world_size] + offset
 
     def is_ahead(self, position: int) -> bool:
-        """Note how far this rank is; return whether it should wait (`wait_for_others`) before it writes there."""
         return self._courier is not None and self._courier.is_ahead(position)
 
     def wait_for_others(self) -> None:
-        """Wait until this rank is not too far ahead of the slowest one. Raises: StoreError; ExportError."""
         assert self._courier is not None
         self._courier.wait_for_others()
 
     def end(self) -> None:
-        """Note that this rank writes nothing more, so that no other one waits for it."""
         if self._courier is not None:
             self._courier.is_ahead(_AT_THE_END)
 
@@ -110,7 +114,7 @@ class Uploads:
     def _deliver(self, number: int, offset: int, view: memoryview) -> None:
         self._own[number].write(view, offset)
 
-    def finish(self) -> None:
+    def sync(self) -> None:
         """Wait until all ranks have sent everything, and this rank's files are uploaded.
 
         Every rank calls it, or `close` after an error. Raises: StoreError; ExportError.
@@ -123,18 +127,22 @@ class Uploads:
     def close(self) -> None:
         """End what is under way; idempotent. Collective after an error, because the ranks end their rounds together."""
         for writer in self._own.values():
-            writer.abort()
+            writer.close()
         if self._courier is not None:
             self._courier.close()
 
 
 @dataclass(frozen=True, slots=True)
 class UploadedFile:
-    """One file of an export in a bucket, as the writer of tensors sees it."""
+    """One file of an export in a bucket."""
 
     uploads: Uploads
     name: str
     is_direct = False
+    is_reserved = False
+
+    def map(self, offset: int, num_bytes: int) -> memoryview:
+        raise NotImplementedError("an object has no memory")
 
     def write(self, view: memoryview, offset: int) -> None:
         self.uploads.write(self.name, view, offset)

@@ -12,34 +12,29 @@ the process. Every byte is digested in memory on its way, so reading the file ba
 
 from __future__ import annotations
 
-import threading
 from collections import Counter, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import add, itemgetter
-from pathlib import Path
 
 import torch
 
 from titan_ckpt import progress
-from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, bytes_at
-from titan_ckpt.disk.shared_file import SharedFile
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.columns import Assembled, ColumnExchange, Round, Rows
+from titan_ckpt.formats.publish.outputs import Output, Outputs
 from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.proof import Written, differing
-from titan_ckpt.formats.publish.upload import UploadedFile, Uploads
-from titan_ckpt.formats.safetensors.container import Entry, Layout
+from titan_ckpt.formats.safetensors.container import Entry
 from titan_ckpt.formats.safetensors.reader import RUN_BYTES
 from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
 from titan_ckpt.geometry.boxes import boxes_of_range, element_span, is_run, spans
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, is_plain_memory, run_through
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.stores.bucket import Location
 from titan_ckpt.weights.transforms import FileGroup, FilePiece
 
 _QUEUED_BYTES = 256 << 20
@@ -48,7 +43,6 @@ _FEW_BYTES = 1 << 20
 """One thread writes fewer bytes than this faster than other threads start."""
 
 
-_Output = SharedFile | UploadedFile
 _Blocks = Iterator[tuple[int, Block]]
 
 
@@ -57,43 +51,38 @@ class _Block:
     """Values that one worker casts, digests and writes to a run of a file, or copies into a mapping."""
 
     view: torch.Tensor
-    target: list[tuple[_Output, int, int]] | torch.Tensor
+    target: list[tuple[Output, int, int]] | torch.Tensor
     """Runs of the file, as (file, offset, number of bytes), or memory that is mapped."""
     written: Written
     number: int
 
 
-Place = tuple[str, tuple[int, ...], tuple[int, ...]]
+RegionKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Unique id of a region: (file key, offsets, sizes[1:])."""
 
 
 class ExportWriter:
     """Writes this rank's slices into files that exist already. `close` it, whatever happens."""
 
-    def __init__(
-        self, folder: Location, plan: ExportPlan, count: progress.Count, uploads: Uploads | None = None
-    ) -> None:
-        """Open no file yet. `count` is called with the bytes that are written, and again with those that are proved.
+    def __init__(self, outputs: Outputs, plan: ExportPlan, count: progress.Count) -> None:
+        """Write nothing yet. `count` is called with the bytes that are written, and again with those that are proved.
 
-        `uploads`: the files of a folder in a bucket, which `close` closes.
+        `outputs`: the files, which `close` closes.
         """
-        self._uploads = uploads
-        self._folder = folder
+        self._outputs = outputs
         self._count = count
         self._plan = plan
-        self._files: dict[str, SharedFile] = {}
-        self._opening = threading.Lock()
         self._written: list[Written] = []
         self._queue: list[FilePiece] = []
         self._queued_bytes = 0
-        self._done: set[Place] = set()
+        self._done: set[RegionKey] = set()
         self._sources: dict[str, list[str]] = {}
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each written part, for tensors that the plan does not divide among the ranks."""
 
-    def strided(self, groups: Sequence[FileGroup], keys: Container[str]) -> dict[Place, FilePiece]:
+    def strided(self, groups: Sequence[FileGroup], keys: Container[str]) -> dict[RegionKey, FilePiece]:
         """Return this rank's pieces of these keys that are in memory and no run of their file, without tied tensors."""
-        pieces: dict[Place, FilePiece] = {}
+        pieces: dict[RegionKey, FilePiece] = {}
         makers = Counter(key for group in groups for key in group.infos)
         for group in groups:
             if group.quantised or any(makers[key] > 1 or key not in keys for key in group.infos):
@@ -121,8 +110,7 @@ class ExportWriter:
                 if group.collective:
                     run_through(partial(iter, left))
             raise
-        for file in self._files.values():
-            file.flush()
+        self._outputs.flush()
 
     def _write_groups(
         self, groups: Sequence[FileGroup], blocks: Sequence[_Blocks], columns: ColumnExchange | None
@@ -131,7 +119,7 @@ class ExportWriter:
         try:
             if columns is not None:
                 columns.run(self._write_rows)
-            ready = self._in_order(groups) if self._uploads is not None else None
+            ready = self._in_order(groups) if self._outputs.is_sequential else None
             for group, of_group in zip(groups, blocks, strict=True):
                 for key in group.infos:
                     self._sources.setdefault(key, []).append(", ".join(group.fqns))
@@ -146,8 +134,7 @@ class ExportWriter:
                 self._write_ready(ready, None)
             self._write_queued()
         finally:
-            if self._uploads is not None:
-                self._uploads.end()
+            self._outputs.end()
 
     def _in_order(self, groups: Iterable[FileGroup]) -> deque[tuple[int, FilePiece]]:
         """Return the pieces that are in memory, with their positions, in the order of the files in a bucket.
@@ -172,23 +159,18 @@ class ExportWriter:
             self._keep_pace(position)
 
     def _keep_pace(self, position: int) -> None:
-        assert self._uploads is not None
-        if self._uploads.is_ahead(position):
+        if self._outputs.is_ahead(position):
             self._write_queued()
-            self._uploads.wait_for_others()
+            self._outputs.wait_for_others()
 
     def _position(self, key: str, chunk: Chunk | None = None) -> int:
         """Return the place of a tensor, or of a part of it, in the order in which a bucket gets all files."""
-        assert self._uploads is not None
         offset = self._entry(key).start if chunk is None else self._offset(key, chunk)
-        return self._uploads.position(self._plan.files.file_of[key], offset)
+        return self._outputs.position(self._plan.files.file_of[key], offset)
 
     def sync(self) -> None:
-        """Make this rank's writes durable. In a bucket all ranks do so before anything is read."""
-        if self._uploads is not None:
-            self._uploads.finish()
-        for file in self._files.values():
-            file.sync()
+        """Make this rank's writes durable; sequential outputs of all ranks are, before anything is read."""
+        self._outputs.sync()
 
     def prove(self, reader: TensorReader) -> None:
         """Read every region that this rank wrote and compare it. Raises: ExportError naming the tensors that differ."""
@@ -224,7 +206,7 @@ class ExportWriter:
             yield piece
 
     def columns(
-        self, coordinator: Coordinator, rounds: Sequence[Round], pieces: Mapping[Place, FilePiece]
+        self, coordinator: Coordinator, rounds: Sequence[Round], pieces: Mapping[RegionKey, FilePiece]
     ) -> ColumnExchange:
         """Return the exchange of this rank's pieces, which `write` then leaves out."""
         for one in rounds:
@@ -240,7 +222,7 @@ class ExportWriter:
     def _write_rows(self, assembled: Assembled) -> None:
         rows, num_bytes = assembled.rows, len(assembled.data)
         with assembled.lease:
-            self._shared(rows.key).write(assembled.data, assembled.offset)
+            self._output(rows.key).write(assembled.data, assembled.offset)
         self._count(num_bytes)
         info = self._plan.files.infos[rows.key]
         blocks = [(num_bytes, b"")]
@@ -272,16 +254,13 @@ class ExportWriter:
         offset = self._offset(piece.key, piece.chunk)
         written = Written(piece.key, piece.chunk, entry.info, offset if is_one_run else None)
         self._written.append(written)
-        name = self._plan.files.file_of[piece.key]
-        file = self._shared(piece.key) if self._uploads is None else UploadedFile(self._uploads, name)
+        file = self._output(piece.key)
         step = RUN_BYTES // dtype.itemsize
-        if not is_one_run and (isinstance(file, UploadedFile) or not file.is_reserved):
+        if not is_one_run and not file.is_reserved:
             yield from self._strided_blocks(piece, entry, file, written)
             return
         if not is_one_run:
-            assert isinstance(file, SharedFile)
-            mapped = mapped_boxes(entry, piece.chunk, piece.view, lambda at, size: posix.map_shared(file.fd, at, size))
-            for box, memory in mapped:
+            for box, memory in mapped_boxes(entry, piece.chunk, piece.view, file.map):
                 for target, window in zip(windows(box, step), windows(memory, step), strict=True):
                     yield _Block(window, target, written, written.add(window.numel() * dtype.itemsize))
             return
@@ -290,11 +269,11 @@ class ExportWriter:
             yield _Block(window, [(file, offset, num_bytes)], written, written.add(num_bytes))
             offset += num_bytes
 
-    def _strided_blocks(self, piece: FilePiece, entry: Entry, file: _Output, written: Written) -> Iterator[_Block]:
+    def _strided_blocks(self, piece: FilePiece, entry: Entry, file: Output, written: Written) -> Iterator[_Block]:
         """Cut a piece that is no run of its file into blocks, each with the runs that it is written to."""
         itemsize, first = entry.info.dtype.itemsize, 0
         for window in windows(piece.view, RUN_BYTES // itemsize):
-            runs: list[tuple[_Output, int, int]] = []
+            runs: list[tuple[Output, int, int]] = []
             for box in boxes_of_range(piece.chunk.sizes, first, first + window.numel()):
                 there = Chunk(tuple(map(add, box.offsets, piece.chunk.offsets)), box.sizes)
                 for start, stop in spans(entry.info.shape, there, 0):
@@ -302,21 +281,12 @@ class ExportWriter:
             yield _Block(window, runs, written, written.add(window.numel() * itemsize))
             first += window.numel()
 
-    def _shared(self, key: str) -> SharedFile:
-        name = self._plan.files.file_of[key]
-        assert isinstance(self._folder, Path)
-        with self._opening:
-            if name not in self._files:
-                self._files[name] = SharedFile(self._folder / name, direct=True)
-            return self._files[name]
+    def _output(self, key: str) -> Output:
+        return self._outputs.file(self._plan.files.file_of[key])
 
     def close(self) -> None:
         """Close the files; idempotent. Raises: OSError if a network file system reports a late error."""
-        if self._uploads is not None:
-            self._uploads.close()
-        while self._files:
-            _, file = self._files.popitem()
-            file.close()
+        self._outputs.close()
 
 
 def _is_in_memory(group: FileGroup) -> bool:
@@ -324,7 +294,7 @@ def _is_in_memory(group: FileGroup) -> bool:
     return not group.quantised and all(isinstance(value, torch.Tensor) or value.in_memory for value in group.values)
 
 
-def _place(rows: Rows, box: Chunk) -> Place:
+def _place(rows: Rows, box: Chunk) -> RegionKey:
     return rows.key, (rows.first, *box.offsets[1:]), box.sizes[1:]
 
 
@@ -345,17 +315,6 @@ def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     torch would copy the values as they are to fresh host memory that is not page-locked, and cast them there.
     """
     return values if values.is_cpu else values.to(dtype)
-
-
-def create_file(path: Path, layout: Layout) -> None:
-    """Create a file with its header and its final size, all space reserved. Raises: OSError, also for a full disk."""
-    fd = posix.open_exclusive(path)
-    try:
-        posix.fallocate(fd, layout.num_bytes)
-        posix.truncate(fd, layout.num_bytes)
-        posix.pwrite_all(fd, layout.header, 0)
-    finally:
-        posix.close(fd)
 
 
 def _run_windows(view: torch.Tensor, offset: int, itemsize: int) -> Iterator[torch.Tensor]:

@@ -15,7 +15,7 @@ from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, listed
 from titan_ckpt.formats.quantised.tables import EXPONENTS, floats
 from titan_ckpt.formats.quantised.values import Codes, Numbers, Values
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.store import Place
 
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 FLOATS = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -26,7 +26,7 @@ _UNREADABLE_ALONE = FLOAT8 | {torch.int8, torch.float8_e8m0fnu}
 class QuantisedFolder:
     """Headers and settings of a folder. `read_whole` reads small tensors on which the shape of others depends."""
 
-    path: Source
+    path: Place
     method: str
     settings: Mapping[str, Any]
     """config.json's quantization_config."""

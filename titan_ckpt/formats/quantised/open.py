@@ -24,7 +24,7 @@ from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest
-from titan_ckpt.stores.source import Source
+from titan_ckpt.stores.store import Place
 
 METHODS: Mapping[str, Callable[[QuantisedFolder], Findings]] = {
     "bitsandbytes": bitsandbytes.find,
@@ -46,7 +46,7 @@ _SCALES_OF = {
 
 
 def open_quantised(
-    path: Source, config: Mapping[str, Any], headers: Sequence[SafetensorsHeader]
+    path: Place, config: Mapping[str, Any], headers: Sequence[SafetensorsHeader]
 ) -> DequantisedFiles | None:
     """Return the folder's tensors as floats; None if config.json does not mention quantisation.
 
@@ -81,7 +81,7 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return None
 
 
-def _refuse_codes(path: Source, infos: Mapping[str, TensorInfo]) -> None:
+def _refuse_codes(path: Place, infos: Mapping[str, TensorInfo]) -> None:
     """Raise if codes have scales beside them: the config.json, which does not mention them, may be the wrong one."""
     codes = [
         f"{key} ({str(info.dtype).removeprefix('torch.')}, with {scale})"

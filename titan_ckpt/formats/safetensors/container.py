@@ -9,13 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import stat
 import struct
 from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,8 +21,8 @@ from titan_ckpt.encoding import strict_json
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo
-from titan_ckpt.stores.object_reader import ObjectReader
-from titan_ckpt.stores.source import ListedPath, Source
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE): every reader refuses more."""
@@ -66,7 +63,7 @@ class Entry:
 class SafetensorsHeader:
     """A checked header. `entries` are in file order and tile the file without holes."""
 
-    path: Source
+    path: Place
     num_bytes: int
     metadata: Mapping[str, str]
     entries: Mapping[str, Entry]
@@ -82,12 +79,18 @@ class Layout:
 
 
 @gc_paused()
-def read_header(path: Source) -> SafetensorsHeader:
+def read_header(path: Place) -> SafetensorsHeader:
     """Read and check a file's header, and check that the file is exactly as long as the header says.
 
     Raises: CorruptCheckpointError naming the file and the cause; OSError.
     """
-    num_bytes, raw = _read_object(path) if isinstance(path, ListedPath) else _read_file(path)
+    try:
+        file = store_of(path).open(path, through_links=True)
+    except CorruptCheckpointError:
+        raise _corrupt(path, "no regular file") from None
+    with closing(file):
+        num_bytes = file.num_bytes
+        raw = file.read(8, _header_bytes(file.read(0, 8), num_bytes, path))
     if raw[:1] != b"{":
         raise _corrupt(path, "the header does not start with '{': this is no safetensors file")
     header = strict_json.parse(raw, MAX_HEADER_BYTES, f"{path}: header")
@@ -108,24 +111,7 @@ def read_header(path: Source) -> SafetensorsHeader:
     return SafetensorsHeader(path, num_bytes, metadata, {key: Entry(info, first) for key, first, _, info in entries})
 
 
-def _read_file(path: Path) -> tuple[int, bytes]:
-    """Return the size of a file and the text of its header."""
-    # without O_NONBLOCK, opening a pipe of that name would wait forever
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise _corrupt(path, "no regular file")
-    with os.fdopen(fd, "rb") as file:
-        return status.st_size, file.read(_header_bytes(file.read(8), status.st_size, path))
-
-
-def _read_object(path: ListedPath) -> tuple[int, bytes]:
-    with closing(ObjectReader(path)) as file:
-        return file.num_bytes, file.read(8, _header_bytes(file.read(0, 8), file.num_bytes, path))
-
-
-def _header_bytes(prefix: bytes, num_bytes: int, path: Source) -> int:
+def _header_bytes(prefix: bytes, num_bytes: int, path: Place) -> int:
     """Return the length of the header. Raises: CorruptCheckpointError if the file cannot be so long."""
     if len(prefix) < 8:
         raise _corrupt(path, f"{num_bytes} bytes are too few for a safetensors file; it is cut short")
@@ -171,13 +157,13 @@ def lay_out(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Lay
     return Layout(struct.pack("<Q", len(text)) + text, entries, base + position)
 
 
-def _metadata(value: strict_json.Json, path: Source) -> dict[str, str]:
+def _metadata(value: strict_json.Json, path: Place) -> dict[str, str]:
     if not isinstance(value, dict) or not all(isinstance(v, str) for v in value.values()):
         raise _corrupt(path, "__metadata__ is not a map from strings to strings")
     return {name: str(text) for name, text in value.items()}
 
 
-def _entry(key: str, value: object, base: int, path: Source) -> tuple[str, int, int, TensorInfo]:
+def _entry(key: str, value: object, base: int, path: Place) -> tuple[str, int, int, TensorInfo]:
     """Check one header row; return (key, first byte, byte after the last, info) in bytes of the file."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise _corrupt(path, f"tensor {key!r} does not have exactly dtype, shape and data_offsets")
@@ -197,5 +183,5 @@ def _counts(value: object) -> bool:
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
-def _corrupt(path: Source, cause: str) -> CorruptCheckpointError:
+def _corrupt(path: Place, cause: str) -> CorruptCheckpointError:
     return CorruptCheckpointError(f"{path}: {cause}", str(path))

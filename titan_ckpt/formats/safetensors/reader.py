@@ -18,7 +18,6 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 
@@ -26,12 +25,12 @@ from titan_ckpt import progress
 from titan_ckpt.disk.cuda import upload
 from titan_ckpt.disk.direct import (
     IO_BYTES,
-    FileReader,
     bounce_buffer,
     finish_uploads,
     num_copy_workers,
     run_workers,
 )
+from titan_ckpt.disk.files import Reader
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader
@@ -40,8 +39,8 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import element_span, is_run
 from titan_ckpt.geometry.chunks import Chunk, is_plain_memory
 from titan_ckpt.geometry.requests import Fill, ReadRequest
-from titan_ckpt.stores.object_reader import ObjectReader
-from titan_ckpt.stores.source import Source, open_file
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 
 RUN_BYTES = IO_BYTES - 2 * ALIGNMENT
 """Bytes of one read. Extended to whole blocks, as a direct read must be, it still fits a bounce buffer."""
@@ -55,7 +54,7 @@ _MIN_DIRECT_BYTES = 64 << 10
 class _Run:
     """One run of bytes of a file, and the memory that its elements fill in row-major order."""
 
-    file: FileReader | ObjectReader
+    file: Reader
     offset: int
     num_bytes: int
     dtype: torch.dtype
@@ -66,7 +65,7 @@ class _Run:
 class _Region:
     """A strided box of a file tensor, and memory with as many elements."""
 
-    file: FileReader | ObjectReader
+    file: Reader
     entry: Entry
     chunk: Chunk
     into: torch.Tensor
@@ -80,7 +79,7 @@ class _Region:
 class _Span:
     """Runs of one object of a bucket that one request gets; they fit a bounce buffer."""
 
-    file: FileReader | ObjectReader
+    file: Reader
     offset: int
     num_bytes: int
     runs: tuple[_Run, ...]
@@ -94,7 +93,7 @@ class SafetensorsFiles:
 
     def __init__(self, headers: Sequence[SafetensorsHeader]) -> None:
         """Index the files' keys. Raises: CorruptCheckpointError if two files hold one key."""
-        self._files: dict[Source, FileReader | ObjectReader] = {}
+        self._files: dict[Place, Reader] = {}
         self._lock = threading.Lock()
         self._places: dict[str, tuple[SafetensorsHeader, Entry]] = {}
         faults = []
@@ -149,11 +148,11 @@ class SafetensorsFiles:
         for key in keys:
             self._open(self._places[key][0])
 
-    def _open(self, header: SafetensorsHeader) -> FileReader | ObjectReader:
+    def _open(self, header: SafetensorsHeader) -> Reader:
         with self._lock:
             if header.path not in self._files:
-                # download caches hold links to their files, and FileReader opens no links
-                file = open_file(header.path.resolve() if isinstance(header.path, Path) else header.path)
+                # download caches hold links to their files
+                file = store_of(header.path).open(header.path, through_links=True)
                 if file.num_bytes != header.num_bytes:
                     file.close()
                     raise CorruptCheckpointError(f"{header.path}: it has changed since it was opened", str(header.path))
@@ -167,7 +166,7 @@ class SafetensorsFiles:
         self._files = {}
 
 
-def _jobs(file: FileReader | ObjectReader, entry: Entry, request: ReadRequest) -> Iterator[_Run | _Region]:
+def _jobs(file: Reader, entry: Entry, request: ReadRequest) -> Iterator[_Run | _Region]:
     """Cut a request into reads that fit a bounce buffer, or into one strided copy."""
     shape, dtype, into = entry.info.shape, entry.info.dtype, request.into.detach()
     if not is_run(shape, request.chunk):
@@ -227,9 +226,9 @@ def _spanned(jobs: Sequence[_Run | _Region]) -> Sequence[_Job]:
     return made
 
 
-def _cold_files(jobs: Sequence[_Job]) -> set[FileReader | ObjectReader]:
+def _cold_files(jobs: Sequence[_Job]) -> set[Reader]:
     """Return the files whose wanted bytes are not cached. One answer per file: mixing both ways is slower."""
-    spans: dict[FileReader | ObjectReader, tuple[int, int]] = {}
+    spans: dict[Reader, tuple[int, int]] = {}
     for job in jobs:
         if not isinstance(job, _Region):
             first, stop = spans.get(job.file, (job.offset, 0))
@@ -239,7 +238,7 @@ def _cold_files(jobs: Sequence[_Job]) -> set[FileReader | ObjectReader]:
     return {file for file, (first, stop) in spans.items() if not file.is_cached(first, stop - first)}
 
 
-def _fill(job: _Job, cold: set[FileReader | ObjectReader], count: progress.Count) -> None:
+def _fill(job: _Job, cold: set[Reader], count: progress.Count) -> None:
     """Do one read."""
     count(job.num_bytes)
     if isinstance(job, _Span):
@@ -249,7 +248,6 @@ def _fill(job: _Job, cold: set[FileReader | ObjectReader], count: progress.Count
         for box, into in mapped_boxes(job.entry, job.chunk, job.into, job.file.map):
             copy_from_host(into, box)
         return
-    assert isinstance(job.file, FileReader), "runs of objects are in spans"
     direct = job.file in cold and job.num_bytes >= _MIN_DIRECT_BYTES
     if job.into.dtype == job.dtype and is_plain_memory(job.into):
         address = job.into.data_ptr()

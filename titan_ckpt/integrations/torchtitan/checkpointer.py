@@ -25,6 +25,7 @@ from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map
 from titan_ckpt.integrations.torchtitan.hooks import adapted_modules, find_hooks, trained_beside_adapters
 from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json
 from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.types import Stateful
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -172,7 +173,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         result = self.manager.load(step)
         resumed = result.plan.resume
         folder = self.manager.folder
-        own = os.path.abspath(folder) if isinstance(folder, Path) else folder
+        own = os.path.abspath(path) if (path := local_path(folder)) else folder
         if resumed is not None and str(resumed.path).startswith(f"{own}/"):
             settings.check_restart(self._config, resumed.step)
         return bool(result.report.loaded)

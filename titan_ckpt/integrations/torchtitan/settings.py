@@ -15,9 +15,8 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError, counted
 from titan_ckpt.formats.huggingface.peft import CONFIG as PEFT_CONFIG
-from titan_ckpt.stores.bucket import BucketPath, open_location
+from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.settings import EXPECTED_PLACE, split_url
-from titan_ckpt.stores.source import listed
 
 ASYNC_MODES: Mapping[str, Literal["disabled", "thread", "process"]] = {
     "disabled": "disabled", "async": "thread", "async_with_pinned_mem": "process",
@@ -236,7 +235,7 @@ def reads_peft(config: Any) -> bool:
 
     def look() -> bool:
         place = open_location(config.additional_load_path, settings=config.store)
-        return ((listed(place) if isinstance(place, BucketPath) else place) / PEFT_CONFIG).is_file()
+        return (place / PEFT_CONFIG).is_file()
 
     return Coordinator.current().on_rank_0("additional-load-format", look)
 

@@ -1,7 +1,7 @@
-"""One file that several ranks write at the same time, each rank its own bytes.
+"""FileWriter: a file that one rank writes, or several at the same time, each its own bytes.
 
 Owns how the bytes reach the file: whole blocks bypass the page cache; the partial blocks at both ends of a write, which
-other writers may share, go through it. Knows no tensors and creates no file.
+other writers may share, go through it. Knows no tensors.
 
 Whole blocks bypass the page cache because buffered writers of one file wait for each other's inode lock, and all of
 them for the kernel's limit of dirty pages; direct writers of reserved space share the lock and need a third of the
@@ -19,28 +19,46 @@ from pathlib import Path
 
 from titan_ckpt.disk import descriptors, posix
 from titan_ckpt.disk.direct import open_direct
-from titan_ckpt.disk.memory import ALIGNMENT
+from titan_ckpt.disk.files import Writer
+from titan_ckpt.disk.memory import ALIGNMENT, round_up
 
 _PUT_OFF_BYTES = 1 << 20
 """Collected bytes of partial blocks are written when they reach this size."""
 
 
-class SharedFile:
-    """An existing file of its final size. Threads may write at the same time."""
+class FileWriter(Writer):
+    """An open file. What `write` is given past the end of the file is padding, which `finish` cuts off."""
 
-    def __init__(self, path: Path, direct: bool) -> None:
-        """Open the file; `direct` bypasses the page cache where the file system can. Raises: OSError."""
+    def __init__(self, path: Path, direct: bool, *, fd: int = -1) -> None:
+        """Open an existing file; `direct` bypasses the page cache where the file system can. Raises: OSError."""
         self.path = path
-        self.fd = descriptors.open_file(path, os.O_RDWR | os.O_NOFOLLOW)
+        self.fd = descriptors.open_file(path, os.O_RDWR | os.O_NOFOLLOW) if fd < 0 else fd
         """Descriptor for mappings, which are coherent with all writes."""
-        self._direct_fd = open_direct(path, os.O_RDWR) if direct else -1
         self._put_off: list[tuple[int, bytes]] = []
         self._put_off_bytes = 0
         self._lock = threading.Lock()
+        self._direct_fd = -1
+        try:
+            self._direct_fd = open_direct(path, os.O_RDWR) if direct else -1
+        except BaseException:
+            self.close()
+            raise
+
+    @staticmethod
+    def create(path: Path, num_bytes: int | None = None) -> FileWriter:
+        """Create a file whose space is reserved, or without `num_bytes` one that grows. Raises: OSError."""
+        # without O_DIRECT: where that is refused, the file is there nevertheless
+        file = FileWriter(path, num_bytes is not None, fd=posix.open_exclusive(path))
+        try:
+            if num_bytes is not None:
+                posix.fallocate(file.fd, round_up(num_bytes))
+        except BaseException:
+            file.close()
+            raise
+        return file
 
     @property
     def is_direct(self) -> bool:
-        """Return whether whole blocks bypass the page cache, and so must be aligned in memory as in the file."""
         return self._direct_fd >= 0
 
     @cached_property
@@ -50,6 +68,10 @@ class SharedFile:
         The file system is asked here, because another rank has created the file. Raises: OSError.
         """
         return posix.fallocate(self.fd, os.fstat(self.fd).st_size)
+
+    def map(self, offset: int, num_bytes: int) -> memoryview:
+        """Return memory that is this part of the file, if it `is_reserved`. Raises: OSError."""
+        return posix.map_shared(self.fd, offset, num_bytes)
 
     def write(self, view: memoryview, offset: int) -> None:
         """Write bytes; whole blocks bypass the page cache, partial blocks are copied and written by `flush`.
@@ -104,6 +126,12 @@ class SharedFile:
     def sync(self) -> None:
         """Make all written bytes durable. Raises: OSError."""
         self.flush()
+        posix.fsync(self.fd)
+
+    def finish(self, num_bytes: int) -> None:
+        self.flush()
+        if round_up(num_bytes) != num_bytes:
+            posix.truncate(self.fd, num_bytes)
         posix.fsync(self.fd)
 
     def close(self) -> None:

@@ -1,0 +1,130 @@
+"""The laws of stores, for a mounted file system and for one in memory; tests/stores has them for buckets."""
+
+from __future__ import annotations
+
+import ast
+import random
+import re
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import tests.memory_store  # noqa: F401 - it names the scheme
+from tests.stores.export_runs import CONFIG, manager_of
+from tests.test_manager import Run, same
+from titan_ckpt.config import CheckpointConfig, ExportConfig, KeepConfig, SaveConfig
+from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.formats.open import locate
+from titan_ckpt.models.llama3 import Llama3
+from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.stores.store import Place
+from titan_ckpt.testing import StoreTests
+from titan_ckpt.tools.listing import list_run
+
+PACKAGE = Path(__file__).parents[3] / "titan_ckpt"
+SEAM = ("stores", "disk")
+MOUNTED_ALONE = {
+    "directory/names.py": "a bucket has the manifest of a step apart from its files",
+    "directory/open_steps.py": "how a commit is made: by a rename, or by creating an object",
+    "formats/huggingface/export.py": "a large file is copied in pieces",
+    "formats/open.py": "torch_checkpointing's own reader opens paths",
+    "formats/publish/publication.py": "how a folder is published: by a rename, or by its last file",
+    "formats/publish/run.py": "whether ranks write into one file",
+    "integrations/torchtitan/checkpointer.py": "a path is compared by its absolute name",
+    "loading/bases.py": "the hub's cache and a base's name are paths",
+    "manager.py": "a size for the log that costs a request",
+    "testing/stores.py": "an empty folder",
+    "tools/listing.py": "where a run keeps steps and exports",
+    "tools/retention.py": "the exports that a run has set aside",
+    "tools/verifying.py": "transformers opens paths",
+    "training/folders.py": "rights of a folder are known before the run",
+    "training/model_folder.py": "tokenizers opens paths",
+}
+"""Modules that ask whether a place has a path on this machine, and what for. None asks what else it is."""
+
+
+class TestPosix(StoreTests):
+    @pytest.fixture(autouse=True)
+    def _folder(self, tmp_path: Path) -> None:
+        self._root = tmp_path
+
+    def make_place(self) -> Path:
+        return self._root / uuid.uuid4().hex
+
+
+class TestMemory(StoreTests):
+    def make_place(self) -> Place:
+        return open_location(f"memory://box/{uuid.uuid4().hex}")
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
+def test_a_run_in_memory_resumes_bit_for_bit(tmp_path: Path, mode: Any) -> None:
+    """Three steps, new objects, three more: every bit as six in a row; old steps expire, and `ls` shows the others."""
+    folder = f"memory://box/{uuid.uuid4().hex}"
+    save = SaveConfig(interval=1, async_mode=mode, keep=KeepConfig(latest=2))
+    whole = Run()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    for _ in range(6):
+        whole.step()
+    first = Run()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    with first.manager(tmp_path, folder=folder, save=save) as manager:
+        first.train(manager, 6, stop=3)
+    second = Run(seed=3)
+    with second.manager(tmp_path, folder=folder, save=save) as manager:
+        second.train(manager, 6)
+    assert same(second.state(), whole.state())
+    listed = [facts.step for facts in list_run(open_location(folder)).steps]
+    assert listed == [3, 5, 6]  # the run went on from step 3
+    assert not any(tmp_path.rglob("step-*"))
+
+
+def test_a_run_in_memory_exports_and_its_export_is_a_source(tmp_path: Path) -> None:
+    """A Hugging Face folder and a DCP folder are published there, are read back, and begin another run."""
+    folder = f"memory://box/{uuid.uuid4().hex}"
+    torch.manual_seed(0)
+    model = Llama3(CONFIG)
+    exports = tuple(ExportConfig(kind, folder=f"{folder}/{kind}") for kind in ("hf", "dcp"))
+    config = CheckpointConfig(folder=f"{folder}/checkpoints", save=SaveConfig(interval=1), export=exports)
+    with manager_of(model, None, tmp_path, config) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+        manager.wait()
+        exported = dict(manager.exported)
+    for export, place in exported.items():
+        assert str(place).startswith("memory://box/"), export
+    with HuggingFaceReader(locate(exported[exports[0]])) as reader:
+        assert reader.tensors
+
+
+def test_nothing_above_the_seam_asks_which_store_it_has() -> None:
+    """No module but those of the stores names their kinds in a test of type, or a union of them."""
+    forks = []
+    for path in PACKAGE.rglob("*.py"):
+        name = str(path.relative_to(PACKAGE))
+        if name.startswith(SEAM):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "isinstance":
+                kinds = ast.unparse(node.args[1])
+                if any(kind in kinds for kind in ("BucketPath", "ObjectStore", "Posix", "ObjectReader", "FileReader")):
+                    forks.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+            if isinstance(node, (ast.Name, ast.alias)) and (getattr(node, "id", "") or getattr(node, "name", "")) in (
+                "Location", "ListedPath",
+            ):  # fmt: skip
+                forks.append(f"{name}: {ast.unparse(node)}")
+    assert not forks, "\n".join(forks)
+
+
+def test_what_a_mounted_file_system_alone_does_is_known_by_module() -> None:
+    """The list of such modules grows by no accident."""
+    asking = {
+        str(path.relative_to(PACKAGE))
+        for path in PACKAGE.rglob("*.py")
+        if re.search(r"\blocal_path\(|\.is_mounted\b", path.read_text())
+    }
+    assert {name for name in asking if not name.startswith(SEAM)} == {*MOUNTED_ALONE}

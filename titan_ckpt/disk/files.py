@@ -1,0 +1,99 @@
+"""Reader and Writer: a file that is read or written at offsets, wherever its bytes are. Knows no formats."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar, Self
+
+import numpy as np
+
+
+class Reader(ABC):
+    """A file that does not change. Threads may share it. Too short a file raises EOFError."""
+
+    path: Any
+    num_bytes: int
+    num_workers: int
+    """Reads that are worth having in flight."""
+    request_bytes: int
+    """Bytes to ask for at a time where many are wanted."""
+    is_remote: ClassVar[bool]
+    """Whether each read is a request, so that runs near each other are worth one, and nothing is in a page cache."""
+
+    @abstractmethod
+    def read(self, offset: int, num_bytes: int) -> bytes:
+        """Return `num_bytes` from `offset` on; fewer if the file ends."""
+
+    @abstractmethod
+    def read_into(self, views: list[memoryview], offset: int) -> None:
+        """Fill the views in order with the bytes from `offset` on."""
+
+    @abstractmethod
+    def read_aligned(self, buffer: memoryview, offset: int, num_bytes: int) -> None:
+        """Fill the aligned buffer's first `num_bytes`; it has room for `num_bytes` rounded up."""
+
+    @abstractmethod
+    def read_again(self, buffer: memoryview, offset: int, num_bytes: int) -> None:
+        """Do as `read_aligned`, and ask the disk or the server, whatever is in memory."""
+
+    @abstractmethod
+    def read_blocks(self, view: memoryview, offset: int) -> None:
+        """Fill a view whose memory address and offset are equal modulo ALIGNMENT."""
+
+    @abstractmethod
+    def map(self, offset: int, num_bytes: int) -> memoryview:
+        """Return bytes in memory that torch may wrap."""
+
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Return bytes in memory of their own, or of the client that got them."""
+        memory = np.empty(num_bytes, np.uint8).data
+        self.read_into([memory], offset)
+        return memory
+
+    def fetch(self, offset: int, num_bytes: int) -> None:  # noqa: B027
+        """Get bytes that are then read by pieces, if each piece would be a request. For one thread."""
+
+    def cached_bytes(self, offset: int, num_bytes: int) -> int:
+        """Return how many of these bytes are in this machine's page cache."""
+        return 0
+
+    def is_cached(self, offset: int, num_bytes: int) -> bool:
+        """Return whether at least 95 % of these bytes are in the page cache."""
+        return not self.is_remote and self.cached_bytes(offset, num_bytes) >= 0.95 * num_bytes
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close the file; idempotent."""
+
+
+class Writer(ABC):
+    """A file that is written at offsets, in any order. Threads may write at the same time.
+
+    A context manager that closes it. A new file that is closed before it is finished is given up.
+    """
+
+    @property
+    def is_direct(self) -> bool:
+        """Return whether whole blocks bypass the page cache, and so must be aligned in memory as in the file."""
+        return False
+
+    @abstractmethod
+    def write(self, view: memoryview, offset: int) -> None:
+        """Write bytes, or copy them to be written by `finish`. Raises: OSError of this or an earlier write."""
+
+    @abstractmethod
+    def finish(self, num_bytes: int) -> None:
+        """Make the file of `num_bytes`, which are all written, durable; what was written past them is cut off.
+
+        Raises: OSError.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the file; idempotent. Raises: OSError, when a network file system reports a late error."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,224 @@
+"""The laws of places that hold bytes as a test class. Inherit it to test a store. Knows no particular store."""
+
+from __future__ import annotations
+
+import errno
+import re
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.manifest import FileRecord, Manifest
+from titan_ckpt.directory.steps import Attempt
+from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CommitConflictError, SaveError
+from titan_ckpt.formats.publish.publication import published
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place, Store
+
+_ALONE = Coordinator(0, 1, None, "", 0.0)
+_DATA = bytes(range(251)) * 40_000
+"""Ten megabytes whose every stretch says where it is."""
+
+
+class _File:
+    """A file with a head of one block, which is the number of bytes that were seen."""
+
+    start = 4096
+
+    def __init__(self) -> None:
+        self.num_bytes = self.start + len(_DATA)
+        self._seen = 0
+        self._lock = threading.Lock()
+
+    def pieces(self, start: int, stop: int) -> nullcontext[memoryview]:
+        buffer = Buffer.allocate(-(-(stop - start) // 4096) * 4096)
+        buffer.view[: stop - start] = _DATA[start:stop]
+        return nullcontext(buffer.view)
+
+    def views(self, start: int, stop: int) -> Sequence[memoryview] | None:
+        return [memoryview(_DATA)[start:stop]] if start % (8 << 20) else None
+
+    def see(self, views: Sequence[memoryview], start: int) -> None:
+        for view in views:
+            assert view == _DATA[start : start + len(view)]
+            start += len(view)
+        with self._lock:
+            self._seen += sum(map(len, views))
+
+    def seal(self) -> bytes:
+        return str(self._seen).encode().ljust(self.start)
+
+
+class StoreTests(ABC):
+    """Tests of every law. Inherit from it, name the subclass Test..., and define `make_place`."""
+
+    @abstractmethod
+    def make_place(self) -> Place:
+        """Return a place in the store where nothing is, another one at each call; its parent may be written to."""
+
+    def _begin(self) -> tuple[Store, Place]:
+        place = self.make_place()
+        store = store_of(place)
+        if store.is_mounted:  # elsewhere a folder is there when something is in it
+            Path(str(place)).mkdir(parents=True)
+        return store, place
+
+    def test_a_small_file_is_put_once_and_read_whole(self) -> None:
+        """Who comes second is told, and changes nothing; a file that is larger than expected is not read."""
+        store, place = self._begin()
+        store.put_new(place / "a.json", b"first")
+        with _raises(FileExistsError):
+            store.put_new(place / "a.json", b"second")
+        assert store.read_whole(place / "a.json", 5) == b"first"
+        assert store.read_whole(place / "a.json", 9, through_links=True) == b"first"
+        assert store.size(store.seen(place) / "a.json") == 5
+        with _raises(OSError, "larger than 4 bytes", errno.EFBIG):
+            store.read_whole(place / "a.json", 4)
+
+    def test_what_is_not_there_is_said_so(self) -> None:
+        """Each way of reading names the place."""
+        store, place = self._begin()
+        for read in (store.open, store.size, lambda path: store.read_whole(path, 9)):
+            with _raises(FileNotFoundError, r"none\.json"):
+                read(place / "none.json")
+        assert not (place / "none.json").exists() and not (place / "none").is_dir()
+        assert store.names_in(place / "none") == [] and store.folder_bytes(place / "none") == 0
+        store.remove([place / "none.json"])
+
+    def test_a_listing_shows_what_is_there(self) -> None:
+        """Names, kinds, sizes and patterns of files at once, and of those in a folder below."""
+        store, place = self._begin()
+        store.put_companion(place / "b.json", b"1")
+        with TemporaryDirectory() as folder:
+            Path(folder, "c.txt").write_bytes(b"22")
+            store.put_companion(place / "deep" / "c.txt", Path(folder, "c.txt"))
+        seen = store.seen(place)
+        assert store.names_in(place) == ["b.json", "deep"] == sorted(path.name for path in seen.iterdir())
+        assert (seen / "b.json").is_file() and (seen / "deep").is_dir() and seen.is_dir() and seen.exists()
+        assert not (seen / "b.json").is_dir() and not (seen / "deep").is_file()
+        assert [str(path) for path in seen.glob("deep/*.txt")] == [f"{place}/deep/c.txt"]
+        assert (seen / "deep" / "c.txt").suffix == ".txt" and (seen / "deep").parent.name == place.name
+        assert store.folder_bytes(place) == 3
+        assert store.holds(place, "deep/c.txt") and not store.holds(place, "../c.txt") and not store.holds(place, "/c")
+        store.remove([place / "b.json", place / "none"])
+        assert store.names_in(place) == ["deep"]
+
+    def test_a_file_is_written_and_read_at_offsets(self) -> None:
+        """Every way of reading gives the same bytes, and says where a file ends."""
+        store, place = self._begin()
+        with store.new_file(place / "f.bin", len(_DATA)) as file:
+            for start in range(0, len(_DATA), 1_000_003):
+                file.write(memoryview(_DATA)[start : start + 1_000_003], start)
+            file.finish(len(_DATA))
+        reader = store.open(place / "f.bin")
+        buffer = Buffer.allocate(1 << 20)
+        assert reader.num_bytes == len(_DATA) and reader.read(7, 9) == _DATA[7:16]
+        assert reader.read(len(_DATA) - 3, 9) == _DATA[-3:]
+        assert reader.view(5, 3 << 20) == _DATA[5:][: 3 << 20] and reader.map(8192, 5000) == _DATA[8192:13192]
+        for read in (reader.read_aligned, reader.read_again):
+            read(buffer.view, 4096, 9999)
+            assert buffer.view[:9999] == _DATA[4096:14095]
+        reader.fetch(1 << 20, 2 << 20)
+        for first in (0, 1 << 20, 5 << 20):
+            reader.read_into([buffer.view[:10], buffer.view[10:5000]], first)
+            assert buffer.view[:5000] == _DATA[first : first + 5000]
+        with _raises(EOFError, r"f\.bin"):
+            reader.read_into([buffer.view[:9]], len(_DATA) - 3)
+        reader.close()
+        again = store.open(store.afresh(place / "f.bin"))
+        assert again.read(0, len(_DATA)) == _DATA
+        again.close()
+
+    def test_a_file_is_sealed_when_all_of_it_was_seen(self) -> None:
+        """Its head comes from its rest, whichever the store writes first."""
+        store, place = self._begin()
+        store.write_sealed(place / "r.bin", _File(), 2)
+        reader = store.open(place / "r.bin")
+        content = reader.read(0, reader.num_bytes)
+        reader.close()
+        assert content == str(len(_DATA)).encode().ljust(4096) + _DATA
+
+    def test_small_files_are_put_beside_work(self) -> None:
+        """The value of the work comes back, and so does its error."""
+        store, place = self._begin()
+        assert store.put_beside([(place / "x.json", b"x"), (place / "y.json", b"y")], lambda: 3) == 3
+        assert store.names_in(place) == ["x.json", "y.json"]
+        with _raises(ZeroDivisionError):
+            store.put_beside([(place / "z.json", b"z")], lambda: 1 // 0)
+
+    def test_a_step_is_there_whole_or_not_at_all(self) -> None:
+        """An attempt that is given up, or lacks a file, leaves no step; one writer at a time commits."""
+        root = self.make_place()
+        directory = CheckpointDirectory(root, _ALONE)
+        given_up = directory.begin(1)
+        _write(given_up)
+        assert CheckpointDirectory(root, _ALONE).steps() == []
+        directory.abandon(given_up)
+        with _raises(SaveError, r"state\.json is missing"):
+            hollow = directory.begin(1)
+            directory.commit(hollow, _manifest(hollow))
+        attempt = directory.begin(1)
+        _write(attempt)
+        directory.commit(attempt, _manifest(attempt))
+        with _raises(CommitConflictError, "already writes here"):
+            CheckpointDirectory(root, _ALONE).begin(2)
+        directory.close()
+        other = CheckpointDirectory(root, _ALONE)
+        assert other.steps() == [1] and other.committed(1)[0].attempt == attempt.id
+        with _raises(CommitConflictError, "committed already"):
+            other.begin(1)
+        other.close()
+
+    def test_a_folder_is_published_whole_or_not_at_all(self) -> None:
+        """Its last file makes it loadable; a name that is taken is refused."""
+        store, place = self._begin()
+        with _raises(ZeroDivisionError), published(place / "step-1", _ALONE, "", lambda: None) as made:
+            made.put_last("config.json", b"{}")
+            raise ZeroDivisionError
+        assert not (place / "step-1" / "config.json").exists()
+        with published(place / "step-1", _ALONE, "", lambda: None) as made:
+            store.put_companion(made.path / "weights.txt", b"w")
+            made.put_last("config.json", b"{}")
+            assert store.read_whole(made.as_source() / "config.json", 9) == b"{}"
+            assert not (place / "step-1" / "config.json").exists()
+        assert store.read_whole(place / "step-1" / "config.json", 9) == b"{}"
+        with _raises(FileExistsError, "is there already"), published(place / "step-1", _ALONE, "", lambda: None):
+            raise AssertionError("nothing is written")
+
+
+@contextmanager
+def _raises(kind: type[BaseException], match: str = "", number: int | None = None) -> Iterator[None]:
+    """Check that the block raises an error with such a text."""
+    caught: BaseException | None = None
+    try:
+        yield
+    except kind as error:
+        caught = error
+    assert caught is not None, f"nothing was raised, expected {kind.__name__}"
+    assert re.search(match, str(caught)), caught
+    assert number is None or getattr(caught, "errno", None) == number
+
+
+def _write(attempt: Attempt) -> None:
+    store_of(attempt.path).put_new(attempt.path / "state.json", b"{}")
+
+
+def _manifest(attempt: Attempt) -> Manifest:
+    return Manifest(
+        step=attempt.step,
+        kind="model",
+        attempt=attempt.id,
+        world_size=1,
+        created_unix_seconds=0.0,
+        components=("model",),
+        converters=[],
+        base=None,
+        resumed_from=None,
+        files=(FileRecord("state.json", 2, "0" * 32),),
+    )

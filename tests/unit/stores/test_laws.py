@@ -15,7 +15,8 @@ import torch
 
 import tests.memory_store  # noqa: F401 - it names the scheme
 from tests.stores.export_runs import CONFIG, manager_of
-from tests.test_manager import Run, same
+from tests.test_manager import Run
+from tests.world import same
 from titan_ckpt.config import CheckpointConfig, ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.open import locate

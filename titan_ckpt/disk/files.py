@@ -5,8 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar, Self
 
-import numpy as np
-
 
 class Reader(ABC):
     """A file that does not change. Threads may share it. Too short a file raises EOFError."""
@@ -46,6 +44,8 @@ class Reader(ABC):
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Return bytes in memory of their own, or of the client that got them."""
+        import numpy as np  # not for a list of steps
+
         memory = np.empty(num_bytes, np.uint8).data
         self.read_into([memory], offset)
         return memory

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Self, TypeVar
 
-import numpy as np
-
 from titan_ckpt.disk.files import Reader, Writer
 from titan_ckpt.errors import ExportError
 from titan_ckpt.stores.settings import StoreConfig
@@ -194,6 +192,8 @@ class ObjectStore(Store):
         A part is sent from the memory that it is in, or from a copy: there are fewer copies than parts in flight,
         because the requests and what sees the bytes take some memory, too.
         """
+        import numpy as np
+
         from titan_ckpt.disk.direct import IO_BYTES, num_copy_workers, run_workers
         from titan_ckpt.stores.part_memory import PartMemory
 

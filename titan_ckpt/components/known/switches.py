@@ -54,7 +54,8 @@ def switches_of(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
 
 def is_of_peft(value: Any) -> bool:
     """Return whether the class of an object, or one that it extends, is PEFT's."""
-    return _extends_peft(type(value))
+    own: type = type(value)
+    return _extends_peft(own)
 
 
 @cache

@@ -75,7 +75,8 @@ class Outputs(Part):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.written = x.mean().item()
         self.output = self.inner(x).mean(0)
-        return super().forward(x) + self.output
+        out: torch.Tensor = super().forward(x) + self.output
+        return out
 
 
 class Below(nn.Linear):

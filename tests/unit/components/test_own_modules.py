@@ -195,6 +195,23 @@ class SetFirst(Part):
         return super().forward(x) * self.rows
 
 
+class Getter(Part):
+    """Returns what it has seen last, to whom wants to plot it."""
+
+    @property
+    def seen_last(self) -> Any:
+        return self.output
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.output = x.mean().item()
+        return super().forward(x)
+
+
+class InGetter(Getter):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 + (self.seen_last or 0))
+
+
 class Property(Part):
     @cached_property
     def mask(self) -> torch.Tensor:
@@ -236,6 +253,7 @@ def trained(part: nn.Module, folder: Path, allow: tuple[str, ...] = ()) -> None:
         (InSchedule, "self.schedule"),
         (SetInOneBranch, "self.number"),
         (OfWeights, "self.first"),
+        (InGetter, "self.output"),
     ],
 )
 def test_what_a_module_keeps_beside_its_state_is_refused_after_the_first_step(
@@ -257,7 +275,7 @@ def test_a_watch_over_thousands_of_modules_is_short() -> None:
     assert time.process_time() - began < 4  # 32 s when each module's classes were read again
 
 
-@pytest.mark.parametrize("kind", [Part, Stored, Outputs, Parent, SetFirst, Property])
+@pytest.mark.parametrize("kind", [Part, Stored, Outputs, Parent, SetFirst, Property, Getter])
 def test_what_is_stored_or_made_anew_by_each_step_runs(kind: type[nn.Module], tmp_path: Path) -> None:
     trained(kind(), tmp_path)
     assert (tmp_path / "checkpoints" / "step-2").is_dir()

@@ -23,6 +23,7 @@ from titan_ckpt.rng import generators_kept
 
 _JUDGED = frozenset({"lightning", "pytorch_lightning", "torchmetrics"})
 """Packages whose modules have hooks for their state: the integration with Lightning judges them."""
+_GETTER = ["LOAD_ATTR", "RETURN_VALUE"]
 _HOW = (
     "fill it in __init__ if it is a cache, such as a mask; register it as a persistent buffer there, or return it by "
     "get_extra_state() and take it back by set_extra_state(), if steps change it"
@@ -35,7 +36,10 @@ def watch_modules(parts: Sequence[nn.Module], allow: Collection[str], watch: Wat
     unsaved = {id(value) for _, module in modules for value in _hidden(module).values()}
     saved = frozenset(id(value) for root in (*parts, *live) for value in parts_of(root)) - unsaved
     uses = [_uses_of(kind) for kind in {kind for _, module in modules for kind in _kinds(module)}]
-    read, carried = (frozenset[str]().union(*names) for names in ([u.read for u in uses], [u.carried for u in uses]))
+    read, carried = set[str]().union(*(u.read for u in uses)), set[str]().union(*(u.carried for u in uses))
+    getters = [getter for u in uses for getter in u.getters]
+    for _ in getters:  # one may call another
+        read |= {attribute for name, attribute in getters if name in read}
     for path, module in modules:
         kinds = _kinds(module)
         name = f"{kinds[0].__module__}.{kinds[0].__qualname__}" if kinds else ""
@@ -108,15 +112,30 @@ class _Uses(NamedTuple):
     """Those that it loads before it has set them, or may load by their names."""
     carried: frozenset[str]
     """Those that it loads, and sets after that."""
+    getters: list[tuple[str, str]]
+    """Methods that only return an attribute, such as for a plot: they read it where their own name is read."""
 
 
 @cache
 def _uses_of(kind: type) -> _Uses:
-    uses = [use for method in vars(kind).values() for code in codes_of(method) for use in _used_by(code)]
+    codes = [(name, code) for name, method in vars(kind).items() for code in codes_of(method)]
+    getters = [(name, attribute) for name, code in codes if (attribute := _returned_by(name, code))]
+    names = {name for name, _ in getters}
+    uses = [use for name, code in codes if name not in names for use in _used_by(code)]
     return _Uses(
         frozenset(name for name, is_carried in uses if not is_carried),
         frozenset(name for name, is_carried in uses if is_carried),
+        getters,
     )
+
+
+def _returned_by(name: str, code: CodeType) -> str | None:
+    """Return the attribute that a method returns and does nothing else, or None. Torch and Python call some by name."""
+    if name == "forward" or name.startswith("__") or code.co_argcount != 1:
+        return None
+    load, *rest = [i for i in dis.get_instructions(code) if i.opname not in ("RESUME", "NOP")]
+    is_getter = load.argval == code.co_varnames[0] and [i.opname for i in rest] == _GETTER
+    return rest[0].argval if is_getter else None
 
 
 def _used_by(code: CodeType) -> Iterator[tuple[str, bool]]:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.own_state_models import add_hooks
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.components.known.own_modules import watch_modules
 from titan_ckpt.components.watched import Watch
@@ -67,6 +68,20 @@ class Stored(InNumber):
 
     def set_extra_state(self, state: int) -> None:
         self.number = state
+
+
+class StoredByHook(InNumber):
+    def __init__(self) -> None:
+        super().__init__()
+        add_hooks(self, self._store, self._restore)
+
+    @staticmethod
+    def _store(module: Any, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}number"] = module.number
+
+    @staticmethod
+    def _restore(module: Any, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        module.number = state.pop(f"{prefix}number")
 
 
 class Outputs(Part):
@@ -275,7 +290,7 @@ def test_a_watch_over_thousands_of_modules_is_short() -> None:
     assert time.process_time() - began < 4  # 32 s when each module's classes were read again
 
 
-@pytest.mark.parametrize("kind", [Part, Stored, Outputs, Parent, SetFirst, Property, Getter])
+@pytest.mark.parametrize("kind", [Part, Stored, StoredByHook, Outputs, Parent, SetFirst, Property, Getter])
 def test_what_is_stored_or_made_anew_by_each_step_runs(kind: type[nn.Module], tmp_path: Path) -> None:
     trained(kind(), tmp_path)
     assert (tmp_path / "checkpoints" / "step-2").is_dir()

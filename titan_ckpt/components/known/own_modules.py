@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from titan_ckpt.components.unsaved_state import LIBRARIES, Own, codes_of, is_own_kind, package_of, parts_of
+from titan_ckpt.components.unsaved_state import LIBRARIES, Own, codes_of, is_own, is_own_kind, package_of, parts_of
 from titan_ckpt.components.watched import Watch, trace
 from titan_ckpt.rng import generators_kept
 
@@ -43,7 +43,9 @@ def watch_modules(parts: Sequence[nn.Module], allow: Collection[str], watch: Wat
     for path, module in modules:
         kinds = _kinds(module)
         name = f"{kinds[0].__module__}.{kinds[0].__qualname__}" if kinds else ""
-        if kinds and name not in allow and not _gives(module, "get_extra_state", "_save_to_state_dict"):
+        hooks = [getattr(hook, "__func__", hook) for hook in module._state_dict_hooks.values()]  # noqa: SLF001 - as below
+        gives_state = _gives(module, "get_extra_state", "_save_to_state_dict") or any(map(is_own, hooks))
+        if kinds and name not in allow and not gives_state:
             values = partial(_values, module, saved, read)
             comes_back = partial(_comes_back, module, saved, carried, set[str]())
             watch.add(module, f"module {path or 'of the model'}, {name}", name, values, saved, comes_back, _HOW)

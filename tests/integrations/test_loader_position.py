@@ -13,6 +13,7 @@ import pytest
 import torch
 from datasets import IterableDataset as Streamed
 from datasets import interleave_datasets
+from requests import Session
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -255,6 +256,12 @@ def test_what_would_continue_elsewhere_is_refused_and_can_be_allowed(loader: Cal
     with pytest.raises(ConfigError, match=f'{fault}(?s:.*)checkpoint.allow = \\["(.*)"\\]') as refused:
         PositionedLoader(loader())
     PositionedLoader(loader(), allow=[str(refused.value).rpartition('["')[2].partition('"]')[0]])
+
+
+def test_a_stream_whose_function_uses_an_http_session_runs() -> None:
+    session = Session()
+    stream = Streamed.from_generator(lambda: ({"a": len(session.headers)} for _ in range(3)))
+    assert len([*PositionedLoader(DataLoader(stream, None))]) == 3
 
 
 def test_no_example_is_read_to_judge_a_stream_that_reads_each_once() -> None:

@@ -13,7 +13,7 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from inspect import unwrap
 from io import IOBase
 from types import CodeType, FunctionType, SimpleNamespace
@@ -52,6 +52,8 @@ _CHANGING = frozenset(
 """Methods of containers that change them."""
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict, SimpleNamespace)
 _ARRAYS = (torch.Tensor, np.ndarray, bytearray)
+_OF_CLASSES = (*_CONTAINERS, *_ARRAYS, str, int, float, type(None))
+"""What a class may keep for its objects."""
 _WITH_ORDER = (Dataset, DataLoader, Sampler)
 """Data has rules of its own: loader_position.py and data_order.py of the integrations."""
 _HERE = "titan_ckpt"
@@ -198,9 +200,7 @@ class Own:
         own = kinds if of_library is None else kinds[: kinds.index(of_library)]
         self._value, self._saved, self._builds, self._begins = value, saved, builds, begins
         self._kinds = [kind for kind in own if package_of(kind) != _HERE]  # what an integration has put before them
-        self._inherited = {
-            name for kind in kinds if kind not in self._kinds for m in vars(kind).values() for name in _stored(m)
-        }
+        self._inherited = _stored_within(tuple(kind for kind in kinds if kind not in self._kinds))
         self._is_within = is_within
 
     def _attributes(self) -> dict[str, Any]:
@@ -210,7 +210,7 @@ class Own:
             for owner in (*([] if self._is_within else reversed(self._kinds)), self._value)
             for name, item in (getattr(owner, "__dict__", None) or {}).items()
             if f"self.{name}" not in self._inherited and name not in _OF_MODULES
-            if owner is self._value or (isinstance(item, (*_CONTAINERS, *_ARRAYS)) and not name.startswith("__"))
+            if owner is self._value or (isinstance(item, _OF_CLASSES) and not name.startswith("__"))
         }
 
     def _functions(self) -> list[FunctionType]:
@@ -310,7 +310,13 @@ def stored_by_code_of(kinds: Iterable[type], builds: Collection[str] = ()) -> It
 def variables_of(function: FunctionType) -> dict[str, Any]:
     """Return what a function uses beside its arguments: variables around it, defaults, and globals with data."""
     is_users = is_own(function) and not _is_installed(function)
-    return used_by(function, lambda value: is_users and isinstance(value, (*_CONTAINERS, *_ARRAYS)))
+    used = used_by(function, lambda value: is_users and isinstance(value, (*_CONTAINERS, *_ARRAYS)))
+    return used | {name: function.__globals__.get(name) for name in _globals_set_by(function.__code__)}
+
+
+@cache
+def _globals_set_by(code: CodeType) -> list[str]:
+    return [i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"]
 
 
 def _kept_by(function: FunctionType) -> Iterator[str]:
@@ -356,6 +362,11 @@ def _drawn_by(function: FunctionType) -> Iterator[str]:
     for name, value in used_by(function).items():
         if is_random(value):
             yield f"it draws from {name}, a {type(value).__qualname__}"
+
+
+@cache
+def _stored_within(kinds: tuple[type, ...]) -> frozenset[str]:
+    return frozenset(name for kind in kinds for method in vars(kind).values() for name in _stored(method))
 
 
 def _stored(method: Any, classes: Collection[str] = ()) -> Iterator[str]:

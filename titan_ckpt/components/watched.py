@@ -22,6 +22,7 @@ from uuid import UUID
 import numpy as np
 import torch
 import xxhash
+from torch import nn
 
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, is_own, variables_of
 from titan_ckpt.errors import SaveError, listed
@@ -160,6 +161,10 @@ def _parts(value: Any) -> list[Any] | None:
     elif isinstance(value, (str, bytes, int, float, complex)):  # of a class derived from one of them
         kind: Any = next(kind for kind in type(value).__mro__ if kind in _ATOMS)
         found += [kind.__repr__(value)]
+    elif isinstance(value, nn.Module):  # one that its owner hides from the model, such as a teacher in a list
+        found += [*value.parameters(), *value.buffers()]
+        if not is_own(value):
+            return found
     elif not (isinstance(value, (SimpleNamespace, UserDict, UserList, ChainMap)) or is_own(value)):
         return None
     elif hasattr(type(value), "__array__"):  # such as a table of pandas

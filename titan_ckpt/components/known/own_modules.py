@@ -1,26 +1,33 @@
 """Watches what the user's own modules keep beside the model's state: attributes, and buffers that are not persistent.
 
-Owns which of them count. Modules of libraries are not looked at: their models were proved. A value that no module's
-code reads is an output of the step, and so is a tensor with a graph: each step makes them anew.
+Owns which of them count. Modules of libraries are not looked at: their models were proved. Each step makes its outputs
+anew: a value that no module's code reads before it has set it, and a tensor with a graph, unless the code that sets it
+reads the last one before. A cached_property counts as unchanged if its function returns the same again.
 """
 
 from __future__ import annotations
 
 import dis
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from functools import cache, partial
+from contextlib import suppress
+from functools import cache, cached_property, partial
 from types import CodeType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from titan_ckpt.components.unsaved_state import LIBRARIES, Own, codes_of, is_own_kind, package_of, parts_of
-from titan_ckpt.components.watched import Watch
+from titan_ckpt.components.unsaved_state import LIBRARIES, Own, codes_of, is_own, is_own_kind, package_of, parts_of
+from titan_ckpt.components.watched import Watch, trace
+from titan_ckpt.rng import generators_kept
 
 _JUDGED = frozenset({"lightning", "pytorch_lightning", "torchmetrics"})
 """Packages whose modules have hooks for their state: the integration with Lightning judges them."""
-_HOW = "register it as a persistent buffer, or return it by get_extra_state() and take it back by set_extra_state()"
+_GETTER = ["LOAD_ATTR", "RETURN_VALUE"]
+_HOW = (
+    "fill it in __init__ if it is a cache, such as a mask; register it as a persistent buffer there, or return it by "
+    "get_extra_state() and take it back by set_extra_state(), if steps change it"
+)
 
 
 def watch_modules(parts: Sequence[nn.Module], allow: Collection[str], watch: Watch, live: Iterable[Any]) -> None:
@@ -28,13 +35,20 @@ def watch_modules(parts: Sequence[nn.Module], allow: Collection[str], watch: Wat
     modules = [found for part in parts for found in _modules(part, "")]
     unsaved = {id(value) for _, module in modules for value in _hidden(module).values()}
     saved = frozenset(id(value) for root in (*parts, *live) for value in parts_of(root)) - unsaved
-    read = frozenset(name for _, module in modules for kind in _kinds(module) for name in _read_by(kind))
+    uses = [_uses_of(kind) for kind in {kind for _, module in modules for kind in _kinds(module)}]
+    read, carried = set[str]().union(*(u.read for u in uses)), set[str]().union(*(u.carried for u in uses))
+    getters = [getter for u in uses for getter in u.getters]
+    for _ in getters:  # one may call another
+        read |= {attribute for name, attribute in getters if name in read}
     for path, module in modules:
         kinds = _kinds(module)
         name = f"{kinds[0].__module__}.{kinds[0].__qualname__}" if kinds else ""
-        if kinds and name not in allow and not _gives(module, "get_extra_state", "_save_to_state_dict"):
+        hooks = [getattr(hook, "__func__", hook) for hook in module._state_dict_hooks.values()]  # noqa: SLF001 - as below
+        gives_state = _gives(module, "get_extra_state", "_save_to_state_dict") or any(map(is_own, hooks))
+        if kinds and name not in allow and not gives_state:
             values = partial(_values, module, saved, read)
-            watch.add(module, f"module {path or 'of the model'}, {name}", name, values, saved, how=_HOW)
+            comes_back = partial(_comes_back, module, saved, carried, set[str]())
+            watch.add(module, f"module {path or 'of the model'}, {name}", name, values, saved, comes_back, _HOW)
 
 
 def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
@@ -69,21 +83,86 @@ def _values(module: nn.Module, saved: Collection[int], read: Collection[str]) ->
     values = {f"self.{name}": value for name, value in _hidden(module).items()}
     for name, value in Own(module, of_library, saved).values().items():
         is_output = name.startswith("self.") and name.removeprefix("self.") not in read
-        if not (is_output or callable(value)):
-            values[name] = None if isinstance(value, torch.Tensor) and value.grad_fn is not None else value
+        is_function = callable(value) and not (isinstance(value, nn.Module) or is_own_kind(type(value)))
+        if not (is_output or is_function):
+            values[name] = value
     return values
 
 
+def _comes_back(
+    module: nn.Module, saved: Collection[int], carried: Collection[str], outputs: set[str], name: str
+) -> bool:
+    """Return whether the steps make a value of a module anew. `outputs`: those that have had a graph; more are added.
+
+    An evaluation without gradients, between a step and its save, leaves outputs without a graph.
+    """
+    name = name.removeprefix("self.")
+    value = vars(module).get(name)
+    if isinstance(value, torch.Tensor) and value.grad_fn is not None and name not in carried:
+        outputs.add(name)
+    found = next((vars(kind)[name] for kind in type(module).__mro__ if name in vars(kind)), None)
+    if name in vars(module) and isinstance(found, cached_property):
+        with generators_kept(), suppress(Exception):  # of the user's code
+            return bool(trace(value, saved) == trace(found.func(module), saved))
+    return name in outputs
+
+
+class _Uses(NamedTuple):
+    """Names of attributes that code uses."""
+
+    read: frozenset[str]
+    """Those that it loads before it has set them, or may load by their names."""
+    carried: frozenset[str]
+    """Those that it loads, and sets after that."""
+    getters: list[tuple[str, str]]
+    """Methods that only return an attribute, such as for a plot: they read it where their own name is read."""
+
+
 @cache
-def _read_by(kind: type) -> frozenset[str]:
-    return frozenset(name for method in vars(kind).values() for code in codes_of(method) for name in _loaded_by(code))
+def _uses_of(kind: type) -> _Uses:
+    codes = [(name, code) for name, method in vars(kind).items() for code in codes_of(method)]
+    getters = [(name, attribute) for name, code in codes if (attribute := _returned_by(name, code))]
+    names = {name for name, _ in getters}
+    uses = [use for name, code in codes if name not in names for use in _used_by(code)]
+    return _Uses(
+        frozenset(name for name, is_carried in uses if not is_carried),
+        frozenset(name for name, is_carried in uses if is_carried),
+        getters,
+    )
 
 
-def _loaded_by(code: CodeType) -> Iterator[str]:
-    """Yield the names of attributes that code loads, or may load by their names."""
-    yield from (i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_ATTR", "LOAD_METHOD"))
+def _returned_by(name: str, code: CodeType) -> str | None:
+    """Return the attribute that a method returns and does nothing else, or None. Torch and Python call some by name."""
+    if name == "forward" or name.startswith("__") or code.co_argcount != 1:
+        return None
+    load, *rest = [i for i in dis.get_instructions(code) if i.opname not in ("RESUME", "NOP")]
+    is_getter = load.argval == code.co_varnames[0] and [i.opname for i in rest] == _GETTER
+    return rest[0].argval if is_getter else None
+
+
+def _used_by(code: CodeType) -> Iterator[tuple[str, bool]]:
+    """Yield the names of attributes that code loads before it has set them, and of those whether it sets them then.
+
+    What is set before the first branch has been set in any case.
+    """
+    before: Any = None
+    loaded, first = set[str](), set[str]()
+    is_straight = not code.co_exceptiontable
+    for i in dis.get_instructions(code):
+        is_of_self = before is not None and bool(code.co_varnames) and before.argval == code.co_varnames[0]
+        is_straight = is_straight and not ("JUMP" in i.opname or i.opname in ("FOR_ITER", "SEND", "RETURN_GENERATOR"))
+        if i.opname in ("LOAD_ATTR", "LOAD_METHOD") and not (is_of_self and i.argval in first):
+            loaded.add(i.argval)
+            yield i.argval, False
+        elif i.opname == "STORE_ATTR" and i.argval in loaded:
+            yield i.argval, True
+        elif i.opname == "STORE_ATTR" and is_of_self and is_straight:
+            first.add(i.argval)
+        before = i
     for value in code.co_consts:
-        if isinstance(value, str):
-            yield value
-        elif isinstance(value, CodeType):
-            yield from _loaded_by(value)
+        if isinstance(value, CodeType):
+            yield from _used_by(value)
+        else:
+            yield from (
+                (name, False) for name in (value if isinstance(value, tuple) else [value]) if isinstance(name, str)
+            )

@@ -134,7 +134,8 @@ def _functions_of(part: Any) -> list[Any]:
 
 def _is_read_once(value: Any) -> bool:
     """Return whether what is read from an object is gone, as of an iterator, an open file or a queue."""
-    return isinstance(value, Iterator) or (callable(getattr(value, "get", None)) and hasattr(value, "put"))
+    is_queue = all(callable(getattr(value, name, None)) for name in ("get", "put", "empty"))
+    return isinstance(value, Iterator) or is_queue
 
 
 def _reads_again(part: Any) -> bool:

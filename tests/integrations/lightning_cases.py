@@ -33,6 +33,11 @@ from tests.integrations.playing import Run
 EVENTS: list[list[Any]] = []
 
 
+def note(event: list[Any]) -> None:
+    """Write down what happened; a global of a callback's own methods would be state that no step holds."""
+    EVENTS.append(event)
+
+
 def die_at(step: int, killed_at: int | None, interval: int, folder: Path) -> None:
     """End the process by SIGKILL, when every step up to this one is committed."""
     if step == killed_at:
@@ -55,7 +60,7 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return len(self.values)
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        EVENTS.append([self.name, index])
+        note([self.name, index])
         drawn = self.own.random() if self.name == "read" else 0
         return self.values[index] + 0.1 * torch.rand(5) + 0.1 * drawn
 
@@ -64,7 +69,7 @@ class Watch(L.Callback):
     """Notes every hook of the training, with the counters at that time."""
 
     def note(self, name: str, trainer: L.Trainer) -> None:
-        EVENTS.append([name, trainer.current_epoch, trainer.global_step, trainer.fit_loop.total_batch_idx])
+        note([name, trainer.current_epoch, trainer.global_step, trainer.fit_loop.total_batch_idx])
 
 
 def _noting(name: str) -> Callable[..., None]:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import cache, partial
 from inspect import unwrap
 from io import IOBase
-from types import CodeType, FunctionType, SimpleNamespace
+from types import CodeType, FunctionType, MethodType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -211,6 +211,7 @@ class Own:
             for name, item in (getattr(owner, "__dict__", None) or {}).items()
             if f"self.{name}" not in self._inherited and name not in _OF_MODULES
             if owner is self._value or (isinstance(item, _OF_CLASSES) and not name.startswith("__"))
+            if not (isinstance(item, MethodType) and item.__self__ is self._value)  # Lightning puts `forward` back so
         }
 
     def _functions(self) -> list[FunctionType]:

@@ -283,6 +283,14 @@ def test_what_a_partial_gives_to_a_function_is_watched() -> None:
         watch.refuse(2)
 
 
+def test_an_objects_own_method_in_its_attribute_is_no_state() -> None:
+    """Lightning puts a module's `forward` back so after each step of several ranks."""
+    value, watch = Plain(()), Watch()
+    assert found(value, watch=watch) == []
+    vars(value)["again"] = value.__init__
+    watch.refuse(1)
+
+
 def test_a_function_that_is_gone_leaves_its_place_to_no_other() -> None:
     """Its id may be given to another function, which is watched, too."""
     watch = Watch()

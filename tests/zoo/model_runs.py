@@ -305,9 +305,16 @@ def _refusals() -> Iterator[list[Run]]:
 
 
 def opened(folder: Path, **options: Any) -> Any:
-    """Open a folder with the class of transformers that its config.json names."""
+    """Open a folder with the class of transformers that its config.json names.
+
+    Its weights move from the mapped file to memory as torch allocates it: some kernels' sums depend on alignment.
+    """
     (name,) = json.loads((folder / "config.json").read_text())["architectures"]
-    return getattr(transformers, name).from_pretrained(folder, **options)
+    found = getattr(transformers, name).from_pretrained(folder, **options)
+    model = found[0] if isinstance(found, tuple) else found
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return found
 
 
 def _reloaded(folder: Path) -> Any:

@@ -16,7 +16,7 @@ _Object = tuple[bytes, Version, float]
 
 
 class MemoryStore(ObjectStore):
-    """Objects of this process, under memory://name/key."""
+    """Objects of this process, under ram://name/key."""
 
     _all: ClassVar[dict[str, _Object]] = {}
     """URL -> content, version and time of each object."""
@@ -80,4 +80,4 @@ class MemoryStore(ObjectStore):
                 self._all.pop(self.url(key), None)
 
 
-OTHERS["memory"] = MemoryStore
+OTHERS["ram"] = MemoryStore

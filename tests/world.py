@@ -137,7 +137,7 @@ def manager(folder: RunFolder | Path, /, *objects: Any, **given: Any) -> Checkpo
     save = {"interval": 1, "timeout_seconds": 60.0} | {name: given.pop(name) for name in _SAVE & given.keys()}
     taken: dict[str, Any] = {name: given.pop(name) for name in _OBJECTS & given.keys()}
     sources: Iterable[Any] = given.pop("initial_load", ())
-    given["initial_load"] = tuple(InitialLoadConfig(str(s)) if isinstance(s, (str, Path)) else s for s in sources)
+    given["initial_load"] = tuple(s if isinstance(s, InitialLoadConfig) else InitialLoadConfig(str(s)) for s in sources)
     if len(parts) == 1 and hasattr(parts[0], "key_map"):
         model: Any = parts[0]
         taken = {"sd_transforms": StateDictTransforms(model.key_map(), model.hf_config()), **taken}

@@ -197,7 +197,7 @@ def test_ranks_with_stale_views_wait_or_refuse_together(view: str) -> None:
             save_together(root, line, 20, 2)
             step_store.VISIBLE_SECONDS = 0.3
             if line.rank == 1:
-                setattr(step_store, "read_file", lambda *_: b"")  # noqa: B010 - not exported there.
+                setattr(step_store, "read_twice", lambda *_: b"")  # noqa: B010 - not exported there.
             directory = CheckpointDirectory(root, line)
             return [directory.steps(), outcome(lambda: directory.committed(20)[0].step)]
 

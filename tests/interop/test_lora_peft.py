@@ -118,7 +118,7 @@ def test_a7_our_adapter_in_peft(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_peft_adapter_in_ours(name: str, tmp_path: Path) -> None:
+def test_a4_an_adapter_that_peft_wrote_is_a_source(name: str, tmp_path: Path) -> None:
     """An adapter folder that PEFT wrote loads as a second source beside its base and gives PEFT's logits."""
     ours, settings = CASES[name]
     adapted = tuned(hf_base(tmp_path / "base"), tmp_path / "adapter", **settings)

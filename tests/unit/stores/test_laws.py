@@ -59,13 +59,13 @@ class TestPosix(StoreTests):
 
 class TestMemory(StoreTests):
     def make_place(self) -> Place:
-        return open_location(f"memory://box/{uuid.uuid4().hex}")
+        return open_location(f"ram://box/{uuid.uuid4().hex}")
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])
 def test_a_run_in_memory_resumes_bit_for_bit(tmp_path: Path, mode: Any) -> None:
     """Three steps, new objects, three more: every bit as six in a row; old steps expire, and `ls` shows the others."""
-    folder = f"memory://box/{uuid.uuid4().hex}"
+    folder = f"ram://box/{uuid.uuid4().hex}"
     save = SaveConfig(interval=1, async_mode=mode, keep=KeepConfig(latest=2))
     whole = Run()
     random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
@@ -86,7 +86,7 @@ def test_a_run_in_memory_resumes_bit_for_bit(tmp_path: Path, mode: Any) -> None:
 
 def test_a_run_in_memory_exports_and_its_export_is_a_source(tmp_path: Path) -> None:
     """A Hugging Face folder and a DCP folder are published there, are read back, and begin another run."""
-    folder = f"memory://box/{uuid.uuid4().hex}"
+    folder = f"ram://box/{uuid.uuid4().hex}"
     torch.manual_seed(0)
     model = Llama3(CONFIG)
     exports = tuple(ExportConfig(kind, folder=f"{folder}/{kind}") for kind in ("hf", "dcp"))
@@ -97,7 +97,7 @@ def test_a_run_in_memory_exports_and_its_export_is_a_source(tmp_path: Path) -> N
         manager.wait()
         exported = dict(manager.exported)
     for export, place in exported.items():
-        assert str(place).startswith("memory://box/"), export
+        assert str(place).startswith("ram://box/"), export
     with HuggingFaceReader(locate(exported[exports[0]])) as reader:
         assert reader.tensors
 

@@ -95,15 +95,20 @@ class Run:
         }
 
 
+def seeded(steps: int = 0) -> Run:
+    """Return a run that has taken so many steps since all generators were seeded."""
+    run = Run()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    for _ in range(steps):
+        run.step()
+    return run
+
+
 @pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
 def test_a_resumed_run_equals_an_uninterrupted_one(run_folder: RunFolder, mode: Any) -> None:
     """Three steps, a new process's objects, three more: every bit as six in a row."""
-    whole = Run()
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
-    for _ in range(6):
-        whole.step()
-    first = Run()
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    whole = seeded(6)
+    first = seeded()
     with first.manager(run_folder / "halves", save=SaveConfig(interval=3, async_mode=mode)) as manager:
         first.train(manager, 6, stop=3)
     second = Run(seed=5)

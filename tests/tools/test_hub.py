@@ -75,7 +75,7 @@ def test_an_id_leads_where_the_hubs_own_library_finds_it(cache: Path, monkeypatc
 def test_an_interrupted_download_is_told_from_one_that_was_never_begun(
     cache: Path, capsys: pytest.CaptureFixture[str], files: tuple[str, ...]
 ) -> None:
-    """What the snapshot holds is said, with the command that fetches the rest; a link without a target is not there."""
+    """The message names the snapshot's files and the command that fetches the rest; a link without a target is none."""
     snapshot = download(cache, NEW, "main")
     (cache / f"models--{ID.replace('/', '--')}" / "blobs" / "1111-0-tokenizer.json").unlink()
     (snapshot / "README.md").write_text("tiny")

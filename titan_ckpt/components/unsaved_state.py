@@ -53,7 +53,7 @@ _CHANGING = frozenset(
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict, SimpleNamespace)
 _ARRAYS = (torch.Tensor, np.ndarray, bytearray)
 _OF_CLASSES = (*_CONTAINERS, *_ARRAYS, str, int, float, type(None))
-"""What a class may keep for its objects."""
+"""Types of data that a class may keep for its objects."""
 _WITH_ORDER = (Dataset, DataLoader, Sampler)
 """Data has rules of its own: loader_position.py and data_order.py of the integrations."""
 _HERE = "titan_ckpt"

@@ -37,7 +37,7 @@ _COMPARED = 1 << 20
 _LOOKED_INTO = 1 << 14
 """Parts of one container that are compared, likewise, and objects within one value that are looked into.
 
-What one value holds beyond them counts by its identity alone: a change within it is not seen.
+Further parts of a value are compared by identity alone: the watch does not see a change within them.
 """
 GIVE_STATE = "let the object return its state and take it back"
 

@@ -42,7 +42,7 @@ def hub_folder(name: str | os.PathLike[str], revision: str | None = None) -> Pat
 def how_to_get(path: str | os.PathLike[str]) -> str:
     """Return what fetches a model, as the end of an error about a path; empty if the path is no id and no snapshot.
 
-    Of an id whose download was interrupted, it says what is there.
+    If a download was interrupted, the text names the files that are there.
     """
     text = os.fspath(path)
     if known := snapshot_of(snapshot := hub_folder(text)):

@@ -1,6 +1,6 @@
 """Posix: a mounted file system as a Store; its places are `pathlib.Path`s. Changes files by `disk.posix` alone.
 
-What moves many bytes is imported when it is used, because it imports torch: a list of steps does not wait for that.
+The modules that move many bytes import torch. A method imports them, so that a list of steps does not wait for torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """ObjectStore: a Store of objects that are written once, as buckets have them. Knows no protocol of a provider.
 
 Owns BucketPath. A subclass brings the requests; whatever it holds, a checkpoint is kept in it in the same way.
-What moves many bytes is imported when it is used, because it imports torch.
+A method imports the modules that move many bytes, because they import torch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What modules of the user's own keep beside the model's state is refused when it changes, and outputs are not."""
+"""A change of state that a user's module keeps beside the model's is refused; a change of an output is not."""
 
 from __future__ import annotations
 

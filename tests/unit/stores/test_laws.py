@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import ast
-import random
 import re
 import uuid
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import tests.memory_store  # noqa: F401 - it names the scheme
 from tests.stores.export_runs import CONFIG, manager_of
-from tests.test_manager import Run
+from tests.test_manager import Run, seeded
 from tests.world import same
 from titan_ckpt.config import CheckpointConfig, ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
@@ -67,12 +65,8 @@ def test_a_run_in_memory_resumes_bit_for_bit(tmp_path: Path, mode: Any) -> None:
     """Three steps, new objects, three more: every bit as six in a row; old steps expire, and `ls` shows the others."""
     folder = f"ram://box/{uuid.uuid4().hex}"
     save = SaveConfig(interval=1, async_mode=mode, keep=KeepConfig(latest=2))
-    whole = Run()
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
-    for _ in range(6):
-        whole.step()
-    first = Run()
-    random.seed(1), np.random.seed(1), torch.manual_seed(1)  # noqa: NPY002
+    whole = seeded(6)
+    first = seeded()
     with first.manager(tmp_path, folder=folder, save=save) as manager:
         first.train(manager, 6, stop=3)
     second = Run(seed=3)

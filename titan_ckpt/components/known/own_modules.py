@@ -143,7 +143,7 @@ def _returned_by(name: str, code: CodeType) -> str | None:
 def _used_by(code: CodeType) -> Iterator[tuple[str, bool]]:
     """Yield the names of attributes that code loads before it has set them, and of those whether it sets them then.
 
-    What is set before the first branch has been set in any case.
+    Code before the first branch runs in every call, so an attribute that it sets is set.
     """
     before: Any = None
     loaded, first = set[str](), set[str]()

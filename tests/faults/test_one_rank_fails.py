@@ -5,20 +5,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from tests.faults.forked_ranks import outcome, run
+from titan_ckpt.config import ExportConfig
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.exporting.exporter import Exporter, ExportJob
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.native import writer
+from titan_ckpt.formats.publish import run as publishing
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.weights import digest
 from titan_ckpt.weights.identity import TrackedBase
 
 INFO = TensorInfo((4,), torch.float32)
+STORE = StoreConfig()
 
 
 def of_rank_1(line: Coordinator, value: Any) -> Any:
@@ -55,7 +60,20 @@ def the_plan_of_a_save(line: Coordinator, folder: Path) -> None:
     writer.WritePlan.of({"weight": torch.ones(4)}, line)
 
 
-ACTS = [digests, chunks_of_an_export, a_converters_keys, the_plan_of_a_save]
+def the_peers_of_an_export_of_staged_copies(line: Coordinator, folder: Path) -> None:
+    """Ask an export in the background which ranks exchange bytes for it."""
+    publishing.row_peers = lambda groups: of_rank_1(line, {})
+    exporter: Any = Exporter(folder, cast("Any", SimpleNamespace(model=None)), cast("Any", None), line, line, (), STORE)
+    export, config = publishing.FolderExport((), cast("Any", None)), ExportConfig("hf", interval=1)
+    exporter._tensors = exporter._constant = lambda _: {}
+    exporter._stage_of = lambda *_: None
+    exporter._job = lambda *_: ExportJob(config, 1, folder / "step-1", export, exporter.made(config))
+    exporter.stage([config], 1, None, {}, {})
+
+
+ACTS = [
+    digests, chunks_of_an_export, a_converters_keys, the_plan_of_a_save, the_peers_of_an_export_of_staged_copies,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)

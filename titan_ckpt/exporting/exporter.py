@@ -20,6 +20,7 @@ from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
+from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ExportError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import Base, HuggingFaceFormat
@@ -222,8 +223,11 @@ class Exporter:
                 return [replace(job, writer=replace(job.writer, changed=changed)) for job in made]
 
         made = self.coordinator.together("export-stage", jobs)
-        peers = [job.writer.peers(job.folder, self.coordinator) for job in made]
-        self._background.peers.connect(self.coordinator, lambda: set().union(*peers))
+
+        def peers() -> set[Ranks]:
+            return {ranks for job in made for ranks in job.writer.peers(job.folder, self.coordinator)}
+
+        self._background.peers.connect(self.coordinator, peers)
         for config, wait in zip(configs, waits, strict=True):
             if not wait:
                 logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)

@@ -50,8 +50,9 @@ def git_revision(path: Path) -> str | None:
     """Return the commit that is checked out where a path is; None without one, and where git is not installed."""
     folder = path.resolve() if path.is_dir() else path.resolve().parent
     command = ["git", "-c", "safe.directory=*", "rev-parse", "--verify", "HEAD"]  # also of another owner's repository
+    here = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # set by a hook of git
     try:
-        found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=False)
+        found = subprocess.run(command, cwd=folder, env=here, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return None if found.returncode else found.stdout.strip()

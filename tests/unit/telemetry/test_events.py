@@ -111,8 +111,11 @@ def test_a_run_that_only_loads_writes_nothing(tmp_path: Path) -> None:
     assert [event["event"] for event in seen] == ["start", "load", "end"]
 
 
-def test_the_git_revision_is_what_git_says(tmp_path: Path) -> None:
-    """A branch, packed refs, a worktree and a detached head; no revision outside of a repository."""
+def test_the_git_revision_is_what_git_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A branch, packed refs, a worktree and a detached head; no revision outside of a repository.
+
+    A run that a hook of another repository starts has that one in its environment.
+    """
 
     def git(*words: str, at: Path = tmp_path / "repo") -> str:
         at.mkdir(exist_ok=True)
@@ -128,6 +131,10 @@ def test_the_git_revision_is_what_git_says(tmp_path: Path) -> None:
     git("worktree", "add", "-q", str(tmp_path / "tree"), "-b", "other")
     assert git_revision(tmp_path / "tree") == git_revision(tmp_path / "repo") == expected
     git("checkout", "-q", "--detach")
+    assert git_revision(tmp_path / "repo") == expected
+    git("init", "-q", at=tmp_path / "other")
+    git("commit", "-q", "--allow-empty", "-m", "two", at=tmp_path / "other")
+    monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
     assert git_revision(tmp_path / "repo") == expected
 
 

@@ -83,10 +83,7 @@ class Writer(ABC):
 
     @abstractmethod
     def finish(self, num_bytes: int) -> None:
-        """Make the file of `num_bytes`, which are all written, durable; what was written past them is cut off.
-
-        Raises: OSError.
-        """
+        """Make the file durable. Its `num_bytes` are all written, and no others. Raises: OSError; EOFError."""
 
     @abstractmethod
     def close(self) -> None:

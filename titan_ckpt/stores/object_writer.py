@@ -70,10 +70,10 @@ class ObjectWriter(Writer):
     def finish(self, num_bytes: int) -> None:
         """Wait until the object of `num_bytes`, which are all written, is there. Raises: StoreError; EOFError."""
         with self._changed:
-            self._total = num_bytes
             written = self._taken * self._part_bytes + sum(part.num_written for part in self._parts.values())
-            if self._error is None and min(written, num_bytes) < num_bytes:
+            if self._error is None and self._total is None and written != num_bytes:
                 self._error = EOFError(f"{self.path}: {written} of {num_bytes} bytes were written")
+            self._total = num_bytes
             self._start()
             self._changed.notify_all()
         if self._thread is not None:

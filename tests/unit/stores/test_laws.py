@@ -20,6 +20,7 @@ from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.open import locate
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 from titan_ckpt.testing import StoreTests
 from titan_ckpt.tools.listing import list_run
@@ -58,6 +59,18 @@ class TestPosix(StoreTests):
 class TestMemory(StoreTests):
     def make_place(self) -> Place:
         return open_location(f"ram://box/{uuid.uuid4().hex}")
+
+
+@pytest.mark.parametrize("num_bytes", [8, 12])
+def test_an_object_has_the_bytes_that_were_written_and_no_others(num_bytes: int) -> None:
+    """Its upload has begun when its size is told: where that is another one, it ends, and leaves no object."""
+    place = open_location(f"ram://box/{uuid.uuid4().hex}")
+    store = store_of(place)
+    with store.new_file(place / "a.bin", 10) as file:
+        file.write(memoryview(b"0123456789"), 0)
+        with pytest.raises(EOFError, match=f"10 of {num_bytes} bytes were written"):
+            file.finish(num_bytes)
+    assert store.names_in(place) == []
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])

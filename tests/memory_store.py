@@ -1,13 +1,20 @@
-"""MemoryStore: a third place for bytes, in this process. It shows how little a store needs to bring."""
+"""MemoryStore: a third place for bytes, in this process. It shows how little a store needs to bring.
+
+FolderStore is the same for several processes.
+"""
 
 from __future__ import annotations
 
 import errno
 import itertools
+import os
+import pickle
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from pathlib import Path
 from typing import ClassVar
+from urllib.parse import quote, unquote
 
 from titan_ckpt.stores.objects import MAX_SMALL_BYTES, ObjectFacts, ObjectStore, Version
 from titan_ckpt.stores.settings import OTHERS
@@ -18,10 +25,10 @@ _Object = tuple[bytes, Version, float]
 class MemoryStore(ObjectStore):
     """Objects of this process, under ram://name/key."""
 
-    _all: ClassVar[dict[str, _Object]] = {}
+    _all: ClassVar[MutableMapping[str, _Object]] = {}
     """URL -> content, version and time of each object."""
     _lock: ClassVar[threading.RLock] = threading.RLock()
-    _versions: ClassVar[itertools.count[int]] = itertools.count()
+    _versions: ClassVar[Iterator[int]] = itertools.count()
 
     def create(self, key: str, data: bytes) -> Version:
         with self._lock:
@@ -80,4 +87,39 @@ class MemoryStore(ObjectStore):
                 self._all.pop(self.url(key), None)
 
 
+class _Files(MutableMapping[str, _Object]):
+    """Objects as files of the folder that the environment names."""
+
+    def _path(self, url: str) -> Path:
+        return Path(os.environ["TESTED_OBJECTS"], quote(url, safe=""))
+
+    def __getitem__(self, url: str) -> _Object:
+        if not self._path(url).exists():
+            raise KeyError(url)
+        found: _Object = pickle.loads(self._path(url).read_bytes())
+        return found
+
+    def __setitem__(self, url: str, value: _Object) -> None:
+        draft = self._path(f".{os.getpid()}")
+        draft.write_bytes(pickle.dumps(value))
+        draft.rename(self._path(url))
+
+    def __delitem__(self, url: str) -> None:
+        self._path(url).unlink()
+
+    def __iter__(self) -> Iterator[str]:
+        return (unquote(name) for name in os.listdir(os.environ["TESTED_OBJECTS"]) if not name.startswith("."))
+
+    def __len__(self) -> int:
+        return len([*self])
+
+
+class FolderStore(MemoryStore):
+    """Objects that processes share, under dir://name/key. One process at a time changes an object."""
+
+    _all: ClassVar[MutableMapping[str, _Object]] = _Files()
+    _versions: ClassVar[Iterator[int]] = iter(time.time_ns, 0)
+
+
 OTHERS["ram"] = MemoryStore
+OTHERS["dir"] = FolderStore

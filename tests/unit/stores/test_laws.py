@@ -73,10 +73,14 @@ def test_an_object_has_the_bytes_that_were_written_and_no_others(num_bytes: int)
     assert store.names_in(place) == []
 
 
-@pytest.mark.parametrize("mode", ["disabled", "thread"])
-def test_a_run_in_memory_resumes_bit_for_bit(tmp_path: Path, mode: Any) -> None:
+@pytest.mark.parametrize(("scheme", "mode"), [("ram", "disabled"), ("ram", "thread"), ("dir", "process")])
+def test_a_run_in_a_third_store_resumes_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, mode: Any
+) -> None:
     """Three steps, new objects, three more: every bit as six in a row; old steps expire, and `ls` shows the others."""
-    folder = f"ram://box/{uuid.uuid4().hex}"
+    (tmp_path / "objects").mkdir()
+    monkeypatch.setenv("TESTED_OBJECTS", str(tmp_path / "objects"))
+    folder = f"{scheme}://box/{uuid.uuid4().hex}"
     save = SaveConfig(interval=1, async_mode=mode, keep=KeepConfig(latest=2))
     whole = seeded(6)
     first = seeded()

@@ -20,15 +20,17 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from titan_ckpt.disk.kernel import map_memory
 from titan_ckpt.disk.memory import Buffer, SharedBuffer, round_up
+from titan_ckpt.encoding.named import import_named
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.layout import Layout
 from titan_ckpt.formats.native.rank_file import write_rank_file
 from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.settings import OTHERS, StoreConfig
 from titan_ckpt.stores.store import Place
 
 _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
@@ -83,9 +85,11 @@ class WriterProcess:
         Raises: OSError as the process met it; SaveError if the process died or does not answer in time.
         """
         requests, answers = self._pipes
+        kind: Any = OTHERS.get(str(path).partition(":")[0])
         request = {
             "path": str(path),
             "store": asdict(store_of(path).settings),
+            "kind": f"{kind.__module__}:{kind.__qualname__}" if kind else "",
             "data_start": layout.data_start,
             "data_bytes": layout.data_bytes,
             "header_at": header_at,
@@ -168,6 +172,8 @@ def serve(shared: Buffer, trainer: int) -> None:
         layout = Layout(start, request["data_bytes"], template)
         answer: dict[str, object]
         try:
+            if kind := request["kind"]:  # the trainer has named it in OTHERS
+                OTHERS[request["path"].partition(":")[0]] = import_named(kind)
             digest = write_rank_file(
                 open_location(request["path"], settings=StoreConfig(**request["store"])),
                 layout,

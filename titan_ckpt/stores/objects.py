@@ -83,7 +83,8 @@ class ObjectStore(Store):
     def upload(self, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
         """Put a large object in requests of `part_bytes`.
 
-        `parts` may be views of memory that does not change meanwhile; at most `concurrency` requests are in flight.
+        `parts` are views of memory, which holds another part as soon as nobody has a view of the one before: let go of
+        a part when it is put, and have at most `concurrency` requests in flight.
         Raises: StoreError; what `parts` raises. There is no object then.
         """
 

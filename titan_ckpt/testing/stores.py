@@ -7,23 +7,29 @@ import re
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from titan_ckpt.config import ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.directory.steps import Attempt
+from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CommitConflictError, SaveError
-from titan_ckpt.formats.publish.publication import published
+from titan_ckpt.formats.publish.publication import exports_at, published
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place, Store
 
 _ALONE = Coordinator(0, 1, None, "", 0.0)
 _DATA = bytes(range(251)) * 40_000
 """Ten megabytes whose every stretch says where it is."""
+_SEALED = str(len(_DATA)).encode().ljust(4096) + _DATA
+_MANY = 8
+_PATIENCE_SECONDS = 60.0
 
 
 class _File:
@@ -31,8 +37,9 @@ class _File:
 
     start = 4096
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_live: bool = True) -> None:
         self.num_bytes = self.start + len(_DATA)
+        self._is_live = is_live
         self._seen = 0
         self._lock = threading.Lock()
 
@@ -42,7 +49,7 @@ class _File:
         return nullcontext(buffer.view)
 
     def views(self, start: int, stop: int) -> Sequence[memoryview] | None:
-        return [memoryview(_DATA)[start:stop]] if start % (8 << 20) else None
+        return [memoryview(_DATA)[start:stop]] if self._is_live and start % (8 << 20) else None
 
     def see(self, views: Sequence[memoryview], start: int) -> None:
         for view in views:
@@ -109,6 +116,36 @@ class StoreTests(ABC):
         store.remove([place / "b.json", place / "none"])
         assert store.names_in(place) == ["deep"]
 
+    def test_a_name_is_not_what_begins_with_it(self) -> None:
+        """Of step-1 and step-10, one is listed, measured and removed without the other; several files go at once."""
+        store, place = self._begin()
+        names = ("step-1", "step-10", "a b", "x%20y", "\u00fc~+&=\u65e5")
+        for number, name in enumerate(names, 1):
+            store.put_companion(place / name / "x.json", bytes(number))
+        assert store.names_in(place) == sorted(names) and store.seen(place / "step").exists() is False
+        for number, name in enumerate(names, 1):
+            assert store.names_in(place / name) == ["x.json"] and store.folder_bytes(place / name) == number
+            assert [path.name for path in store.seen(place / name).iterdir()] == ["x.json"]
+            assert store.read_whole(place / name / "x.json", number) == bytes(number)
+        store.put_new(place / "step-1" / "x.json.bak", b"")
+        store.remove([place / name / "x.json" for name in names if name != "step-10"])
+        assert store.names_in(place / "step-1") == ["x.json.bak"]
+        assert [store.folder_bytes(place / name) for name in names] == [0, 2, 0, 0, 0]
+
+    def test_one_of_many_puts_a_file(self) -> None:
+        """All of them come at the same time, and the others are told."""
+        store, place = self._begin()
+        together, won = threading.Barrier(_MANY), list[int]()
+
+        def put(number: int) -> None:
+            together.wait()
+            with suppress(FileExistsError):
+                store.put_new(place / "a.json", str(number).encode())
+                won.append(number)
+
+        run_workers(range(_MANY), put, _MANY)
+        assert [store.read_whole(place / "a.json", 9)] == [str(number).encode() for number in won]
+
     def test_a_file_is_written_and_read_at_offsets(self) -> None:
         """Every way of reading gives the same bytes, and says where a file ends."""
         store, place = self._begin()
@@ -128,21 +165,57 @@ class StoreTests(ABC):
         for first in (0, 1 << 20, 5 << 20):
             reader.read_into([buffer.view[:10], buffer.view[10:5000]], first)
             assert buffer.view[:5000] == _DATA[first : first + 5000]
-        with _raises(EOFError, r"f\.bin"):
-            reader.read_into([buffer.view[:9]], len(_DATA) - 3)
+        end = len(_DATA) // 4096 * 4096
+        for read_past in (
+            lambda: reader.read_into([buffer.view[:9]], len(_DATA) - 3),
+            lambda: reader.view(len(_DATA) - 3, 9),
+            lambda: reader.map(0, len(_DATA) + 1),
+            lambda: reader.read_aligned(buffer.view, end, 4097),
+            lambda: reader.read_again(buffer.view, end, 4097),
+        ):
+            with _raises(EOFError, r"f\.bin"):
+                read_past()
+        assert reader.read(len(_DATA) + 5, 9) == b""
         reader.close()
         again = store.open(store.afresh(place / "f.bin"))
         assert again.read(0, len(_DATA)) == _DATA
         again.close()
 
+    def test_a_file_that_is_replaced_while_it_is_open_is_read_as_it_was_or_not_at_all(self) -> None:
+        """The new one is shorter: nobody gets fewer bytes than asked for, or bytes of something else."""
+        store, place = self._begin()
+        with store.new_file(place / "f.bin", len(_DATA)) as file:
+            file.write(memoryview(_DATA), 0)
+            file.finish(len(_DATA))
+        reader = store.open(place / "f.bin")
+        store.remove([place / "f.bin"])
+        store.put_companion(place / "f.bin", bytes(4 << 20))
+        with suppress(EOFError):
+            assert reader.view((4 << 20) - 9, 99) == _DATA[(4 << 20) - 9 :][:99]
+        reader.close()
+
+    def test_a_file_that_is_not_finished_is_given_up(self) -> None:
+        """Of what comes without a folder of its own, nothing is left, whatever was sent of it."""
+        store, place = self._begin()
+        with store.new_file(place / "f.bin", len(_DATA)) as file:
+            file.write(memoryview(_DATA), 0)
+        file.close()
+        assert store.is_mounted or store.names_in(place) == []
+
     def test_a_file_is_sealed_when_all_of_it_was_seen(self) -> None:
         """Its head comes from its rest, whichever the store writes first."""
         store, place = self._begin()
         store.write_sealed(place / "r.bin", _File(), 2)
-        reader = store.open(place / "r.bin")
-        content = reader.read(0, reader.num_bytes)
-        reader.close()
-        assert content == str(len(_DATA)).encode().ljust(4096) + _DATA
+        assert _content(place / "r.bin") == _SEALED
+        if not store.is_mounted:  # then there is memory for one of its two parts
+            store.settings = replace(store.settings, part_mib=5, concurrency=2)
+        sealing = threading.Thread(
+            target=store.write_sealed, args=(place / "s.bin", _File(is_live=False), 2), daemon=True
+        )
+        sealing.start()
+        sealing.join(_PATIENCE_SECONDS)
+        assert not sealing.is_alive(), "upload keeps a part that it has put: its memory is waited for"
+        assert _content(place / "s.bin") == _SEALED
 
     def test_small_files_are_put_beside_work(self) -> None:
         """The value of the work comes back, and so does its error."""
@@ -156,6 +229,7 @@ class StoreTests(ABC):
         """An attempt that is given up, or lacks a file, leaves no step; one writer at a time commits."""
         root = self.make_place()
         directory = CheckpointDirectory(root, _ALONE)
+        directory.preflight(0)  # a bucket is asked whether it refuses what it must
         given_up = directory.begin(1)
         _write(given_up)
         assert CheckpointDirectory(root, _ALONE).steps() == []
@@ -188,6 +262,7 @@ class StoreTests(ABC):
             assert store.read_whole(made.as_source() / "config.json", 9) == b"{}"
             assert not (place / "step-1" / "config.json").exists()
         assert store.read_whole(place / "step-1" / "config.json", 9) == b"{}"
+        assert exports_at(place).steps_there(ExportConfig("hf", folder=".")) == [1]
         with _raises(FileExistsError, "is there already"), published(place / "step-1", _ALONE, "", lambda: None):
             raise AssertionError("nothing is written")
 
@@ -203,6 +278,14 @@ def _raises(kind: type[BaseException], match: str = "", number: int | None = Non
     assert caught is not None, f"nothing was raised, expected {kind.__name__}"
     assert re.search(match, str(caught)), caught
     assert number is None or getattr(caught, "errno", None) == number
+
+
+def _content(place: Place) -> bytes:
+    reader = store_of(place).open(place)
+    try:
+        return reader.read(0, reader.num_bytes)
+    finally:
+        reader.close()
 
 
 def _write(attempt: Attempt) -> None:

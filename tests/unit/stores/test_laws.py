@@ -5,22 +5,26 @@ from __future__ import annotations
 import ast
 import re
 import uuid
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import tests.memory_store  # noqa: F401 - it names the scheme
+from tests.memory_store import MemoryStore
 from tests.stores.export_runs import CONFIG, manager_of
 from tests.test_manager import Run, seeded
 from tests.world import same
 from titan_ckpt.config import CheckpointConfig, ExportConfig, KeepConfig, SaveConfig
+from titan_ckpt.errors import PreflightError
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.open import locate
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.objects import ObjectFacts, Version
+from titan_ckpt.stores.settings import OTHERS
 from titan_ckpt.stores.store import Place
 from titan_ckpt.testing import StoreTests
 from titan_ckpt.tools.listing import list_run
@@ -59,6 +63,50 @@ class TestPosix(StoreTests):
 class TestMemory(StoreTests):
     def make_place(self) -> Place:
         return open_location(f"ram://box/{uuid.uuid4().hex}")
+
+
+def _of_any_version(store: MemoryStore, key: str, data: bytes, version: Version) -> None:
+    store.put(key, data)
+
+
+def _without_a_slash(store: MemoryStore, prefix: str) -> list[ObjectFacts]:
+    return [facts for facts in MemoryStore.list_objects(store, "") if facts.key.startswith(prefix)]
+
+
+def _in_part(store: MemoryStore, key: str, parts: Iterable[memoryview], part_bytes: int) -> None:
+    sent = b""
+    try:
+        for part in parts:
+            sent += part
+    finally:
+        store.put(key, sent)
+
+
+def _first_alone(store: MemoryStore, keys: Sequence[str]) -> None:
+    MemoryStore.delete(store, keys[:1])
+
+
+def _what_there_is(store: MemoryStore, key: str, start: int, stop: int) -> memoryview:
+    return memoryview(store.read(key)[0])[start:stop]
+
+
+@pytest.mark.parametrize(
+    ("verb", "broken", "law"),
+    [
+        ("replace", _of_any_version, "a_step_is_there_whole_or_not_at_all"),
+        ("list_objects", _without_a_slash, "a_name_is_not_what_begins_with_it"),
+        ("upload", _in_part, "a_file_that_is_not_finished_is_given_up"),
+        ("delete", _first_alone, "a_name_is_not_what_begins_with_it"),
+        ("read_range", _what_there_is, "a_file_that_is_replaced_while_it_is_open_is_read_as_it_was_or_not_at_all"),
+    ],
+)
+def test_a_store_that_breaks_a_law_fails_its_test(
+    monkeypatch: pytest.MonkeyPatch, verb: str, broken: Callable[..., object], law: str
+) -> None:
+    """Each of these would lose or mix checkpoints."""
+    monkeypatch.setitem(OTHERS, "ram", type("Broken", (MemoryStore,), {verb: broken}))
+    with pytest.raises((AssertionError, PreflightError)):
+        getattr(TestMemory(), f"test_{law}")()
 
 
 @pytest.mark.parametrize("num_bytes", [8, 12])

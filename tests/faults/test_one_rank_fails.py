@@ -62,7 +62,8 @@ def the_plan_of_a_save(line: Coordinator, folder: Path) -> None:
 
 def the_peers_of_an_export_of_staged_copies(line: Coordinator, folder: Path) -> None:
     """Ask an export in the background which ranks exchange bytes for it."""
-    publishing.row_peers = lambda groups: of_rank_1(line, {})
+    module: Any = publishing
+    module.row_peers = lambda groups: of_rank_1(line, {})
     exporter: Any = Exporter(folder, cast("Any", SimpleNamespace(model=None)), cast("Any", None), line, line, (), STORE)
     export, config = publishing.FolderExport((), cast("Any", None)), ExportConfig("hf", interval=1)
     exporter._tensors = exporter._constant = lambda _: {}

@@ -52,9 +52,10 @@ class FileWriter(Writer):
         file = FileWriter(path, num_bytes is not None, fd=posix.open_exclusive(path))
         try:
             if file.is_direct:  # one descriptor, by which the fault tests know the file
-                os.dup2(file._direct_fd, file.fd, inheritable=False)
-                descriptors.close(file._direct_fd)
-                file._direct_fd = file.fd
+                direct = file._direct_fd
+                os.dup2(direct, file.fd, inheritable=False)
+                file._direct_fd = file.fd  # first: an interrupt may come right after the close
+                descriptors.close(direct)
             if num_bytes is not None:
                 posix.fallocate(file.fd, round_up(num_bytes))
         except BaseException:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import random
+from itertools import count
 from pathlib import Path
 
 import pytest
 
 from tests.faults.shim import Counter, intercepted
+from tests.test_interrupted_waits import Interrupt
+from titan_ckpt.disk import descriptors, file_writer
 from titan_ckpt.disk.file_writer import FileWriter
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer
 
@@ -77,3 +80,16 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     file.write(Buffer.allocate(8192).view, 0)
     file.close()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_an_interrupt_closes_no_descriptor_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every bytecode of the creation: the number of a closed descriptor may be that of another thread's file."""
+    monkeypatch.setattr(file_writer, "open_direct", descriptors.open_file)  # on any file system
+    made: list[FileWriter] = []
+
+    def is_interrupted(at: int) -> bool:
+        return Interrupt(at).around(lambda: made.append(FileWriter.create(tmp_path / str(at), ALIGNMENT)))
+
+    num_points = next(at for at in count(1) if not is_interrupted(at))
+    assert num_points > 100 and [file.is_direct for file in made] == [True]
+    made[0].close()

@@ -220,10 +220,12 @@ def _inspected(path: Path, step: int) -> CommittedStep:
 
 
 def read_manifest_bytes(path: Place) -> bytes:
-    """Read a step's manifest. Raises: CorruptCheckpointError if there is none; OSError."""
+    """Read a step's manifest. Raises: CorruptCheckpointError if its folder has none; OSError."""
     try:
         return store_of(path).read_whole(path, MAX_BYTES)
     except FileNotFoundError:
+        if path.name != MANIFEST_NAME:  # the commit of an attempt in a bucket: its run deletes the step
+            raise
         raise CorruptCheckpointError(
             f"{path.parent}: no {path.name}: not a checkpoint of this format, or not a whole one", str(path.parent)
         ) from None

@@ -17,8 +17,10 @@ from tests.stores.export_runs import CONFIG, manager_of
 from tests.test_manager import Run, seeded
 from tests.world import same
 from titan_ckpt.config import CheckpointConfig, ExportConfig, KeepConfig, SaveConfig
+from titan_ckpt.directory.names import manifest_path
 from titan_ckpt.errors import PreflightError
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.formats.open import locate
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import open_location
@@ -141,6 +143,20 @@ def test_a_run_in_a_third_store_resumes_bit_for_bit(
     listed = [facts.step for facts in list_run(open_location(folder)).steps]
     assert listed == [3, 5, 6]  # the run went on from step 3
     assert not any(tmp_path.rglob("step-*"))
+
+
+def test_a_step_that_is_deleted_while_it_is_verified_is_not_damaged(tmp_path: Path) -> None:
+    """Its commit goes first: whoever has found it by its name does not find it any more."""
+    folder = f"ram://box/{uuid.uuid4().hex}"
+    run = seeded()
+    with run.manager(tmp_path, folder=folder, save=SaveConfig(interval=1)) as manager:
+        run.train(manager, 1)
+    files = locate(open_location(folder) / "step-1")
+    verify_step(files)
+    commit = manifest_path(files)
+    store_of(commit).remove([commit])
+    with pytest.raises(FileNotFoundError, match="no such object"):
+        verify_step(files)
 
 
 def test_a_run_in_memory_exports_and_its_export_is_a_source(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ import errno
 import fcntl
 import os
 import threading
+from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
@@ -148,8 +149,8 @@ class FileWriter(Writer):
 
     def close(self) -> None:
         """Close the file; idempotent. Raises: OSError, when a network file system reports a late error."""
-        fds = {self._direct_fd, self.fd}
+        fds = {self._direct_fd, self.fd} - {-1}
         self.fd = self._direct_fd = -1
-        for fd in fds:
-            if fd >= 0:
-                posix.close(fd)
+        with ExitStack() as stack:
+            for fd in fds:
+                stack.callback(posix.close, fd)

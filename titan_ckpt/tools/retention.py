@@ -63,7 +63,7 @@ def prune(
     own, the exports of these.
     Pinned steps, the step that the run resumed from, and steps with foreign files stay. The lease of the folder is held
     meanwhile. `take_lease` takes it from a process of another machine, whose end cannot be seen from here.
-    Raises: CommitConflictError beside a live writer; SaveError; OSError; as find_checkpoints and find_steps.
+    Raises: CommitConflictError beside a live writer; SaveError; OSError; as find_checkpoints.
     """
     steps = steps_at(find_checkpoints(folder))
     if not dry_run:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
+from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
@@ -14,6 +16,9 @@ from tests.test_interrupted_waits import Interrupt
 from titan_ckpt.disk import descriptors, file_writer
 from titan_ckpt.disk.file_writer import FileWriter
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.publish.outputs import SharedFiles
+from titan_ckpt.formats.safetensors.container import Layout
 
 
 @pytest.mark.parametrize("direct", [True, False])
@@ -80,6 +85,27 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
     file.write(Buffer.allocate(8192).view, 0)
     file.close()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_close_that_fails_leaves_no_other_descriptor_open(tmp_path: Path) -> None:
+    """Network file systems report late errors there: the first of two descriptors of the first of two files does."""
+    names = ["a", "b"]
+    outputs = SharedFiles(tmp_path, {name: Layout(b"", {}, 2 * ALIGNMENT) for name in names}, Coordinator.current())
+    outputs.begin()
+    before = set(os.listdir("/proc/self/fd"))
+    for name in names:
+        outputs.file(name)
+    closed: list[int] = []
+
+    def close(name: str, operation: Callable[..., object], arguments: tuple[int]) -> None:
+        operation(*arguments)
+        closed.append(arguments[0])
+        if len(closed) == 1:
+            raise OSError(errno.EIO, "late")
+
+    with intercepted(close), pytest.raises(OSError, match="late"):
+        outputs.close()
+    assert set(os.listdir("/proc/self/fd")) == before and len(closed) >= len(names)
 
 
 def test_an_interrupt_closes_no_descriptor_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -117,6 +118,6 @@ class SharedFiles(Outputs):
             file.sync()
 
     def close(self) -> None:
-        while self._files:
-            _, file = self._files.popitem()
-            file.close()
+        with ExitStack() as stack:
+            while self._files:
+                stack.callback(self._files.popitem()[1].close)

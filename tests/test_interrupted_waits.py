@@ -11,9 +11,11 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,15 +25,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
+import tests.memory_store  # noqa: F401 - it names the scheme
 import titan_ckpt
 from tests.faults.scenarios import SOAK
 from tests.faults.shim import intercepted
 from tests.run_folder import Disk
 from tests.world import manager as build
 from titan_ckpt.config import ExportConfig
+from titan_ckpt.directory.open_steps import open_steps
+from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.segments import Segments
+from titan_ckpt.stores.bucket import open_location
 
 PACKAGE = str(Path(titan_ckpt.__file__).parent)
 
@@ -306,3 +312,23 @@ def test_a_rollback_forgets_the_copy_of_the_step_that_is_made_again(tmp_path: Pa
     with pytest.warns(UserWarning, match="single process"):
         dcp.load(fresh, checkpoint_id=str(tmp_path / "exports" / "step-2"), no_dist=True)
     assert torch.equal(fresh["weight"], torch.full((2, 3), 15.0))
+
+
+@pytest.mark.parametrize("scheme", ["", "ram"])
+def test_an_interrupt_while_a_folder_is_opened_leaves_it_to_be_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str
+) -> None:
+    """At any bytecode: no lease stays with an object that nobody has."""
+    for name in ("fsync", "fsync_folder"):  # of a thousand folders
+        monkeypatch.setattr(posix, name, lambda _: None)
+    for at in count(1):
+        place = open_location(f"{scheme}://box/{uuid.uuid4().hex}") if scheme else tmp_path / str(at)
+        steps = open_steps(place)
+        was_interrupted = Interrupt(at).around(steps.open)
+        steps.close()
+        other = open_steps(place)
+        other.open()
+        other.close()
+        if not was_interrupted:
+            break
+    assert at > 300

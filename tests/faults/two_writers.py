@@ -33,7 +33,7 @@ _WAIT_SECONDS = 60.0
 _LOOKS = ("list_folder", "read_whole")
 
 
-class NeverHeld(set[str]):
+class NeverHeld(dict[str, str]):
     """Lets a process take a lease that it has, as a process on another machine could."""
 
     def __contains__(self, item: object) -> bool:

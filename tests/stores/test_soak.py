@@ -40,7 +40,7 @@ T = TypeVar("T")
 FAULT_RUNS, KILLS, EXPORT_KILLS, ROUNDS = (250, 200, 200, 200) if SOAK else (13, 10, 5, 10)
 
 
-class _NeverHeld(set[str]):
+class _NeverHeld(dict[str, str]):
     """Lets a process take a lease that it has, as a process on another machine could."""
 
     def __contains__(self, item: object) -> bool:

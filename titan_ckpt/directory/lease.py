@@ -18,7 +18,7 @@ import stat
 from abc import ABC, abstractmethod
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.holder import Holder, holder_from, read_holder
@@ -30,8 +30,8 @@ from titan_ckpt.stores.store import Place
 LEASE_NAME = ".lease"
 LEASE_OBJECT = "lease.json"
 
-held: set[str] = set()
-"""Paths and URLs of the leases that this process has."""
+held: dict[str, str] = {}
+"""Path or URL of each lease that this process has -> the id of its holder."""
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class Lease(ABC):
     """That of the file or object which names the holder."""
 
     def __init__(self, root: Any) -> None:
-        """Bind to a folder; nothing is touched."""
+        """Bind to a folder; nothing is touched. `take` comes next, and then `release`, also if `take` raises."""
         self.root = root
         self.place = self.at(root)
         self.holder = Holder.current()
@@ -53,16 +53,13 @@ class Lease(ABC):
         """Return where the lease of a folder is."""
         return root / cls.name
 
-    @classmethod
-    def acquire(cls, root: Any) -> Self:
+    def take(self) -> None:
         """Take the lease, unless its holder is alive.
 
         Raises: CommitConflictError naming the holder; PreflightError if something else has its name; OSError.
         """
-        lease = cls(root)
-        lease._claim(root)
-        held.add(str(lease.place))
-        return lease
+        self._claim(self.root)
+        held[str(self.place)] = self.holder.id
 
     def _claim(self, root: Any) -> None:
         for is_last in (False, False, True):
@@ -110,7 +107,8 @@ class Lease(ABC):
         """
         if os.getpid() != self.holder.pid:
             return
-        held.discard(str(self.place))
+        if held.get(str(self.place)) == self.holder.id:
+            del held[str(self.place)]
         try:
             self._give_back()
         except OSError as error:
@@ -142,6 +140,10 @@ class FileLease(Lease):
     """The lease of a folder on a mounted file system."""
 
     name = LEASE_NAME
+    _fd = -1
+    _identity: tuple[int, int] | None = None
+    _is_written = False
+    """Whether this object has named the holder, and no other one of the process."""
 
     @staticmethod
     def named_in(root: Path) -> Holder | None:
@@ -154,12 +156,8 @@ class FileLease(Lease):
                 f"{self.place}: must be a regular file, found something else of that name. Move it away"
             )
         self._fd = posix.open_or_create(self.place)
-        try:
-            self._identity = _identity(os.fstat(self._fd))
-            super()._claim(root)
-        except BaseException:
-            posix.close(self._fd)
-            raise
+        self._identity = _identity(os.fstat(self._fd))
+        super()._claim(root)
 
     def read(self) -> Holder | None:
         self._is_locked = posix.lock(self._fd)
@@ -168,6 +166,7 @@ class FileLease(Lease):
     def _write(self, before: Holder | None) -> None:
         if self._is_locked is False:
             raise _conflict(self.place.parent, before)
+        self._is_written = True  # or soon
         self.holder.write(self._fd)
 
     def _look(self) -> tuple[bool, Holder | None]:
@@ -176,11 +175,13 @@ class FileLease(Lease):
         return _identity(status) == self._identity and holder == self.holder, holder
 
     def _give_back(self) -> None:
+        if self._fd < 0:
+            return
         with contextlib.suppress(OSError):
-            if _identity(os.fstat(self._fd)) != self._identity:
+            if self._identity not in (None, _identity(os.fstat(self._fd))):
                 return  # closed by a call that was interrupted right after it
         try:
-            if read_holder(self._fd) == self.holder:
+            if self._is_written and read_holder(self._fd) == self.holder:
                 posix.truncate(self._fd, 0)
                 posix.unlock(self._fd)
         except OSError:
@@ -195,6 +196,8 @@ class ObjectLease(Lease):
     name = LEASE_OBJECT
     epoch = 0
     _version: Version | None = None
+    _content = b""
+    """What the object holds while this process is named."""
 
     @staticmethod
     def named_in(root: BucketPath) -> Holder | None:
@@ -219,16 +222,22 @@ class ObjectLease(Lease):
     def _write(self, before: Holder | None) -> None:
         self.epoch += 1
         self._content = _encode(self.epoch, self.holder)
-        if self._version is None:
-            self.place.bucket.create(self.place.key, self._content)
-        else:
-            self.place.bucket.replace(self.place.key, self._content, self._version)
+        try:
+            if self._version is None:
+                self.place.bucket.create(self.place.key, self._content)
+            else:
+                self.place.bucket.replace(self.place.key, self._content, self._version)
+        except OSError:  # there is no more to ask a store that does not answer
+            self._content = b""
+            raise
 
     def _look(self) -> tuple[bool, Holder | None]:
         content, _ = self.place.bucket.read(self.place.key)
         return content == self._content, (_decode(content) or (0, None))[1]
 
     def _give_back(self) -> None:
+        if not self._content:
+            return
         content, version = self.place.bucket.read(self.place.key)
         if content == self._content:
             self.place.bucket.replace(self.place.key, _encode(self.epoch, None), version)

@@ -114,13 +114,15 @@ class Steps(ABC):
         """
         lease: Lease | None = self._lease
         if lease is None:
-            lease = self.lease_kind.acquire(self.root)
+            lease = self.lease_kind(self.root)
             try:
+                lease.take()
                 self._recover(lease)
+                self._lease = lease
             except BaseException:
+                self._lease = None
                 lease.release()
                 raise
-            self._lease = lease
         return lease
 
     @abstractmethod

@@ -672,7 +672,7 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
 
 def test_a_clean_up_of_a_writer_that_was_succeeded_spares_the_save_of_its_successor(tmp_path: Path) -> None:
     """It is suspended between its look at the lease and its clean-up, which then finds the other's save under way."""
-    held = set(lease.held)
+    held = dict(lease.held)
     old, new = open_directory(tmp_path), open_directory(tmp_path)
     commit_step(old, 1)
     old._store._has_leftovers = True

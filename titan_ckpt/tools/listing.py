@@ -26,7 +26,7 @@ from titan_ckpt.disk.holder import Holder
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports
-from titan_ckpt.formats.publish.record import RECORDS, recorded_folders, why_foreign
+from titan_ckpt.formats.publish.record import RECORDS, MadeExports
 from titan_ckpt.stores.mounted import local_path, store_of
 from titan_ckpt.stores.objects import BucketPath, object_path
 from titan_ckpt.stores.store import Place
@@ -214,7 +214,7 @@ def _find_on_disk(folder: Path) -> Path:
 
 def export_roots(run: Path) -> set[str]:
     """Return the names in a run's folder under which its exports are."""
-    return {Path(name).parts[0] for name in recorded_folders(run)} | {_EXPORTS}
+    return {Path(name).parts[0] for name in MadeExports(run).recorded()} | {_EXPORTS}
 
 
 def committed_step(path: Path) -> CommittedStep:
@@ -294,13 +294,14 @@ def _has_steps(folder: Path) -> bool:
 
 
 def _exports(run: Path) -> Iterator[ExportFacts]:
-    recorded = recorded_folders(run)
+    exports = MadeExports(run)
+    recorded = exports.recorded()
     names = posix.list_folder(run / _EXPORTS) if (run / _EXPORTS).is_dir() else []
     beside = [f"{_EXPORTS}/{name}" for name in names if not name.startswith(".")]
     for name in sorted({*recorded, *beside}, key=_by_step):
         path = run / name
         if path.is_dir():
-            changed = why_foreign(run, name) if name in recorded else "there is no record that a run made it"
+            changed = exports.why_foreign(name) if name in recorded else "there is no record that a run made it"
             num_bytes = store_of(path).folder_bytes(path)
             yield ExportFacts(str(path), _format(path), num_bytes, path.stat().st_mtime, changed)
 

@@ -19,8 +19,8 @@ from titan_ckpt.directory.names import PIN_NAME, step_of
 from titan_ckpt.directory.open_steps import open_steps, steps_at
 from titan_ckpt.directory.steps import Steps
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, NotACheckpointError, SaveError
-from titan_ckpt.formats.publish.record import remove_set_aside_export, set_aside_exports
-from titan_ckpt.stores.mounted import POSIX, local_path
+from titan_ckpt.formats.publish.record import exports_at
+from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.listing import committed_step, find_checkpoints, resumed_from
 
@@ -76,11 +76,11 @@ def prune(
             steps.remove(step)
         aside = steps.set_aside()
         held = _remove_set_aside(aside, partial(steps.remove_set_aside, dry_run=dry_run)) if set_aside else {}
-        if (run := local_path(folder)) is not None:
-            exports = {name: POSIX.folder_bytes(run / name) for name in set_aside_exports(run)}
-            aside |= exports
-            if set_aside:
-                held |= _remove_set_aside(exports, partial(remove_set_aside_export, run, dry_run=dry_run))
+        exports = exports_at(folder)
+        of_exports = exports.were_set_aside()
+        aside |= of_exports
+        if set_aside:
+            held |= _remove_set_aside(of_exports, partial(exports.remove_set_aside, dry_run=dry_run))
         gone = {step.step for step in expired}
         return Pruned(
             str(steps.root),

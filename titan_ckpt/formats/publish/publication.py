@@ -8,23 +8,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.formats.publish.bucket_record import BucketExports
-from titan_ckpt.formats.publish.record import Exports, MadeExports
-from titan_ckpt.stores.mounted import local_path, store_of
-from titan_ckpt.stores.objects import object_path
+from titan_ckpt.formats.publish.record import Record, Staged, exports_at
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
 _Prepared = TypeVar("_Prepared")
-Record = Callable[[Any], None]
-"""Records an export: right before it is published, with its folder on a disk, or with its last file in a bucket; there
-once more after that, with None."""
 
 
 @dataclass(slots=True)
@@ -34,6 +26,8 @@ class Unpublished(Generic[_Prepared]):
     path: Place
     prepared: _Prepared | None
     """On rank 0, what `prepare` has returned."""
+    staged: Staged | None = None
+    """On rank 0, until it is published."""
     last: tuple[str, bytes] | None = None
     """Name and content of the file that makes a folder in a bucket loadable; no other file is written after it."""
 
@@ -62,12 +56,6 @@ class Unpublished(Generic[_Prepared]):
         return found
 
 
-def exports_at(root: Place) -> Exports:
-    """Return the exports of runs whose folder this is, or that export to this place."""
-    folder = local_path(root)
-    return BucketExports(object_path(root)) if folder is None else MadeExports(folder)
-
-
 @contextlib.contextmanager
 def published(
     folder: Place,
@@ -84,45 +72,23 @@ def published(
     Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
     """
     unpublished: Unpublished[_Prepared] = Unpublished(folder, None)
-    publish_it: Callable[[], None] | None = None
-    abandon_it: Callable[[], None] | None = None
 
     def begin() -> str:
-        nonlocal publish_it, abandon_it
         unpublished.prepared = prepare()
-        if (target := local_path(folder)) is not None:
-            staged = StagedFolder.begin(target)
-
-            def publish_folder() -> None:
-                record(staged.path)
-                staged.publish()
-
-            publish_it, abandon_it = publish_folder, staged.abandon
-            return str(staged.path)
-        exports = BucketExports(object_path(folder.parent))
-        id_ = exports.begin(folder.name)
-
-        def publish_object() -> None:
-            assert unpublished.last is not None
-            exports.publish(folder.name, id_, *unpublished.last, record)
-
-        publish_it, abandon_it = publish_object, partial(exports.abandon, folder.name, id_)
-        return ""
+        unpublished.staged = exports_at(folder.parent).begin(folder.name)
+        return unpublished.staged.path.name
 
     def publish() -> None:
-        nonlocal publish_it
-        if publish_it is not None:
-            publish_it()
-            publish_it = None
+        if unpublished.staged is not None:
+            unpublished.staged.publish(record, unpublished.last)
+            unpublished.staged = None
 
     try:
-        path = coordinator.on_rank_0(f"{tag}begin", begin)
-        if path:
-            unpublished.path = Path(path)
+        unpublished.path = folder.parent / coordinator.on_rank_0(f"{tag}begin", begin)
         yield unpublished
         coordinator.together(f"{tag}publish", publish)
     except BaseException:
-        if publish_it is not None and abandon_it is not None:
+        if unpublished.staged is not None:
             with contextlib.suppress(OSError):  # a later export removes what is left
-                abandon_it()
+                unpublished.staged.abandon()
         raise

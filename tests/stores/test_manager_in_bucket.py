@@ -231,20 +231,6 @@ def _forget_leases() -> None:
     lease.held.clear()
 
 
-def test_a_second_writer_is_told(server: Server, tmp_path: Path) -> None:
-    """One process writes to a place; another object of the same process is refused, and one that took over wins."""
-    place = place_in(server)
-    first, second = BucketSteps(place), BucketSteps(place)
-    first.open()
-    with pytest.raises(CommitConflictError, match="already writes here"):
-        second.open()
-    _forget_leases()
-    second.open()
-    with pytest.raises(CommitConflictError, match="taken over by process"):
-        first.begin(1, 0)
-    second.close()
-
-
 def test_a_bucket_that_is_not_there_is_an_error_before_the_first_step(server: Server, tmp_path: Path) -> None:
     """The preflight says it; no folder of that name appears."""
     run = Run()

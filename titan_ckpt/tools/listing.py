@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_ckpt.directory.lease import LEASE_NAME, LEASE_OBJECT
@@ -16,13 +16,11 @@ from titan_ckpt.directory.names import (
     PIN_NAME,
     STAGING,
     CommittedStep,
-    Survey,
     inspect,
     step_of,
 )
 from titan_ckpt.directory.open_steps import steps_at
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports
@@ -113,9 +111,23 @@ def list_run(folder: Place) -> Listing:
     found, holder = store.survey(), store.holder()
     if on_disk is None and made is None and not found.steps and not found.rejected and holder is None:
         raise NotACheckpointError(f"{place} holds no checkpoints, only {', '.join(names[:6])}; name a run's place")
-    steps = [replace(facts, path=str(store.step_path(facts.step))) for facts in listed_steps(found)]
+    resumed = resumed_from(step.manifest for step in found.steps)
+    losses = {s.step: loss for s in found.steps if (loss := s.manifest.metrics.get("loss")) is not None}
+    best = min(losses, key=lambda step: (losses[step], -step), default=None)
+    steps = [
+        _native(s, str(store.step_path(s.step)), is_best=s.step == best, is_source=s.step in resumed)
+        for s in found.steps
+    ]
     steps += [facts for step in found.dcp if (facts := _dcp(store.step_path(step), step)) is not None]
-    return listing(folder, checkpoints, found, steps, exports, holder)
+    return Listing(
+        str(folder),
+        str(checkpoints),
+        tuple(sorted(steps, key=lambda facts: facts.step)),
+        found.rejected,
+        tuple(exports),
+        None if holder is None else str(holder),
+        holder is not None and holder.lives_here(),
+    )
 
 
 def _steps_below(place: BucketPath) -> tuple[BucketPath, list[str]]:
@@ -147,34 +159,6 @@ def _exports_in_bucket(root: BucketPath) -> Iterator[ExportFacts]:
             yield ExportFacts(str(path), format_, num_bytes, created, records.why_foreign(path.name))
 
 
-def listed_steps(found: Survey) -> list[StepFacts]:
-    """Return the facts about the committed steps of a survey."""
-    resumed = resumed_from(step.manifest for step in found.steps)
-    losses = {s.step: loss for s in found.steps if (loss := s.manifest.metrics.get("loss")) is not None}
-    best = min(losses, key=lambda step: (losses[step], -step), default=None)
-    return [_native(step, is_best=step.step == best, is_source=step.step in resumed) for step in found.steps]
-
-
-def listing(
-    folder: Place,
-    checkpoints: Place,
-    found: Survey,
-    steps: Sequence[StepFacts],
-    exports: Sequence[ExportFacts],
-    holder: Holder | None,
-) -> Listing:
-    """Return the content of a run's folder."""
-    return Listing(
-        str(folder),
-        str(checkpoints),
-        tuple(sorted(steps, key=lambda facts: facts.step)),
-        found.rejected,
-        tuple(exports),
-        None if holder is None else str(holder),
-        holder is not None and holder.lives_here(),
-    )
-
-
 def find_checkpoints(folder: Place) -> Place:
     """Return the checkpoint folder of a run's folder, or the folder itself if it is one.
 
@@ -198,7 +182,7 @@ def _find_on_disk(folder: Path) -> Path:
         raise NotACheckpointError(f"{folder} is one checkpoint; name the run's folder, or look at it with `inspect`")
     if _has_steps(folder):
         return folder
-    exports = export_roots(folder)
+    exports = {Path(name).parts[0] for name in MadeExports(folder).recorded()} | {_EXPORTS}
     inside = [folder / name for name in posix.list_folder(folder) if not name.startswith(".") and name not in exports]
     found = [path for path in inside if path.is_dir() and _has_steps(path)]
     if not found:
@@ -210,11 +194,6 @@ def _find_on_disk(folder: Path) -> Path:
             f"{folder} holds several checkpoint folders; name one of {', '.join(map(str, found))}"
         )
     return found[0]
-
-
-def export_roots(run: Path) -> set[str]:
-    """Return the names in a run's folder under which its exports are."""
-    return {Path(name).parts[0] for name in MadeExports(run).recorded()} | {_EXPORTS}
 
 
 def committed_step(path: Path) -> CommittedStep:
@@ -256,11 +235,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def _native(step: CommittedStep, *, is_best: bool, is_source: bool) -> StepFacts:
+def _native(step: CommittedStep, path: str, *, is_best: bool, is_source: bool) -> StepFacts:
     manifest = step.manifest
     return StepFacts(
         step.step,
-        str(step.path),
+        path,
         manifest.kind,
         sum(file.num_bytes for file in manifest.files),
         manifest.created_unix_seconds,

@@ -35,8 +35,6 @@ MOUNTED_ALONE = {
     "formats/publish/run.py": "whether ranks write into one file",
     "integrations/torchtitan/checkpointer.py": "a path is compared by its absolute name",
     "loading/bases.py": "the hub's cache and a base's name are paths",
-    "manager.py": "a size for the log that costs a request",
-    "testing/stores.py": "an empty folder",
     "tools/listing.py": "where a run keeps steps and exports",
     "tools/retention.py": "the exports that a run has set aside",
     "tools/verifying.py": "transformers opens paths",

@@ -169,10 +169,11 @@ class ObjectStore(Store):
         return place.read(max_bytes)
 
     def names_in(self, place: BucketPath) -> list[str]:
-        return [path.name for path in place.iterdir()]
+        return self.list_names(place.key) if place.sizes is None else [path.name for path in place.iterdir()]
 
     def folder_bytes(self, place: BucketPath) -> int:
-        return sum(facts.num_bytes for facts in self.list_objects(place.key))
+        prefix = f"{place.key}/" if place.key else ""
+        return sum(size for key, size in place.sizes_below().items() if key.startswith(prefix))
 
     def holds(self, folder: BucketPath, name: str) -> bool:
         path = PurePosixPath(name)

@@ -26,7 +26,6 @@ from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports
 from titan_ckpt.formats.publish.record import RECORDS, MadeExports
 from titan_ckpt.stores.mounted import local_path, store_of
-from titan_ckpt.stores.objects import BucketPath, object_path
 from titan_ckpt.stores.store import Place
 
 METADATA = ".metadata"
@@ -103,14 +102,13 @@ def list_run(folder: Place) -> Listing:
         checkpoints: Place = _find_on_disk(on_disk)
         exports = [*_exports(on_disk)]
     else:
-        place = object_path(folder)
-        checkpoints, names = _steps_below(place)
-        made = place if RECORDS in names else place / _EXPORTS if _EXPORTS in names else None
+        checkpoints, names = _steps_below(folder)
+        made = folder if RECORDS in names else folder / _EXPORTS if _EXPORTS in names else None
         exports = [] if made is None else [*_exports_in_bucket(made)]
     store = steps_at(checkpoints)
     found, holder = store.survey(), store.holder()
     if on_disk is None and made is None and not found.steps and not found.rejected and holder is None:
-        raise NotACheckpointError(f"{place} holds no checkpoints, only {', '.join(names[:6])}; name a run's place")
+        raise NotACheckpointError(f"{folder} holds no checkpoints, only {', '.join(names[:6])}; name a run's place")
     resumed = resumed_from(step.manifest for step in found.steps)
     losses = {s.step: loss for s in found.steps if (loss := s.manifest.metrics.get("loss")) is not None}
     best = min(losses, key=lambda step: (losses[step], -step), default=None)
@@ -130,12 +128,12 @@ def list_run(folder: Place) -> Listing:
     )
 
 
-def _steps_below(place: BucketPath) -> tuple[BucketPath, list[str]]:
+def _steps_below(place: Place) -> tuple[Place, list[str]]:
     """Return a run's checkpoint folder in a bucket, and the names right below the run's place.
 
     Raises: CheckpointNotFoundError; NotACheckpointError; StoreError.
     """
-    names = place.bucket.list_names(place.key)
+    names = store_of(place).names_in(place)
     if not names:
         raise CheckpointNotFoundError(f"{place}: nothing is there; name a run's place, or its checkpoint folder")
     if {*LOADABLE, MANIFEST_NAME} & {*names}:
@@ -148,15 +146,14 @@ def _has_commits(names: Sequence[str]) -> bool:
     return COMMITS in names or LEASE_OBJECT in names
 
 
-def _exports_in_bucket(root: BucketPath) -> Iterator[ExportFacts]:
+def _exports_in_bucket(root: Place) -> Iterator[ExportFacts]:
     """Yield the exports that are published below a place."""
-    records = BucketExports(root)
-    for path in store_of(root).seen(root).iterdir():
+    records, store = BucketExports(root), store_of(root)
+    for path in store.seen(root).iterdir():
         format_ = next((_FORMATS[name] for name in LOADABLE if (path / name).is_file()), None)
         if format_ is not None:
-            num_bytes = sum(size for key, size in path.sizes.items() if key.startswith(f"{path.key}/"))
             created = records.published_unix_seconds(path.name)
-            yield ExportFacts(str(path), format_, num_bytes, created, records.why_foreign(path.name))
+            yield ExportFacts(str(path), format_, store.folder_bytes(path), created, records.why_foreign(path.name))
 
 
 def find_checkpoints(folder: Place) -> Place:
@@ -166,8 +163,8 @@ def find_checkpoints(folder: Place) -> Place:
     """
     if (path := local_path(folder)) is not None:
         return _find_on_disk(path)
-    checkpoints, _ = _steps_below(object_path(folder))
-    names = checkpoints.bucket.list_names(checkpoints.key)
+    checkpoints, _ = _steps_below(folder)
+    names = store_of(checkpoints).names_in(checkpoints)
     if not _has_commits(names):
         raise NotACheckpointError(
             f"{checkpoints} holds no checkpoints, only {', '.join(names[:6])}; name a run's place"

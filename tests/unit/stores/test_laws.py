@@ -31,7 +31,7 @@ MOUNTED_ALONE = {
     "directory/open_steps.py": "how a commit is made: by a rename, or by creating an object",
     "formats/huggingface/export.py": "a large file is copied in pieces",
     "formats/open.py": "torch_checkpointing's own reader opens paths",
-    "formats/publish/publication.py": "how a folder is published: by a rename, or by its last file",
+    "formats/publish/record.py": "how an export is published: by a rename, or by its last file",
     "formats/publish/run.py": "whether ranks write into one file",
     "integrations/torchtitan/checkpointer.py": "a path is compared by its absolute name",
     "loading/bases.py": "the hub's cache and a base's name are paths",

@@ -36,6 +36,7 @@ class BucketExports(Exports):
 
     root: BucketPath
     _whose = "a run"
+    renames = False
 
     def name_of(self, config: ExportConfig, step: int) -> str:
         return config.lands_in(step).rpartition("/")[2]
@@ -164,9 +165,6 @@ class BucketExports(Exports):
     def _is_abandoned(self, name: str) -> bool:
         """Return whether a call of `set_aside` has come so far that it may be made again."""
         return self._record(name).get("abandoned") is True
-
-    def _names_beside(self, config: ExportConfig) -> list[str]:
-        return self.root.bucket.list_names(self.root.key)
 
     def published_unix_seconds(self, name: str) -> float:
         """Return when an export was published, by its record; 0.0 without one. Raises: StoreError."""

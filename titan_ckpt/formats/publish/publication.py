@@ -24,24 +24,25 @@ class Unpublished(Generic[_Prepared]):
     """A folder that ranks fill, and that nobody takes for an export yet."""
 
     path: Place
-    prepared: _Prepared | None
+    is_renamed: bool
+    """Whether it gets its name at once. Else its last file makes it loadable, and no other is written after that."""
+    prepared: _Prepared | None = None
     """On rank 0, what `prepare` has returned."""
     staged: Staged | None = None
     """On rank 0, until it is published."""
     last: tuple[str, bytes] | None = None
-    """Name and content of the file that makes a folder in a bucket loadable; no other file is written after it."""
+    """Name and content of the last file, until it is written."""
 
     def put_last(self, name: str, content: bytes) -> None:
         """Write the last file, on rank 0; one that would make a folder loadable at once is kept for the publication."""
-        store = store_of(self.path)
-        if store.is_mounted:
-            store.put_new(self.path / name, content)
+        if self.is_renamed:
+            store_of(self.path).put_new(self.path / name, content)
         else:
             self.last = name, content
 
     def keep_last(self, files: dict[str, Any], name: str, tag: str, coordinator: Coordinator) -> None:
         """Take from rank 0's `files` the one that is kept, and tell all ranks, which read it back. Collective."""
-        if store_of(self.path).is_mounted:
+        if self.is_renamed:
             return
         if isinstance(content := files.pop(name, None), bytes):
             self.last = name, content
@@ -71,11 +72,12 @@ def published(
     silent after the publication.
     Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
     """
-    unpublished: Unpublished[_Prepared] = Unpublished(folder, None)
+    exports = exports_at(folder.parent)
+    unpublished: Unpublished[_Prepared] = Unpublished(folder, exports.renames)
 
     def begin() -> str:
         unpublished.prepared = prepare()
-        unpublished.staged = exports_at(folder.parent).begin(folder.name)
+        unpublished.staged = exports.begin(folder.name)
         return unpublished.staged.path.name
 
     def publish() -> None:

@@ -66,6 +66,8 @@ class Exports(ABC):
 
     _whose: ClassVar[str]
     """Who has published what retention removes."""
+    renames: ClassVar[bool]
+    """Whether an export gets its name by a rename."""
 
     def __init__(self, root: Any) -> None:
         """Bind to a place; nothing is touched."""
@@ -158,7 +160,8 @@ class Exports(ABC):
 
     def steps_there(self, config: ExportConfig) -> list[int]:
         """Return the steps whose exports have anything, whoever made them. Raises: OSError."""
-        return steps_among(self._names_beside(config), config)
+        place = self.folder(config, 0).parent
+        return steps_among(store_of(place).names_in(place), config)
 
     def _own_steps(self, config: ExportConfig) -> tuple[list[int], list[int]]:
         """Return the steps whose exports are as they were published, and those of which only a part is left.
@@ -192,10 +195,6 @@ class Exports(ABC):
         """Delete an export and its record."""
 
     @abstractmethod
-    def _names_beside(self, config: ExportConfig) -> list[str]:
-        """Return the names of what is where exports are."""
-
-    @abstractmethod
     def _record_at(self, name: str) -> Any:
         """Return the file of a record. Raises: OSError if it may not be there."""
 
@@ -227,6 +226,7 @@ class MadeExports(Exports):
 
     root: Path
     _whose = "this run"
+    renames = True
 
     def begin(self, name: str) -> Staged:
         folder = StagedFolder.begin(self.root / name)
@@ -279,9 +279,6 @@ class MadeExports(Exports):
         with contextlib.suppress(FileNotFoundError):  # another export that has just ended has removed it
             StagedFolder.discard(self.root / name)
             POSIX.remove([self._record_at(name)])
-
-    def _names_beside(self, config: ExportConfig) -> list[str]:
-        return posix.list_folder(self.root / config.folder)
 
     def recorded(self) -> list[str]:
         """Return the names of the folders that the run has a record of, whether or not they are still there."""

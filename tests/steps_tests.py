@@ -12,8 +12,7 @@ from tests.faults.small_checkpoints import manifest_of
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import lease as leases
 from titan_ckpt.directory.manifest import FileRecord, Manifest
-from titan_ckpt.directory.open_steps import open_steps
-from titan_ckpt.directory.steps import Attempt, Steps
+from titan_ckpt.directory.steps import Attempt, Steps, open_steps
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, PreflightError, SaveError
 from titan_ckpt.stores.mounted import store_of

@@ -1,12 +1,14 @@
 """Steps: what a checkpoint folder's writer and readers need of the place where it is.
 
-Owns the rules that hold in any place: which steps expire, and what a run has rolled back to. `store` keeps steps on a
-mounted file system, `bucket_steps` in a bucket. Knows no other ranks (`directory` handles them) and no tensors.
+Owns the rules that hold in any place: how a save begins, which steps expire, and what a run has rolled back to; and the
+choice how a commit is made: `store` keeps steps on a mounted file system, `bucket_steps` in a bucket. Knows no other
+ranks (`directory` handles them) and no tensors.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -21,7 +23,10 @@ from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.retention import StepFacts, expired_steps, lacks_metric
 from titan_ckpt.disk.holder import Holder
+from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitConflictError, PreflightError
+from titan_ckpt.stores.mounted import local_path
+from titan_ckpt.stores.objects import object_path
 from titan_ckpt.stores.store import Place
 
 logger = logging.getLogger(__name__)
@@ -332,6 +337,24 @@ class Steps(ABC):
         self._has_leftovers |= bool(problems)
         for problem in problems:
             logger.warning("%s: left for the next save: %s", self.root, problem)
+
+
+def steps_at(root: Place) -> Steps:
+    """Return the steps of a place, by the name that it is given; nothing is touched, and no torch is imported."""
+    if (folder := local_path(root)) is not None:
+        from titan_ckpt.directory.store import StepStore
+
+        return StepStore(folder)
+    from titan_ckpt.directory.bucket_steps import BucketSteps
+
+    return BucketSteps(object_path(root))
+
+
+def open_steps(root: Place) -> Steps:
+    """Return the steps of a place, by its absolute name. Raises: ConfigError for a Path that is a URI."""
+    folder = local_path(root)
+    require_local({"root": folder})
+    return steps_at(root if folder is None else Path(os.path.abspath(folder)))
 
 
 def faults_of(manifest: Manifest, actual: Mapping[str, int], *, exactly: bool = False) -> list[str]:

@@ -19,7 +19,7 @@ from titan_ckpt.directory.names import (
     inspect,
     step_of,
 )
-from titan_ckpt.directory.open_steps import steps_at
+from titan_ckpt.directory.steps import steps_at
 from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError

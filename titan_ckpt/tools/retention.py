@@ -16,8 +16,7 @@ from pathlib import Path
 
 from titan_ckpt.config import KeepConfig, from_dict
 from titan_ckpt.directory.names import PIN_NAME, step_of
-from titan_ckpt.directory.open_steps import open_steps, steps_at
-from titan_ckpt.directory.steps import Steps
+from titan_ckpt.directory.steps import Steps, open_steps, steps_at
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, NotACheckpointError, SaveError
 from titan_ckpt.formats.publish.record import exports_at
 from titan_ckpt.stores.mounted import local_path

@@ -36,8 +36,7 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.lease import LEASE_NAME, holder_of
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import read_manifest_bytes, survey
-from titan_ckpt.directory.open_steps import open_steps
-from titan_ckpt.directory.steps import Attempt
+from titan_ckpt.directory.steps import Attempt, open_steps
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.holder import Holder
 from titan_ckpt.distributed.coordinator import Coordinator

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.steps_tests import manifest_of, save, write
 from tests.stores.conftest import place_in
 from tests.stores.servers import Server, free_port
-from tests.stores.test_manager_in_bucket import _forget_leases, keys, manifest_of, save, write
+from tests.stores.test_manager_in_bucket import _forget_leases, keys
 from titan_ckpt.directory import bucket_steps
 from titan_ckpt.directory import lease as leases
 from titan_ckpt.directory.bucket_commits import Commits

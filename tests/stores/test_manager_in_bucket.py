@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.steps_tests import manifest_of, save, write
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Server
 from tests.test_manager import Run
@@ -16,7 +17,7 @@ from titan_ckpt.config import KeepConfig, SaveConfig, StoreConfig
 from titan_ckpt.directory import lease
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
-from titan_ckpt.directory.manifest import FileRecord, Manifest
+from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError, SaveError
@@ -208,22 +209,6 @@ def test_a_commit_whose_answer_is_lost_for_good_is_kept_and_one_that_never_arriv
     assert [committed.step for committed in left] == [1]
     assert BucketSteps(place).inspect(1).manifest == left[0].manifest
     assert not [key for key in keys(place) if key.startswith("data/step-2")]
-
-
-def write(attempt: Attempt) -> None:
-    assert isinstance(attempt.path, BucketPath)
-    attempt.path.bucket.create((attempt.path / "rank-00000.json").key, b"{}")
-
-
-def save(steps: BucketSteps, step: int) -> None:
-    attempt = steps.begin(step, 10)
-    write(attempt)
-    steps.commit(attempt, manifest_of(attempt))
-
-
-def manifest_of(attempt: Attempt) -> Manifest:
-    file = FileRecord("rank-00000.json", 2, "0" * 32)
-    return Manifest(attempt.step, "full", attempt.id, 1, 0.0, ("model",), [], None, None, (file,))
 
 
 def _forget_leases() -> None:

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.stores.test_manager_in_bucket import _forget_leases, manifest_of, save, write
+from tests.steps_tests import manifest_of, save, write
+from tests.stores.test_manager_in_bucket import _forget_leases
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory

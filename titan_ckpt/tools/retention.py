@@ -9,9 +9,7 @@ import contextlib
 import os
 import time
 import tomllib
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from titan_ckpt.config import KeepConfig, from_dict
@@ -73,13 +71,21 @@ def prune(
         expired = steps.expired(keep, resumed_from(step.manifest for step in committed))
         for step in expired if not dry_run else ():
             steps.remove(step)
-        aside = steps.set_aside()
-        held = _remove_set_aside(aside, partial(steps.remove_set_aside, dry_run=dry_run)) if set_aside else {}
         exports = exports_at(folder)
-        of_exports = exports.were_set_aside()
-        aside |= of_exports
-        if set_aside:
-            held |= _remove_set_aside(of_exports, partial(exports.remove_set_aside, dry_run=dry_run))
+        aside: dict[str, int] = {}
+        held: dict[str, str] = {}
+        for found, remove in (
+            (steps.set_aside(), steps.remove_set_aside),
+            (exports.were_set_aside(), exports.remove_set_aside),
+        ):
+            aside |= found
+            for name in found if set_aside else ():
+                try:
+                    remove(name, dry_run=dry_run)
+                except CommitConflictError:
+                    raise
+                except SaveError as error:  # such as for a pin
+                    held[name] = str(error)
         gone = {step.step for step in expired}
         return Pruned(
             str(steps.root),
@@ -93,19 +99,6 @@ def prune(
         )
     finally:
         steps.close()
-
-
-def _remove_set_aside(names: Iterable[str], remove: Callable[[str], None]) -> dict[str, str]:
-    """Call `remove` with each of these; return the reason for each that stays, such as a pin."""
-    held = {}
-    for name in names:
-        try:
-            remove(name)
-        except CommitConflictError:
-            raise
-        except SaveError as error:
-            held[name] = str(error)
-    return held
 
 
 def _refuse_unseen_writer(steps: Steps, *, take_lease: bool) -> None:

@@ -33,7 +33,7 @@ from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import lease
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.directory import CheckpointDirectory
-from titan_ckpt.directory.lease import LEASE_NAME, holder_of
+from titan_ckpt.directory.lease import LEASE_NAME, FileLease
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import read_manifest_bytes, survey
 from titan_ckpt.directory.steps import Attempt, open_steps
@@ -443,7 +443,7 @@ def test_reading_the_lease_in_its_holders_process_does_not_give_it_up(tmp_path: 
         _elsewhere()
         directory = open_directory(tmp_path)
         commit_step(directory, 1)
-        assert holder_of(tmp_path) is not None
+        assert FileLease.named_in(tmp_path) is not None
         (tmp_path / LEASE_NAME).read_bytes()
         with pytest.raises(CommitConflictError, match="this process already writes here"):
             open_directory(tmp_path).begin(2)

@@ -29,7 +29,6 @@ SEAM = ("stores", "disk")
 MOUNTED_ALONE = {
     "directory/names.py": "a bucket has the manifest of a step apart from its files",
     "directory/steps.py": "how a commit is made: by a rename, or by creating an object",
-    "formats/huggingface/export.py": "a large file is copied in pieces",
     "formats/open.py": "torch_checkpointing's own reader opens paths",
     "formats/publish/record.py": "how an export is published: by a rename, or by its last file",
     "formats/publish/run.py": "whether ranks write into one file",

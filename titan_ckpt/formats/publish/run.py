@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from titan_ckpt import progress
@@ -52,7 +51,7 @@ class FolderFormat(ABC):
         return {}
 
     @abstractmethod
-    def companions(self, files: ExportFiles) -> Mapping[str, bytes | Path]:
+    def companions(self, files: ExportFiles) -> Mapping[str, bytes | Place]:
         """Return file name -> its bytes, or the file to copy. Called on rank 0 before anything is written.
 
         Raises: ExportError if they and the tensors disagree.
@@ -145,9 +144,9 @@ class _Export:
 
     def _fill(
         self,
-        unpublished: Unpublished[Mapping[str, bytes | Path]],
+        unpublished: Unpublished[Mapping[str, bytes | Place]],
         plan: ExportPlan,
-        companions: dict[str, bytes | Path],
+        companions: dict[str, bytes | Place],
     ) -> None:
         """Write everything into the unpublished folder and prove it."""
         path = unpublished.path
@@ -222,7 +221,7 @@ class _Export:
         self,
         path: Place,
         groups: Sequence[FileGroup],
-        companions: Mapping[str, bytes | Path],
+        companions: Mapping[str, bytes | Place],
         writer: ExportWriter,
         columns: ColumnExchange | None,
     ) -> str | None:

@@ -23,7 +23,8 @@ from titan_ckpt.errors import ExportError, PeerError, counted, listed
 from titan_ckpt.formats.publish.columns import ColumnExchange, Lost, agree, row_peers
 from titan_ckpt.formats.publish.outputs import Outputs, SharedFiles
 from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, coverage_faults, plan_export
-from titan_ckpt.formats.publish.publication import Record, Unpublished, published
+from titan_ckpt.formats.publish.publication import Unpublished, published
+from titan_ckpt.formats.publish.record import Record
 from titan_ckpt.formats.publish.upload import Uploads, everyone
 from titan_ckpt.formats.publish.write import ExportWriter, RegionKey
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo

@@ -133,11 +133,11 @@ class StepsTests(ABC):
         save(steps, 7, 8, kind="model")
         steps.pin(1)
         steps.pin(1)
-        keep = KeepConfig(latest=1)
+        keep, second = KeepConfig(latest=1), steps.inspect(2).path
         assert [step.step for step in steps.expired(keep, {3})] == [2, 4, 5, 7]
         steps.resume_from(3)
         assert steps.expire(keep) == [2, 4, 5, 7] and steps.expire(None) == []
-        assert there(steps) == [1, 3, 6, 8]
+        assert there(steps) == [1, 3, 6, 8] and store_of(second).names_in(second) == []
         with pytest.raises(SaveError, match=r"(?i)pinned"):
             steps.remove(steps.inspect(1))
         steps.unpin(1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from tests.steps_tests import manifest_of, save, write
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Server
 from tests.test_manager import Run
-from titan_ckpt.config import KeepConfig, SaveConfig, StoreConfig
+from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.directory import lease
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
@@ -32,32 +31,6 @@ def manager(run: Run, place: BucketPath, folder: Path, **save: object) -> Checkp
 
 def keys(place: BucketPath) -> list[str]:
     return [facts.key.removeprefix(place.key + "/") for facts in place.bucket.list_objects(place.key)]
-
-
-def test_retention_pins_and_a_rollback(server: Server, tmp_path: Path) -> None:
-    """Expired steps go with their files; a pinned one stays; a run that goes back sets newer steps aside."""
-    place = place_in(server)
-    run = Run()
-    with manager(run, place, tmp_path, interval=1, keep=KeepConfig(latest=1)) as saves:
-        for step in (1, 2, 3):
-            run.step()
-            saves.save(step)
-            saves.wait()
-            if step == 2:
-                BucketSteps(place).pin(2)
-    assert [re.sub(r"\.[0-9a-f]{32}\.", ".", name) for name in keys(place) if name.startswith("commits/s")] == [
-        "commits/step-2.json", "commits/step-2.pinned", "commits/step-3.json",
-    ]  # fmt: skip
-    assert {name.split("/")[1] for name in keys(place) if name.startswith("data")} == {"step-2", "step-3"}
-    with manager(run, place, tmp_path, interval=1) as saves:
-        assert saves.load(2).step == 2
-        run.step()
-        saves.save(3)
-        saves.wait()
-    aside = [name for name in keys(place) if name.endswith(".abandoned")]
-    assert len(aside) == 1 and aside[0].startswith("commits/step-3.")
-    with manager(run, place, tmp_path, interval=1) as saves:
-        assert saves.load().step == 3
 
 
 def test_the_files_of_a_rank_are_sent_and_asked_for_at_the_same_time(

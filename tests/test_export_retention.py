@@ -21,6 +21,7 @@ from tests.world import names_in, read_all
 from titan_ckpt import CheckpointManager, ExportConfig, SaveConfig
 from titan_ckpt.config import ResumeConfig
 from titan_ckpt.disk import posix
+from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.exporting.checks import check_folders
@@ -155,18 +156,18 @@ def test_two_exports_that_end_at_one_moment_both_expire_the_same_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other one is first, and a program that evaluates the model removes its own file meanwhile."""
-    remove, mark = export_records.remove_export, export_records._mark
+    discard, mark = StagedFolder.discard, export_records._mark
 
-    def remove_twice(run: Path, name: str) -> None:
+    def discard_twice(folder: Path) -> None:
         for _ in range(2):
-            remove(run, name)
+            discard(folder)
 
     def mark_late(path: Path) -> str:
         if path.name == "results.tmp":
             path.unlink()
         return mark(path)
 
-    monkeypatch.setattr(export_records, "remove_export", remove_twice)
+    monkeypatch.setattr(StagedFolder, "discard", discard_twice)
     monkeypatch.setattr(export_records, "_mark", mark_late)
     export(tmp_path, 1)
     (tmp_path / "exports" / "step-1" / "results.tmp").write_text("half")

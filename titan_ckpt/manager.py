@@ -382,11 +382,10 @@ class CheckpointManager:
             event.note(num_bytes=self._bytes_in(job.folder))
 
     def _bytes_in(self, folder: Place) -> int | None:
-        """Return the bytes of an export for the record; None where that would be a request of every rank."""
-        store = store_of(folder)
-        if store.is_mounted or self._coordinator.rank == 0:
+        """Return the bytes of an export for the record, which is rank 0's."""
+        if self._coordinator.rank == 0:
             with suppress(OSError):
-                return store.folder_bytes(folder)
+                return store_of(folder).folder_bytes(folder)
         return None
 
     def _note_last(self, step: int, last_step: bool) -> None:

@@ -20,7 +20,7 @@ from tests.chats import chat_tokenizer
 from tests.faults.test_fuzz import walk
 from tests.faults.test_rank_file_fuzz import sealed
 from tests.unit.directory.test_manifest import example
-from titan_ckpt.directory.lease import holder_of
+from titan_ckpt.directory.lease import FileLease
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.encoding.toml import read_toml
@@ -188,7 +188,7 @@ def telemetry(folder: Path) -> tuple[Any, Callable[[bytes], object]]:
 
 def lease(folder: Path) -> tuple[Any, Callable[[bytes], object]]:
     document = {"pid": 1, "host": "h", "boot": "b", "started": "1", "pid_namespace": "n"}
-    return document, in_file(folder / ".lease", lambda: str(holder_of(folder)))
+    return document, in_file(folder / ".lease", lambda: str(FileLease.named_in(folder)))
 
 
 def run_file(folder: Path) -> tuple[Any, Callable[[bytes], object]]:

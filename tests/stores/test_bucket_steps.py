@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.steps_tests import manifest_of, save, write
 from tests.stores.conftest import place_in
 from tests.stores.servers import Server, free_port
-from tests.stores.test_manager_in_bucket import _forget_leases, keys, manifest_of, save, write
-from titan_ckpt.config import KeepConfig
+from tests.stores.test_manager_in_bucket import _forget_leases, keys
 from titan_ckpt.directory import bucket_steps
 from titan_ckpt.directory import lease as leases
 from titan_ckpt.directory.bucket_commits import Commits
@@ -29,25 +29,6 @@ from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, Peer
 from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, Version
 from titan_ckpt.stores.objects import ObjectStore
 from titan_ckpt.stores.settings import StoreConfig
-
-
-def test_a_rollback_sets_damaged_commits_aside_and_leaves_no_pin(s3: Server) -> None:
-    """The run that went back saves steps of the same numbers; a pin was of the step that is set aside."""
-    place = place_in(s3)
-    steps = BucketSteps(place)
-    for step in (1, 2, 3):
-        save(steps, step)
-    steps.pin(3)
-    (second,) = [key for key in keys(place) if key.startswith("commits/step-2.")]
-    place.bucket.upload((place / second).key, iter([memoryview(b"{}")]), 5 << 20)
-    assert [step.step for step in steps.survey().steps] == [1, 3]
-    steps.resume_from(1)
-    save(steps, 2)
-    save(steps, 3)
-    steps.close()
-    seen = steps.survey()
-    assert [(step.step, step.foreign) for step in seen.steps] == [(1, ()), (2, ()), (3, ())]
-    assert len([key for key in keys(place) if key.endswith(".abandoned")]) == 2
 
 
 def test_a_clean_up_that_fails_fails_no_save_and_is_tried_again(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,33 +88,6 @@ def test_a_pin_whose_step_is_gone_is_deleted_after_a_week(s3: Server, monkeypatc
     assert [(step.step, step.foreign) for step in steps.survey().steps] == [(2, ("PINNED",))]
 
 
-def test_a_step_that_was_pinned_after_it_was_listed_is_not_removed(s3: Server) -> None:
-    """Another process has pinned it while this one decided what expires."""
-    place = place_in(s3)
-    steps = BucketSteps(place)
-    save(steps, 1)
-    (listed,) = steps.survey().steps
-    BucketSteps(place).pin(1)
-    with pytest.raises(SaveError, match="is pinned"):
-        steps.remove(listed)
-    steps.close()
-    assert steps.inspect(1).step == 1
-
-
-def test_of_two_restarts_the_one_that_lost_the_lease_deletes_nothing(s3: Server) -> None:
-    """It was about to clear away what a dead run had left, and found the other's save under way."""
-    place = place_in(s3)
-    slow, quick = BucketSteps(place), BucketSteps(place)
-    lease = slow.open()
-    _forget_leases()
-    attempt = quick.begin(1, 10)
-    write(attempt)
-    with pytest.raises(CommitConflictError, match="taken over"):
-        slow._recover(lease)
-    quick.commit(attempt, manifest_of(attempt))
-    quick.close()
-
-
 def test_a_store_that_one_rank_cannot_reach_stops_all_ranks_and_damages_no_step(s3: Server) -> None:
     """Rank 1 has the store's error, rank 0 is told of it at once; neither goes on to an older step."""
     place = place_in(s3)
@@ -169,25 +123,6 @@ def test_a_commit_is_read_once(server: Server, monkeypatch: pytest.MonkeyPatch) 
     steps._commits._seen = {key: (content, {**version, "version": "7"}) for key, (content, version) in seen.items()}
     monkeypatch.setattr(steps._bucket, "read", lambda key: pytest.fail(f"{key} is read again"))
     assert steps.survey() == first
-
-
-def test_retention_keeps_as_many_whole_steps_as_it_is_told(s3: Server) -> None:
-    """A step whose file was lost or cut short is none of the two that stay; a listing shows it."""
-    place = place_in(s3)
-    steps = BucketSteps(place)
-    for step in (1, 2, 3, 4):
-        save(steps, step)
-    for step, size in ((2, 0), (4, 1)):
-        (key,) = [f.key for f in place.bucket.list_objects(f"{place.key}/data/step-{step}")]
-        place.bucket.delete([key])
-        if size:
-            place.bucket.create(key, b"{")
-    steps.expire(KeepConfig(latest=2))
-    steps.close()
-    seen = steps.survey()
-    assert [step.step for step in seen.steps] == [1, 3]
-    assert [name for name, _ in seen.rejected] == ["step-2", "step-4"]
-    assert "rank-00000.json is missing" in seen.rejected[0][1] and "has 1 bytes, 2 were" in seen.rejected[1][1]
 
 
 def test_a_save_waits_until_it_is_known_that_an_earlier_one_of_its_step_never_arrives(s3: Server) -> None:
@@ -317,21 +252,6 @@ def _pin_during_removal(steps: BucketSteps, step: int, put: int, look: int, end:
         thread.start()
     thread.join()
     return told == [None]
-
-
-def test_a_pinned_step_is_removed_once_it_is_unpinned(s3: Server) -> None:
-    """And what is not there cannot be unpinned."""
-    steps = BucketSteps(place_in(s3))
-    save(steps, 1)
-    steps.pin(1)
-    steps.pin(1)
-    with pytest.raises(SaveError, match="is pinned"):
-        steps.remove(steps.inspect(1))
-    steps.unpin(1)
-    steps.remove(steps.inspect(1))
-    steps.close()
-    with pytest.raises(CheckpointNotFoundError, match="step 1 is not there"):
-        steps.unpin(1)
 
 
 def _before_a_commit(server: Server) -> tuple[BucketPath, BucketSteps, BucketSteps, Attempt]:

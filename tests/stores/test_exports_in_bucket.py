@@ -297,7 +297,7 @@ def test_a_removal_that_is_cut_short_is_taken_up_again(s3: Server, monkeypatch: 
     def make(step: int) -> None:
         attempt = exports.begin(f"step-{step}")
         place.bucket.create((place / f"step-{step}" / "__0_0.distcp").key, b"weights")
-        exports.publish(f"step-{step}", attempt, ".metadata", b"names")
+        attempt.publish(print, (".metadata", b"names"))
         exports.record(config, step)
 
     def cut(keys: Sequence[str]) -> None:
@@ -340,7 +340,7 @@ def test_what_an_export_left_that_was_cut_short_a_day_ago_is_removed(
     BucketExports(place).expire(config, 3)
     assert names(place) == ["step-2/__0_0.distcp"]
     with pytest.raises(ExportError, match="another run exports to this name"):
-        BucketExports(place).publish("step-1", attempt, ".metadata", b"names")
+        attempt.publish(print, (".metadata", b"names"))
 
 
 def test_the_record_of_an_export_that_somebody_has_deleted_is_removed_after_a_day(

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.steps_tests import manifest_of, save, write
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Server
 from tests.test_manager import Run
-from titan_ckpt.config import KeepConfig, SaveConfig, StoreConfig
+from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.directory import lease
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
-from titan_ckpt.directory.manifest import FileRecord, Manifest
+from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError, SaveError
@@ -31,32 +31,6 @@ def manager(run: Run, place: BucketPath, folder: Path, **save: object) -> Checkp
 
 def keys(place: BucketPath) -> list[str]:
     return [facts.key.removeprefix(place.key + "/") for facts in place.bucket.list_objects(place.key)]
-
-
-def test_retention_pins_and_a_rollback(server: Server, tmp_path: Path) -> None:
-    """Expired steps go with their files; a pinned one stays; a run that goes back sets newer steps aside."""
-    place = place_in(server)
-    run = Run()
-    with manager(run, place, tmp_path, interval=1, keep=KeepConfig(latest=1)) as saves:
-        for step in (1, 2, 3):
-            run.step()
-            saves.save(step)
-            saves.wait()
-            if step == 2:
-                BucketSteps(place).pin(2)
-    assert [re.sub(r"\.[0-9a-f]{32}\.", ".", name) for name in keys(place) if name.startswith("commits/s")] == [
-        "commits/step-2.json", "commits/step-2.pinned", "commits/step-3.json",
-    ]  # fmt: skip
-    assert {name.split("/")[1] for name in keys(place) if name.startswith("data")} == {"step-2", "step-3"}
-    with manager(run, place, tmp_path, interval=1) as saves:
-        assert saves.load(2).step == 2
-        run.step()
-        saves.save(3)
-        saves.wait()
-    aside = [name for name in keys(place) if name.endswith(".abandoned")]
-    assert len(aside) == 1 and aside[0].startswith("commits/step-3.")
-    with manager(run, place, tmp_path, interval=1) as saves:
-        assert saves.load().step == 3
 
 
 def test_the_files_of_a_rank_are_sent_and_asked_for_at_the_same_time(
@@ -210,39 +184,9 @@ def test_a_commit_whose_answer_is_lost_for_good_is_kept_and_one_that_never_arriv
     assert not [key for key in keys(place) if key.startswith("data/step-2")]
 
 
-def write(attempt: Attempt) -> None:
-    assert isinstance(attempt.path, BucketPath)
-    attempt.path.bucket.create((attempt.path / "rank-00000.json").key, b"{}")
-
-
-def save(steps: BucketSteps, step: int) -> None:
-    attempt = steps.begin(step, 10)
-    write(attempt)
-    steps.commit(attempt, manifest_of(attempt))
-
-
-def manifest_of(attempt: Attempt) -> Manifest:
-    file = FileRecord("rank-00000.json", 2, "0" * 32)
-    return Manifest(attempt.step, "full", attempt.id, 1, 0.0, ("model",), [], None, None, (file,))
-
-
 def _forget_leases() -> None:
     """Let this process take a lease that it has, as if the holder were on another machine."""
     lease.held.clear()
-
-
-def test_a_second_writer_is_told(server: Server, tmp_path: Path) -> None:
-    """One process writes to a place; another object of the same process is refused, and one that took over wins."""
-    place = place_in(server)
-    first, second = BucketSteps(place), BucketSteps(place)
-    first.open()
-    with pytest.raises(CommitConflictError, match="already writes here"):
-        second.open()
-    _forget_leases()
-    second.open()
-    with pytest.raises(CommitConflictError, match="taken over by process"):
-        first.begin(1, 0)
-    second.close()
 
 
 def test_a_bucket_that_is_not_there_is_an_error_before_the_first_step(server: Server, tmp_path: Path) -> None:

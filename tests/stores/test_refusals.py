@@ -12,9 +12,10 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from tests.steps_tests import save
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import CREDENTIALS, Answer, Fault, Proxy, Server, refusal
-from tests.stores.test_manager_in_bucket import keys, save
+from tests.stores.test_manager_in_bucket import keys
 from tests.test_bad_input import write_config
 from titan_ckpt import CheckpointManager
 from titan_ckpt.cli.main import main

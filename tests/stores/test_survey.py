@@ -13,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.stores.test_manager_in_bucket import _forget_leases, manifest_of, save, write
+from tests.steps_tests import manifest_of, save, write
+from tests.stores.test_manager_in_bucket import _forget_leases
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, CorruptCheckpointError, ExportError
 from titan_ckpt.formats.publish.bucket_record import BucketExports
+from titan_ckpt.formats.publish.record import Staged
 from titan_ckpt.saving.saver import _write_all
 from titan_ckpt.stores.bucket import MAX_SMALL_BYTES, BucketPath, ObjectFacts, StoreError, Version
 from titan_ckpt.stores.objects import ObjectStore
@@ -411,7 +413,7 @@ def test_no_export_is_published_whose_files_another_run_has_deleted(when: str) -
     put, create = bucket.put, bucket.create
 
     def publish_then_put(key: str, data: bytes) -> None:
-        first.publish("step-1", attempt, "config.json", b"{}")
+        attempt.publish(print, ("config.json", b"{}"))
         put(key, data)
 
     def begin_then_create(key: str, data: bytes) -> Version:
@@ -425,7 +427,7 @@ def test_no_export_is_published_whose_files_another_run_has_deleted(when: str) -
     else:
         bucket.create = begin_then_create  # type: ignore[method-assign]
         with pytest.raises(ExportError, match="another run exports to this name"):
-            first.publish("step-1", attempt, "config.json", b"{}")
+            attempt.publish(print, ("config.json", b"{}"))
     left = {key for key in bucket.moments[-1] if key.startswith("e/step-1/")}
     assert left in ({"e/step-1/model.safetensors", "e/step-1/config.json"}, set())
 
@@ -436,7 +438,7 @@ def test_an_export_that_could_not_be_set_aside_is_so_by_the_next_try(failing: st
     bucket, config = Memory(), ExportConfig("dcp", interval=1, folder="s3://box/e")
     exports, weights = BucketExports(BucketPath(bucket, "e")), bytes(MAX_SMALL_BYTES + 1)
     for step in (1, 2):
-        exports.publish(f"step-{step}", exports.begin(f"step-{step}"), ".metadata", weights)
+        exports.begin(f"step-{step}").publish(print, (".metadata", weights))
         exports.record(config, step)
     works, calls = getattr(bucket, failing), iter(range(9))  # its metadata is large, as that of many ranks is
 
@@ -469,15 +471,15 @@ def test_no_run_takes_the_last_file_of_another_ones_export_for_its_own() -> None
         bucket.read = lambda key, max_bytes=0: publish_then_read(key, other)  # type: ignore[method-assign]
         return create(key, data)
 
-    def publish_then_read(key: str, other: str) -> tuple[bytes, Version]:
+    def publish_then_read(key: str, other: Staged) -> tuple[bytes, Version]:
         bucket.read = read  # type: ignore[method-assign]
         with pytest.raises(FileExistsError, match="another run has written it"):
-            second.publish("step-1", other, "config.json", b"{}")
+            other.publish(print, ("config.json", b"{}"))
         return read(key)
 
     bucket.create = begin_then_create  # type: ignore[method-assign]
     with pytest.raises(ExportError, match="another run exports to this name"):
-        first.publish("step-1", attempt, "config.json", b"{}")
+        attempt.publish(print, ("config.json", b"{}"))
 
 
 def test_an_export_whose_run_is_killed_right_after_its_last_file_is_the_runs_own() -> None:
@@ -494,7 +496,7 @@ def test_an_export_whose_run_is_killed_right_after_its_last_file_is_the_runs_own
         attempt = exports.begin(f"step-{step}")
         bucket.create(f"e/step-{step}/__0_0.distcp", b"weights")
         with pytest.raises(KeyboardInterrupt):
-            exports.publish(f"step-{step}", attempt, ".metadata", b"names", partial(killed, step))
+            attempt.publish(partial(killed, step), (".metadata", b"names"))
     bucket.put("e/step-2/.metadata", b"other names")
     assert exports.foreign_after(config, 1) == [(2, "changed since: .metadata")]
     exports.set_aside(config, 3, "s3://box/steps")

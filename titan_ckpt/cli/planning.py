@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, users_name
-from titan_ckpt.directory.open_steps import open_steps
+from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.toml import from_dict, read_toml

@@ -1,6 +1,7 @@
 """Commits: the small objects in a bucket that say which attempts are committed, fenced, pinned or set aside.
 
-Owns the names below `commits/` and what they mean. Every attempt to save a step has one place, which is created once
+Owns the names below `commits/` and `data/` and what they mean, and so which steps are committed, as any process finds
+them. Every attempt to save a step has one place, which is created once
 and never again: by its manifest, which commits it, or by a fence, after which it cannot be. So no object of a later
 save ever has the name of an earlier one, and a request that arrives late harms nothing. docs/format.md, "In a bucket".
 """
@@ -11,18 +12,34 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from titan_ckpt.directory.lease import ObjectLease
 from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
-from titan_ckpt.directory.names import COMMITS, DATA, manifest_path, step_name
-from titan_ckpt.disk.direct import run_workers
-from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.directory.names import (
+    COMMITS,
+    DATA,
+    PIN_NAME,
+    CommittedStep,
+    Survey,
+    looks_like_a_step,
+    manifest_path,
+    step_name,
+    step_of,
+)
+from titan_ckpt.directory.steps import faults_of
+from titan_ckpt.disk.direct import meanwhile, run_workers
+from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, Version
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})\.([0-9a-f]{32})\.(json|pinned|abandoned|removal)")
 _FENCE = "titan_ckpt fence"
+_ATTEMPT = re.compile(r"[0-9a-f]{32}")
+Sizes = dict[tuple[int, str], dict[str, int]]
+"""(Step, attempt) -> size of each of its files."""
+_WAS_LEFT = "set aside when its run went back to an earlier step"
 _OPENED = "opened"
 """Name of an object that the first run puts before its first attempt: `commits/` is never empty where files are."""
 
@@ -77,6 +94,11 @@ class Look:
     widowed: list[ObjectFacts]
     """Pins, and marks of what was set aside, in whose place is no commit. They never come before it."""
 
+    def lost(self, attempts: Iterable[tuple[int, str]]) -> list[tuple[str, str]]:
+        """Return (name, reason) of every attempt that has files where all of `commits/` was deleted, or not copied."""
+        reason = f"its files are there, and {COMMITS}/, which says whether they are a whole step, is empty: put it back"
+        return [(f"{DATA}/{step_name(n)}/{attempt}", reason) for n, attempt in sorted(attempts) if self.is_empty]
+
 
 class Commits:
     """The objects below `commits/` of a place in a bucket. One thread uses it at a time."""
@@ -98,6 +120,76 @@ class Commits:
     def mark(self, kind: Literal["pinned", "abandoned", "removal"], step: int, attempt: str) -> BucketPath:
         """Return the name of the object that pins a step, sets it aside, or says that it is being removed."""
         return self._root / COMMITS / f"{step_name(step)}.{attempt}.{kind}"
+
+    def survey(self) -> Survey:
+        """List the commits and the files at the same time, and read the commits that are new. Raises: OSError.
+
+        A step that has no fault is whole, whichever listing came first: its files come before its commit, and go after
+        it. A fault may come from the order, for example if the step was committed between the two. So the files are
+        listed again, after the commits. A fault that stays counts if the commits are the same after that; else the step
+        was deleted meanwhile, and all is looked at again.
+        """
+        sizes: Sizes = {}
+        with meanwhile(lambda: sizes.update(self.sizes()), patience=0.0):
+            look = self.look()
+        while True:
+            seen = self._survey_of(look, sizes)
+            if _is_clear(seen):
+                return seen
+            sizes = self.sizes()
+            seen = self._survey_of(look, sizes)
+            if _is_clear(seen) or (again := self.look()) == look:
+                return seen
+            look = again
+
+    def sizes(self, listing: Iterable[ObjectFacts] | None = None) -> Sizes:
+        """Return the sizes of the files of every attempt, by one listing of them. Raises: StoreError."""
+        sizes: Sizes = {}
+        prefix = (self._root / DATA).key
+        for facts in self._bucket.list_objects(prefix) if listing is None else listing:
+            step, _, rest = facts.key.removeprefix(f"{prefix}/").partition("/")
+            attempt, _, name = rest.partition("/")
+            number = step_of(step)
+            if number is not None and name and _ATTEMPT.fullmatch(attempt):
+                sizes.setdefault((number, attempt), {})[name] = facts.num_bytes
+        return sizes
+
+    def _survey_of(self, look: Look, sizes: Sizes) -> Survey:
+        steps: dict[int, CommittedStep] = {}
+        rejected = [(f"{step_name(c.step)}.{c.attempt}", _WAS_LEFT) for c in look.commits if c.is_set_aside]
+        for commit in look.commits:
+            if not commit.is_current:
+                continue
+            try:
+                committed = self._committed(commit, sizes.get((commit.step, commit.attempt), {}))
+            except CorruptCheckpointError as error:
+                rejected.append((step_name(commit.step), str(error)))
+                continue
+            other = steps.setdefault(commit.step, committed)
+            if other is not committed:  # only a store without conditional puts lets it happen
+                older, steps[commit.step] = sorted((other, committed), key=lambda c: c.manifest.created_unix_seconds)
+                rejected.append((f"{step_name(commit.step)}.{older.manifest.attempt}", "an older save of this step"))
+        if not look.commits:
+            rejected += [*self._strangers(look), *look.lost(sizes)]
+        return Survey(tuple(steps[step] for step in sorted(steps)), (), tuple(rejected))
+
+    def _committed(self, commit: Commit, sizes: Mapping[str, int]) -> CommittedStep:
+        """Return a commit as a step. `sizes`: those of its files. Raises: CorruptCheckpointError."""
+        manifest = commit.manifest()
+        files = self.files(commit.step, commit.attempt)
+        if faults := faults_of(manifest, sizes):
+            raise CorruptCheckpointError(f"{files}: {listed(faults, last=' ')}", str(files))
+        return CommittedStep(commit.step, files, manifest, commit.content, (PIN_NAME,) if commit.is_pinned else ())
+
+    def _strangers(self, look: Look) -> list[tuple[str, str]]:
+        """Return what looks like checkpoints of another program, where there are none of ours.
+
+        Raises: PreflightError if the lease is not one of ours, because a web server may list nothing, too; OSError.
+        """
+        ObjectLease.named_in(self._root)
+        names = [*self._bucket.list_names(self._root.key), *look.strangers]
+        reason = "not a checkpoint of titan_ckpt in a bucket, which has another layout than a folder on a disk"
+        return [(name, reason) for name in names if looks_like_a_step(name)]
 
     def look(self) -> Look:
         """List `commits/` by one request, and read what is new; fences, too. Raises: OSError."""
@@ -177,6 +269,11 @@ class Commits:
         with contextlib.suppress(ValueError, TypeError, KeyError):
             return str(json.loads(self._bucket.read(self.place(step, attempt).key)[0])["by"])
         return "another process"
+
+
+def _is_clear(seen: Survey) -> bool:
+    """Return whether the listings show no fault; that a step was set aside is none."""
+    return all(reason == _WAS_LEFT for _, reason in seen.rejected)
 
 
 def _is_whole(content: bytes) -> bool:

@@ -14,13 +14,11 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import groupby
 
 from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
-from titan_ckpt.directory.bucket_survey import ATTEMPT, listed_sizes, lost, survey
 from titan_ckpt.directory.lease import Lease, ObjectLease
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.directory.names import DATA, CommittedStep, Survey, step_name, step_of
+from titan_ckpt.directory.names import DATA, CommittedStep, Survey, step_name
 from titan_ckpt.directory.steps import PROBE, SAME, Attempt, Steps, faults_of
 from titan_ckpt.disk.direct import meanwhile, run_workers
 from titan_ckpt.disk.holder import Holder
@@ -31,7 +29,7 @@ from titan_ckpt.errors import (
     SaveError,
     listed,
 )
-from titan_ckpt.stores.bucket import BucketPath, StoreError
+from titan_ckpt.stores.bucket import BucketPath
 from titan_ckpt.stores.probe import probe
 from titan_ckpt.stores.store import Place
 
@@ -58,8 +56,6 @@ class BucketSteps(Steps):
         self._bucket = root.bucket
         self._is_probed = False
         self._commits = Commits(root)
-        self._in_doubt: set[str] = set()
-        """Ids of own attempts whose commit was sent, and of which it is not known whether it has arrived."""
 
     def files_of(self, step: int) -> Place:
         return self.inspect(step).path
@@ -68,7 +64,7 @@ class BucketSteps(Steps):
         return Attempt(step, attempt_id, self._commits.files(step, attempt_id))
 
     def survey(self) -> Survey:
-        return survey(self.root, self._commits)
+        return self._commits.survey()
 
     def dcp_steps(self) -> list[int]:
         """Return none, without a request: torchtitan's steps in a bucket can only be sources."""
@@ -83,8 +79,7 @@ class BucketSteps(Steps):
         path = str(self.step_path(step))
         if faults := [reason for name, reason in seen.rejected if name == step_name(step)]:
             raise CorruptCheckpointError("; ".join(faults), path)
-        steps = ", ".join(str(committed.step) for committed in seen.steps) or "none"
-        raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
+        raise self._not_there(step, seen)
 
     def has(self, step: int) -> bool:
         return any(commit.step == step and commit.is_current for commit in self._commits.look().commits)
@@ -103,25 +98,18 @@ class BucketSteps(Steps):
     def present(self) -> list[tuple[int, str]]:
         return [(commit.step, commit.attempt) for commit in self._commits.look().commits if commit.is_current]
 
-    def begin(self, step: int, num_bytes: int) -> Attempt:
-        lease = self.open()
+    def _check(self, lease: Lease) -> Look | None:
+        """Check the lease, and list the commits at the same time, unless that comes too early."""
         lease.check_process()  # in a forked process the client may never answer
         looks: list[Look] = []
         is_settled = not self._has_leftovers and self._rolled_back_to is None
         with meanwhile(lambda: looks.extend([self._commits.look()] if is_settled else [])):
             lease.check()
-        if self._has_leftovers:
-            self._has_leftovers = False
-            try:
-                self._recover(lease)
-            except StoreError as error:
-                self._report([f"leftovers: {error}"])
-                if self._in_doubt:  # a commit that arrives later could be of the step that is saved now
-                    raise
-        self.leave_abandoned_branch()
-        look = looks[0] if looks else self._commits.look()
-        self._refuse_step_beside(step, [commit.step for commit in look.commits if commit.is_current])
-        return self.attempt_at(step, uuid.uuid4().hex)
+        return looks[0] if looks else None
+
+    def _make_place(self, attempt: Attempt, num_bytes: int, seen: Look | None) -> None:
+        look = seen or self._commits.look()
+        self._refuse_step_beside(attempt.step, [commit.step for commit in look.commits if commit.is_current])
 
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
         """Compare what was written with the manifest, and create the manifest's object: that is the commit.
@@ -161,15 +149,12 @@ class BucketSteps(Steps):
         files = self._commits.files(attempt.step, attempt.id)
         return {f.key.rpartition("/")[2]: f.num_bytes for f in self._bucket.list_objects(files.key)}
 
-    def abandon(self, attempt: Attempt) -> bool:
+    def _abandon(self, attempt: Attempt) -> bool:
         self._has_leftovers = True  # a request of any rank may still be on its way
-        try:
-            if attempt.id in self._in_doubt and self._fence(attempt.step, attempt.id):
-                return True
+        is_committed = attempt.id in self._in_doubt and self._fence(attempt.step, attempt.id)
+        if not is_committed:
             self._discard(attempt.step, attempt.id)
-        except OSError as error:
-            self._report([f"{attempt.path}: {error}"])
-        return False
+        return is_committed
 
     def remove(self, step: CommittedStep) -> None:
         self.open().check()
@@ -187,7 +172,7 @@ class BucketSteps(Steps):
 
     def set_aside(self) -> dict[str, int]:
         found = self._set_aside()
-        sizes = listed_sizes(self.root) if found else {}
+        sizes = self._commits.sizes() if found else {}
         return {name: sum(sizes.get((c.step, c.attempt), {}).values()) for name, c in found.items()}
 
     def remove_set_aside(self, name: str, *, dry_run: bool = False) -> None:
@@ -255,22 +240,14 @@ class BucketSteps(Steps):
         with contextlib.suppress(OSError):
             self._bucket.delete([f.key for f in self._bucket.list_objects((self.root / DATA / name).key)])
 
-    def leave_abandoned_branch(self) -> None:
-        """Set aside the commits after the step that this run went back to, newest first; damaged ones, too.
-
-        Raises: CommitConflictError if another process has taken the lease, whose commits these may be; OSError.
-        """
-        above = self._rolled_back_to
-        if above is not None:
-            lease = self.open()
-            commits = [c for c in self._commits.look().commits if c.is_current and c.step > above]
-            if commits:
-                lease.check()
-            for commit in reversed(commits):
-                mark = self._commits.mark("abandoned", commit.step, commit.attempt)
-                self._bucket.create(mark.key, b"")
-                logger.warning("%s: set aside by %s: this run went back to step %d", self.root, mark.name, above)
-        self._rolled_back_to = None  # only now: if a request failed, the next save tries it again
+    def _set_aside_after(self, above: int, lease: Lease) -> None:
+        commits = [c for c in self._commits.look().commits if c.is_current and c.step > above]
+        if commits:
+            lease.check()
+        for commit in reversed(commits):
+            mark = self._commits.mark("abandoned", commit.step, commit.attempt)
+            self._bucket.create(mark.key, b"")
+            logger.warning("%s: set aside by %s: this run went back to step %d", self.root, mark.name, above)
 
     def _recover(self, lease: Lease) -> None:
         """Fence the attempts that are not committed, delete their files, and finish removals that were cut short.
@@ -284,10 +261,8 @@ class BucketSteps(Steps):
         # After the files: a removal deletes the commit first, so files without one are left over.
         look = self._commits.look()
         places = {(commit.step, commit.attempt): commit for commit in look.commits}
-        names = (f.key.removeprefix(f"{prefix}/").rpartition("/")[0].partition("/") for f in facts)
-        found = {(step_of(folder), attempt) for (folder, _, attempt), _ in groupby(names) if ATTEMPT.fullmatch(attempt)}
-        with_files = {(step, attempt) for step, attempt in found if step is not None}
-        if faults := lost(look, with_files):
+        with_files = self._commits.sizes(facts).keys()
+        if faults := look.lost(with_files):
             lines = listed([f"{name}: {reason}" for name, reason in faults], "\n  ", "\n  ")
             raise CorruptCheckpointError(f"{self.root}: nothing is deleted:\n  {lines}", str(self.root))
         if look.is_empty:

@@ -18,8 +18,7 @@ from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import store as step_store
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import CommittedStep, step_name, step_of
-from titan_ckpt.directory.open_steps import open_steps
-from titan_ckpt.directory.steps import NO_FOLDER, SAME, Attempt
+from titan_ckpt.directory.steps import NO_FOLDER, SAME, Attempt, open_steps
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import (
     CheckpointError,

@@ -147,7 +147,17 @@ class FileLease(Lease):
 
     @staticmethod
     def named_in(root: Path) -> Holder | None:
-        return holder_of(root)
+        """As of Lease. Takes no lock."""
+        try:
+            fd = os.open(FileLease.at(root), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            return None
+        try:
+            return read_holder(fd)
+        except OSError:  # a pipe, for one
+            return None
+        finally:
+            os.close(fd)
 
     def _claim(self, root: Path) -> None:
         posix.make_folders(root)
@@ -257,20 +267,6 @@ def _conflict(folder: Place, holder: Holder | None) -> CommitConflictError:
         f"{folder}: {holder or 'another process'} is writing here. Wait for it to end, stop it, or choose another "
         "folder"
     )
-
-
-def holder_of(folder: Path) -> Holder | None:
-    """Return the process that the lease of a folder names, alive or not; None without one. Takes no lock."""
-    try:
-        fd = os.open(folder / LEASE_NAME, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return None
-    try:
-        return read_holder(fd)
-    except OSError:  # a pipe, for one
-        return None
-    finally:
-        os.close(fd)
 
 
 def _identity(status: os.stat_result) -> tuple[int, int]:

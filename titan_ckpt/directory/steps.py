@@ -1,12 +1,15 @@
 """Steps: what a checkpoint folder's writer and readers need of the place where it is.
 
-Owns the rules that hold in any place: which steps expire, and what a run has rolled back to. `store` keeps steps on a
-mounted file system, `bucket_steps` in a bucket. Knows no other ranks (`directory` handles them) and no tensors.
+Owns the rules that hold in any place: how a save begins, which steps expire, and what a run has rolled back to; and the
+choice how a commit is made: `store` keeps steps on a mounted file system, `bucket_steps` in a bucket. Knows no other
+ranks (`directory` handles them) and no tensors.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -20,7 +23,10 @@ from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.retention import StepFacts, expired_steps, lacks_metric
 from titan_ckpt.disk.holder import Holder
-from titan_ckpt.errors import CheckpointError, CommitConflictError, PreflightError
+from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitConflictError, PreflightError
+from titan_ckpt.stores.mounted import local_path
+from titan_ckpt.stores.objects import object_path
 from titan_ckpt.stores.store import Place
 
 logger = logging.getLogger(__name__)
@@ -60,6 +66,8 @@ class Steps(ABC):
         self._reported: set[tuple[str, str]] = set()
         self._has_leftovers = False
         """Whether something could not be deleted, or may still arrive in a bucket; the next save looks for it."""
+        self._in_doubt: set[str] = set()
+        """Ids of own attempts whose commit was sent, and of which it is not known whether it has arrived."""
 
     def step_path(self, step: int) -> Place:
         """Return the name of a step for users, whether or not it exists."""
@@ -135,21 +143,61 @@ class Steps(ABC):
             self._lease.release()
             self._lease = None  # only now: an interrupt may come before
 
-    @abstractmethod
     def leave_abandoned_branch(self) -> None:
-        """Set aside the steps after the one that this run went back to. Raises: CommitConflictError; OSError."""
+        """Set aside the steps after the one that this run went back to, damaged ones, too.
+
+        Raises: CommitConflictError if another process has taken the lease, whose steps these may be; OSError.
+        """
+        if self._rolled_back_to is not None:
+            self._set_aside_after(self._rolled_back_to, self.open())
+        self._rolled_back_to = None  # only now: if one stays in place, the next save tries it again
 
     @abstractmethod
+    def _set_aside_after(self, above: int, lease: Lease) -> None:
+        """Set aside every step after `above`, newest first, and log it. Raises: CommitConflictError; OSError."""
+
     def begin(self, step: int, num_bytes: int) -> Attempt:
         """Start a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""
+        lease = self.open()
+        attempt = self.attempt_at(step, uuid.uuid4().hex)
+        seen = self._check(lease)
+        if self._has_leftovers:
+            self._has_leftovers = False
+            try:
+                self._recover(lease)
+            except CommitConflictError:
+                raise
+            except OSError as error:
+                self._report([f"leftovers: {error}"])
+                if self._in_doubt:  # a commit that arrives later could be of the step that is saved now
+                    raise
+        self.leave_abandoned_branch()
+        self._make_place(attempt, num_bytes, seen)
+        return attempt
+
+    @abstractmethod
+    def _check(self, lease: Lease) -> Any:
+        """Check the lease, and return what was seen meanwhile. Raises: CommitConflictError; OSError."""
+
+    @abstractmethod
+    def _make_place(self, attempt: Attempt, num_bytes: int, seen: Any) -> None:
+        """Make the place of an attempt, unless a step is in its way. `seen`: by `_check`. Raises: as `begin`."""
 
     @abstractmethod
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
         """Make a whole attempt a committed step. Raises: SaveError; CommitConflictError; OSError."""
 
-    @abstractmethod
     def abandon(self, attempt: Attempt) -> bool:
         """Remove an attempt that is not committed, as far as possible; return whether it turns out to be committed."""
+        try:
+            return self._abandon(attempt)
+        except OSError as error:
+            self._report([f"{attempt.path}: {error}"])
+            return False
+
+    @abstractmethod
+    def _abandon(self, attempt: Attempt) -> bool:
+        """Do so. Raises: OSError."""
 
     @abstractmethod
     def remove(self, step: CommittedStep) -> None:
@@ -271,6 +319,10 @@ class Steps(ABC):
             self._report([f"expired steps: {error}"])
         return gone
 
+    def _not_there(self, step: int, seen: Survey) -> CheckpointNotFoundError:
+        steps = ", ".join(str(committed.step) for committed in seen.steps) or "none"
+        return CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
+
     def _refuse_step_beside(self, step: int, committed: list[int]) -> None:
         """Raise CommitConflictError if a committed step is newer, or is this one."""
         if newer := [n for n in committed if n > step]:
@@ -287,6 +339,24 @@ class Steps(ABC):
         self._has_leftovers |= bool(problems)
         for problem in problems:
             logger.warning("%s: left for the next save: %s", self.root, problem)
+
+
+def steps_at(root: Place) -> Steps:
+    """Return the steps of a place, by the name that it is given; nothing is touched, and no torch is imported."""
+    if (folder := local_path(root)) is not None:
+        from titan_ckpt.directory.store import StepStore
+
+        return StepStore(folder)
+    from titan_ckpt.directory.bucket_steps import BucketSteps
+
+    return BucketSteps(object_path(root))
+
+
+def open_steps(root: Place) -> Steps:
+    """Return the steps of a place, by its absolute name. Raises: ConfigError for a Path that is a URI."""
+    folder = local_path(root)
+    require_local({"root": folder})
+    return steps_at(root if folder is None else Path(os.path.abspath(folder)))
 
 
 def faults_of(manifest: Manifest, actual: Mapping[str, int], *, exactly: bool = False) -> list[str]:

@@ -41,7 +41,6 @@ from titan_ckpt.directory.names import (
 from titan_ckpt.directory.steps import NO_FOLDER, PROBE, SAME, Attempt, Steps, faults_of
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import (
-    CheckpointNotFoundError,
     CommitConflictError,
     CorruptCheckpointError,
     NotACheckpointError,
@@ -107,24 +106,21 @@ class StepStore(Steps):
         except (CorruptCheckpointError, OSError):
             if os.path.lexists(path):
                 raise
-        steps = ", ".join(str(committed.step) for committed in survey(self.root).steps) or "none"
-        raise CheckpointNotFoundError(f"{self.root}: step {step} is not there; committed steps: {steps}")
+        raise self._not_there(step, survey(self.root))
 
     def present(self) -> list[tuple[int, str]]:
         steps = listed_steps(self.root) if self.root.is_dir() else []
         found = [(step, _digest_of_manifest(self.step_path(step))) for step in steps]
         return [(step, digest) for step, digest in found if digest or self.has(step)]  # its writer may just remove one
 
-    def begin(self, step: int, num_bytes: int) -> Attempt:
-        """Make the staging folder of a save of `num_bytes`. Raises: CommitConflictError; PreflightError; OSError."""
-        self.open().check()
-        self._clear_leftovers()
-        self.leave_abandoned_branch()
-        self._refuse_conflict(step)
+    def _check(self, lease: Lease) -> None:
+        lease.check()
+
+    def _make_place(self, attempt: Attempt, num_bytes: int, seen: None) -> None:
+        """Make the staging folder."""
+        self._refuse_conflict(attempt.step)
         self._require_space(num_bytes)
-        attempt = self.attempt_at(step, uuid.uuid4().hex)
         posix.mkdir(attempt.folder)
-        return attempt
 
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
         """Check what was written, write the manifest, and rename the folder: the rename is the commit.
@@ -147,12 +143,9 @@ class StepStore(Steps):
                 raise SaveError(left) from error
             raise
 
-    def abandon(self, attempt: Attempt) -> bool:
-        try:
-            if (folder := attempt.folder).exists():
-                self._report(trash.discard(self.root, folder, "dead"))
-        except OSError as error:
-            self._report([f"{attempt.path}: {error}"])
+    def _abandon(self, attempt: Attempt) -> bool:
+        if (folder := attempt.folder).exists():
+            self._report(trash.discard(self.root, folder, "dead"))
         return False
 
     def _for_retention(self) -> list[CommittedStep]:
@@ -276,25 +269,12 @@ class StepStore(Steps):
                 "mount. Move it away"
             )
 
-    def _clear_leftovers(self) -> None:
-        if self._has_leftovers:
-            self._has_leftovers = False
-            try:
-                self._recover(self.open())
-            except CommitConflictError:
-                raise
-            except OSError as error:
-                self._report([f"leftovers: {error}"])
-
-    def leave_abandoned_branch(self) -> None:
-        step = self._rolled_back_to
-        if step is not None:
-            for name in trash.set_aside(self.root, step, self.open().check):
-                logger.warning(
-                    "%s: set aside as %s, because this run went back to step %d. Retention does not delete it; "
-                    "`titan-ckpt prune RUN --set-aside` does", self.root, name, step
-                )  # fmt: skip
-        self._rolled_back_to = None  # only now: if a rename failed, the next save tries it again
+    def _set_aside_after(self, above: int, lease: Lease) -> None:
+        for name in trash.set_aside(self.root, above, lease.check):
+            logger.warning(
+                "%s: set aside as %s, because this run went back to step %d. Retention does not delete it; "
+                "`titan-ckpt prune RUN --set-aside` does", self.root, name, above
+            )  # fmt: skip
 
     def _refuse_conflict(self, step: int) -> None:
         path = self.step_path(step)

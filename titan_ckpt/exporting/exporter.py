@@ -26,8 +26,7 @@ from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import Base, HuggingFaceFormat
 from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.open import detect_format, locate
-from titan_ckpt.formats.publish.publication import exports_at
-from titan_ckpt.formats.publish.record import Exports
+from titan_ckpt.formats.publish.record import Exports, exports_at
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
 from titan_ckpt.stores.bucket import open_location, open_source

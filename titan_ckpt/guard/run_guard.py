@@ -19,7 +19,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 from titan_ckpt.config import StopConfig
-from titan_ckpt.directory.open_steps import open_steps
+from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, DataError
 from titan_ckpt.guard import outside_request as save_request

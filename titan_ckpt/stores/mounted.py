@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
@@ -112,15 +111,15 @@ class Posix(Store):
             posix.write_file(place, data)
         return value
 
-    def put_companion(self, place: Path, content: bytes | Path) -> None:
+    def put_companion(self, place: Path, content: bytes | Place) -> None:
         """Write the content, or copy the bytes of a file, but no metadata; a link becomes a file."""
         if not place.parent.exists():
             posix.mkdir(place.parent)
         if isinstance(content, bytes):
             posix.write_file(place, content)
             return
-        with content.open("rb") as file:
-            posix.write_blocks(place, iter(partial(file.read, _COPY_BYTES), b""))
+        with contextlib.closing(store_of(content).open(content, through_links=True)) as file:
+            posix.write_blocks(place, (file.read(at, _COPY_BYTES) for at in range(0, file.num_bytes, _COPY_BYTES)))
 
     def remove(self, places: Sequence[Path]) -> None:
         for place in places:

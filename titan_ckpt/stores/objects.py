@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Self, TypeVar
 
 from titan_ckpt.disk.files import Reader, Writer
 from titan_ckpt.errors import ExportError
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.stores.store import Place, Sealed, Store
 
@@ -170,10 +171,11 @@ class ObjectStore(Store):
         return place.read(max_bytes)
 
     def names_in(self, place: BucketPath) -> list[str]:
-        return [path.name for path in place.iterdir()]
+        return self.list_names(place.key) if place.sizes is None else [path.name for path in place.iterdir()]
 
     def folder_bytes(self, place: BucketPath) -> int:
-        return sum(facts.num_bytes for facts in self.list_objects(place.key))
+        prefix = f"{place.key}/" if place.key else ""
+        return sum(size for key, size in place.sizes_below().items() if key.startswith(prefix))
 
     def holds(self, folder: BucketPath, name: str) -> bool:
         path = PurePosixPath(name)
@@ -245,8 +247,12 @@ class ObjectStore(Store):
         with meanwhile(puts, patience=_PATIENCE_SECONDS):
             return work()
 
-    def put_companion(self, place: BucketPath, content: bytes | Path) -> None:
-        data = content if isinstance(content, bytes) else content.read_bytes()
+    def put_companion(self, place: BucketPath, content: bytes | Place) -> None:
+        if isinstance(content, bytes):
+            data = content
+        else:
+            store = store_of(content)
+            data = store.read_whole(content, store.size(content), through_links=True)
         self.put(place.key, data)
         if place.read(len(data)) != data:
             raise ExportError(f"{place} read back differs from what was written")

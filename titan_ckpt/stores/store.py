@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from titan_ckpt.disk.files import Reader, Writer
@@ -121,8 +120,11 @@ class Store(ABC):
         """Do the work, and put small new files after it or at the same time; return the work's value."""
 
     @abstractmethod
-    def put_companion(self, place: Any, content: bytes | Path) -> None:
-        """Write a small file of an export, or a copy of one. Raises: ExportError if it reads back otherwise."""
+    def put_companion(self, place: Any, content: bytes | Place) -> None:
+        """Write a small file of an export, or a copy of one in any store.
+
+        Raises: ExportError if it reads back otherwise; OSError.
+        """
 
     @abstractmethod
     def remove(self, places: Sequence[Any]) -> None:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from titan_ckpt.directory.lease import LEASE_NAME, LEASE_OBJECT
@@ -16,19 +16,16 @@ from titan_ckpt.directory.names import (
     PIN_NAME,
     STAGING,
     CommittedStep,
-    Survey,
     inspect,
     step_of,
 )
-from titan_ckpt.directory.open_steps import steps_at
+from titan_ckpt.directory.steps import steps_at
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports
-from titan_ckpt.formats.publish.record import RECORDS, recorded_folders, why_foreign
+from titan_ckpt.formats.publish.record import RECORDS, MadeExports
 from titan_ckpt.stores.mounted import local_path, store_of
-from titan_ckpt.stores.objects import BucketPath, object_path
 from titan_ckpt.stores.store import Place
 
 METADATA = ".metadata"
@@ -105,25 +102,38 @@ def list_run(folder: Place) -> Listing:
         checkpoints: Place = _find_on_disk(on_disk)
         exports = [*_exports(on_disk)]
     else:
-        place = object_path(folder)
-        checkpoints, names = _steps_below(place)
-        made = place if RECORDS in names else place / _EXPORTS if _EXPORTS in names else None
+        checkpoints, names = _steps_below(folder)
+        made = folder if RECORDS in names else folder / _EXPORTS if _EXPORTS in names else None
         exports = [] if made is None else [*_exports_in_bucket(made)]
     store = steps_at(checkpoints)
     found, holder = store.survey(), store.holder()
     if on_disk is None and made is None and not found.steps and not found.rejected and holder is None:
-        raise NotACheckpointError(f"{place} holds no checkpoints, only {', '.join(names[:6])}; name a run's place")
-    steps = [replace(facts, path=str(store.step_path(facts.step))) for facts in listed_steps(found)]
+        raise NotACheckpointError(f"{folder} holds no checkpoints, only {', '.join(names[:6])}; name a run's place")
+    resumed = resumed_from(step.manifest for step in found.steps)
+    losses = {s.step: loss for s in found.steps if (loss := s.manifest.metrics.get("loss")) is not None}
+    best = min(losses, key=lambda step: (losses[step], -step), default=None)
+    steps = [
+        _native(s, str(store.step_path(s.step)), is_best=s.step == best, is_source=s.step in resumed)
+        for s in found.steps
+    ]
     steps += [facts for step in found.dcp if (facts := _dcp(store.step_path(step), step)) is not None]
-    return listing(folder, checkpoints, found, steps, exports, holder)
+    return Listing(
+        str(folder),
+        str(checkpoints),
+        tuple(sorted(steps, key=lambda facts: facts.step)),
+        found.rejected,
+        tuple(exports),
+        None if holder is None else str(holder),
+        holder is not None and holder.lives_here(),
+    )
 
 
-def _steps_below(place: BucketPath) -> tuple[BucketPath, list[str]]:
+def _steps_below(place: Place) -> tuple[Place, list[str]]:
     """Return a run's checkpoint folder in a bucket, and the names right below the run's place.
 
     Raises: CheckpointNotFoundError; NotACheckpointError; StoreError.
     """
-    names = place.bucket.list_names(place.key)
+    names = store_of(place).names_in(place)
     if not names:
         raise CheckpointNotFoundError(f"{place}: nothing is there; name a run's place, or its checkpoint folder")
     if {*LOADABLE, MANIFEST_NAME} & {*names}:
@@ -136,43 +146,14 @@ def _has_commits(names: Sequence[str]) -> bool:
     return COMMITS in names or LEASE_OBJECT in names
 
 
-def _exports_in_bucket(root: BucketPath) -> Iterator[ExportFacts]:
+def _exports_in_bucket(root: Place) -> Iterator[ExportFacts]:
     """Yield the exports that are published below a place."""
-    records = BucketExports(root)
-    for path in store_of(root).seen(root).iterdir():
+    records, store = BucketExports(root), store_of(root)
+    for path in store.seen(root).iterdir():
         format_ = next((_FORMATS[name] for name in LOADABLE if (path / name).is_file()), None)
         if format_ is not None:
-            num_bytes = sum(size for key, size in path.sizes.items() if key.startswith(f"{path.key}/"))
             created = records.published_unix_seconds(path.name)
-            yield ExportFacts(str(path), format_, num_bytes, created, records.why_foreign(path.name))
-
-
-def listed_steps(found: Survey) -> list[StepFacts]:
-    """Return the facts about the committed steps of a survey."""
-    resumed = resumed_from(step.manifest for step in found.steps)
-    losses = {s.step: loss for s in found.steps if (loss := s.manifest.metrics.get("loss")) is not None}
-    best = min(losses, key=lambda step: (losses[step], -step), default=None)
-    return [_native(step, is_best=step.step == best, is_source=step.step in resumed) for step in found.steps]
-
-
-def listing(
-    folder: Place,
-    checkpoints: Place,
-    found: Survey,
-    steps: Sequence[StepFacts],
-    exports: Sequence[ExportFacts],
-    holder: Holder | None,
-) -> Listing:
-    """Return the content of a run's folder."""
-    return Listing(
-        str(folder),
-        str(checkpoints),
-        tuple(sorted(steps, key=lambda facts: facts.step)),
-        found.rejected,
-        tuple(exports),
-        None if holder is None else str(holder),
-        holder is not None and holder.lives_here(),
-    )
+            yield ExportFacts(str(path), format_, store.folder_bytes(path), created, records.why_foreign(path.name))
 
 
 def find_checkpoints(folder: Place) -> Place:
@@ -182,8 +163,8 @@ def find_checkpoints(folder: Place) -> Place:
     """
     if (path := local_path(folder)) is not None:
         return _find_on_disk(path)
-    checkpoints, _ = _steps_below(object_path(folder))
-    names = checkpoints.bucket.list_names(checkpoints.key)
+    checkpoints, _ = _steps_below(folder)
+    names = store_of(checkpoints).names_in(checkpoints)
     if not _has_commits(names):
         raise NotACheckpointError(
             f"{checkpoints} holds no checkpoints, only {', '.join(names[:6])}; name a run's place"
@@ -198,7 +179,7 @@ def _find_on_disk(folder: Path) -> Path:
         raise NotACheckpointError(f"{folder} is one checkpoint; name the run's folder, or look at it with `inspect`")
     if _has_steps(folder):
         return folder
-    exports = export_roots(folder)
+    exports = {Path(name).parts[0] for name in MadeExports(folder).recorded()} | {_EXPORTS}
     inside = [folder / name for name in posix.list_folder(folder) if not name.startswith(".") and name not in exports]
     found = [path for path in inside if path.is_dir() and _has_steps(path)]
     if not found:
@@ -210,11 +191,6 @@ def _find_on_disk(folder: Path) -> Path:
             f"{folder} holds several checkpoint folders; name one of {', '.join(map(str, found))}"
         )
     return found[0]
-
-
-def export_roots(run: Path) -> set[str]:
-    """Return the names in a run's folder under which its exports are."""
-    return {Path(name).parts[0] for name in recorded_folders(run)} | {_EXPORTS}
 
 
 def committed_step(path: Path) -> CommittedStep:
@@ -256,11 +232,11 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def _native(step: CommittedStep, *, is_best: bool, is_source: bool) -> StepFacts:
+def _native(step: CommittedStep, path: str, *, is_best: bool, is_source: bool) -> StepFacts:
     manifest = step.manifest
     return StepFacts(
         step.step,
-        str(step.path),
+        path,
         manifest.kind,
         sum(file.num_bytes for file in manifest.files),
         manifest.created_unix_seconds,
@@ -294,13 +270,14 @@ def _has_steps(folder: Path) -> bool:
 
 
 def _exports(run: Path) -> Iterator[ExportFacts]:
-    recorded = recorded_folders(run)
+    exports = MadeExports(run)
+    recorded = exports.recorded()
     names = posix.list_folder(run / _EXPORTS) if (run / _EXPORTS).is_dir() else []
     beside = [f"{_EXPORTS}/{name}" for name in names if not name.startswith(".")]
     for name in sorted({*recorded, *beside}, key=_by_step):
         path = run / name
         if path.is_dir():
-            changed = why_foreign(run, name) if name in recorded else "there is no record that a run made it"
+            changed = exports.why_foreign(name) if name in recorded else "there is no record that a run made it"
             num_bytes = store_of(path).folder_bytes(path)
             yield ExportFacts(str(path), _format(path), num_bytes, path.stat().st_mtime, changed)
 

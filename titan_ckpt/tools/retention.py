@@ -9,18 +9,15 @@ import contextlib
 import os
 import time
 import tomllib
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from titan_ckpt.config import KeepConfig, from_dict
 from titan_ckpt.directory.names import PIN_NAME, step_of
-from titan_ckpt.directory.open_steps import open_steps, steps_at
-from titan_ckpt.directory.steps import Steps
+from titan_ckpt.directory.steps import Steps, open_steps, steps_at
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, NotACheckpointError, SaveError
-from titan_ckpt.formats.publish.record import remove_set_aside_export, set_aside_exports
-from titan_ckpt.stores.mounted import POSIX, local_path
+from titan_ckpt.formats.publish.record import exports_at
+from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.listing import committed_step, find_checkpoints, resumed_from
 
@@ -74,13 +71,21 @@ def prune(
         expired = steps.expired(keep, resumed_from(step.manifest for step in committed))
         for step in expired if not dry_run else ():
             steps.remove(step)
-        aside = steps.set_aside()
-        held = _remove_set_aside(aside, partial(steps.remove_set_aside, dry_run=dry_run)) if set_aside else {}
-        if (run := local_path(folder)) is not None:
-            exports = {name: POSIX.folder_bytes(run / name) for name in set_aside_exports(run)}
-            aside |= exports
-            if set_aside:
-                held |= _remove_set_aside(exports, partial(remove_set_aside_export, run, dry_run=dry_run))
+        exports = exports_at(folder)
+        aside: dict[str, int] = {}
+        held: dict[str, str] = {}
+        for found, remove in (
+            (steps.set_aside(), steps.remove_set_aside),
+            (exports.were_set_aside(), exports.remove_set_aside),
+        ):
+            aside |= found
+            for name in found if set_aside else ():
+                try:
+                    remove(name, dry_run=dry_run)
+                except CommitConflictError:
+                    raise
+                except SaveError as error:  # such as for a pin
+                    held[name] = str(error)
         gone = {step.step for step in expired}
         return Pruned(
             str(steps.root),
@@ -94,19 +99,6 @@ def prune(
         )
     finally:
         steps.close()
-
-
-def _remove_set_aside(names: Iterable[str], remove: Callable[[str], None]) -> dict[str, str]:
-    """Call `remove` with each of these; return the reason for each that stays, such as a pin."""
-    held = {}
-    for name in names:
-        try:
-            remove(name)
-        except CommitConflictError:
-            raise
-        except SaveError as error:
-            held[name] = str(error)
-    return held
 
 
 def _refuse_unseen_writer(steps: Steps, *, take_lease: bool) -> None:

@@ -16,7 +16,7 @@ import torch
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.names import CommittedStep
-from titan_ckpt.directory.open_steps import open_steps
+from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.requests import TensorReader

@@ -35,15 +35,12 @@ PACKAGE = Path(__file__).parents[3] / "titan_ckpt"
 SEAM = ("stores", "disk")
 MOUNTED_ALONE = {
     "directory/names.py": "a bucket has the manifest of a step apart from its files",
-    "directory/open_steps.py": "how a commit is made: by a rename, or by creating an object",
-    "formats/huggingface/export.py": "a large file is copied in pieces",
+    "directory/steps.py": "how a commit is made: by a rename, or by creating an object",
     "formats/open.py": "torch_checkpointing's own reader opens paths",
-    "formats/publish/publication.py": "how a folder is published: by a rename, or by its last file",
+    "formats/publish/record.py": "how an export is published: by a rename, or by its last file",
     "formats/publish/run.py": "whether ranks write into one file",
     "integrations/torchtitan/checkpointer.py": "a path is compared by its absolute name",
     "loading/bases.py": "the hub's cache and a base's name are paths",
-    "manager.py": "a size for the log that costs a request",
-    "testing/stores.py": "an empty folder",
     "tools/listing.py": "where a run keeps steps and exports",
     "tools/retention.py": "the exports that a run has set aside",
     "tools/verifying.py": "transformers opens paths",

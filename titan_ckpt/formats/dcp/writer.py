@@ -37,7 +37,8 @@ from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.metadata import METADATA
 from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.publish.plan import coverage_faults
-from titan_ckpt.formats.publish.publication import Record, Unpublished, published
+from titan_ckpt.formats.publish.publication import Unpublished, published
+from titan_ckpt.formats.publish.record import Record
 from titan_ckpt.formats.publish.run import compare_infos, log_export, refuse_changed
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
 from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.stores.mounted import local_path, store_of
 from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.quantise import WeightQuantiser
 from titan_ckpt.weights.transforms import CASTABLE, FileGroup
@@ -150,10 +148,10 @@ class HuggingFaceFormat(FolderFormat):
         if self.base is not None and self.quantiser is not None:  # before that the stored tensors are others
             _compare(reader.tensors, self.base)
 
-    def companions(self, files: ExportFiles) -> dict[str, bytes | Path]:
+    def companions(self, files: ExportFiles) -> dict[str, bytes | Place]:
         if self.base is not None and self.quantiser is None:
             _compare(files.infos, self.base)
-        beside: dict[str, bytes | Path] = dict(_assets(self.assets))
+        beside: dict[str, bytes | Place] = dict(_assets(self.assets))
         made = _config(self.config, read_config(self.assets / CONFIG) if self.assets is not None else {})
         made["dtype"] = _dtype(files.infos, self.base)
         if self.quantiser is not None:
@@ -190,8 +188,8 @@ def _compare(infos: Mapping[str, TensorInfo], base: Base) -> None:
         )
 
 
-def _assets(folder: Place | None) -> Iterator[tuple[str, bytes | Path]]:
-    """Yield (relative name, file or content) of each file to copy. Raises: ExportError if the folder is not there."""
+def _assets(folder: Place | None) -> Iterator[tuple[str, Place]]:
+    """Yield (relative name, file) of each file to copy. Raises: ExportError if the folder is not there."""
     if folder is None:
         return
     if not folder.is_dir():
@@ -200,9 +198,7 @@ def _assets(folder: Place | None) -> Iterator[tuple[str, bytes | Path]]:
         found: Iterable[Place] = folder.glob(pattern)
         for path in sorted(found, key=str):
             if path.is_file():
-                name = str(path).removeprefix(f"{folder}/")
-                store = store_of(path)
-                yield name, local_path(path) or store.read_whole(path, store.size(path))
+                yield str(path).removeprefix(f"{folder}/"), path
 
 
 def _config(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -182,7 +181,7 @@ class PeftFormat(FolderFormat):
     def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
         return {WEIGHTS: sorted(infos)}
 
-    def companions(self, files: ExportFiles) -> dict[str, bytes | Path]:
+    def companions(self, files: ExportFiles) -> dict[str, bytes | Place]:
         public = {**_DEFAULTS, **{name: value for name, value in self.config.items() if not name.startswith(OWN)}}
         own = {name: value for name, value in self.config.items() if name.startswith(OWN)}
         if faults := list(_config_faults(public)) or check_adapter(files.infos, public):

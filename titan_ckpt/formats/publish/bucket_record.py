@@ -12,18 +12,17 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from functools import partial
 
 from titan_ckpt.config import ExportConfig
-from titan_ckpt.encoding.strict_json import Json, parse
-from titan_ckpt.errors import CorruptCheckpointError, ExportError
-from titan_ckpt.formats.publish.record import RECORDS, UNSAVED_IN, Exports, steps_among, why_changed
+from titan_ckpt.encoding.strict_json import Json
+from titan_ckpt.errors import ExportError
+from titan_ckpt.formats.publish.record import RECORDS, Exports, Record, Staged, steps_among, why_changed
 from titan_ckpt.stores.bucket import BucketPath, ObjectFacts
 
 LOADABLE = ("config.json", "adapter_config.json", ".metadata")
 """Without one of these no reader opens a folder as a model, an adapter or a DCP checkpoint."""
-_MAX_BYTES = 1 << 24
 _CUT_SHORT_SECONDS = 86400.0
 """An export that has written nothing for so long, and is not published, is not under way any more."""
 _TO_BE = "content_to_be"
@@ -37,6 +36,7 @@ class BucketExports(Exports):
 
     root: BucketPath
     _whose = "a run"
+    renames = False
 
     def name_of(self, config: ExportConfig, step: int) -> str:
         return config.lands_in(step).rpartition("/")[2]
@@ -53,25 +53,21 @@ class BucketExports(Exports):
         """Return whether an export of this name is published; it may have a path before it. Raises: StoreError."""
         return any(path in LOADABLE for path in self._objects(name.rpartition("/")[2]))
 
-    def begin(self, name: str) -> str:
-        """Start an export, and return the id of the attempt; what an attempt that was cut short left is deleted.
-
-        Raises: FileExistsError for an export that is published, and for objects of somebody else; StoreError.
-        """
+    def begin(self, name: str) -> Staged:
         there = self._unpublished(name)
         before = self._record(name)
-        if there and (before is None or before.get("content") is not None):
+        if there and (not before or before.get("content") is not None):
             raise FileExistsError(
                 f"{self.root / name} holds objects that no export has left, such as {min(there)}; remove them or "
                 "choose another folder"
             )
         attempt = uuid.uuid4().hex
-        self._write(name, {"folder": name, "attempt": attempt, "content": None})
+        self._write({"folder": name, "attempt": attempt, "content": None})
         # in this order, because `publish` writes the last file before it reads the record
         if there and (there := self._unpublished(name)):
             logger.info("%s: removing what an export that was cut short left", self.root / name)
             self._delete(there)
-        return attempt
+        return Staged(self.root / name, partial(self._publish, name, attempt), partial(self._abandon, name, attempt))
 
     def _unpublished(self, name: str) -> dict[str, ObjectFacts]:
         """Return the objects of an export that is not published. Raises: FileExistsError if it is; StoreError."""
@@ -80,16 +76,12 @@ class BucketExports(Exports):
             raise FileExistsError(f"{self.root / name} is there already; remove it or choose another folder")
         return there
 
-    def publish(
-        self, name: str, attempt: str, last: str, content: bytes, record: Callable[[Any], None] = lambda _: None
-    ) -> None:
-        """Write the last file, if the place is this attempt's before and after that. `record`: as the method.
-
-        Raises: ExportError; FileExistsError; StoreError.
-        """
+    def _publish(self, name: str, attempt: str, record: Record, last: tuple[str, bytes] | None) -> None:
+        """Write the last file, if the place is this attempt's before and after that."""
+        assert last is not None, "some file makes an export loadable"
         self._require_own(name, attempt)
-        record((last, content))
-        place = self.root / name / last
+        record(last)
+        place, content = self.root / name / last[0], last[1]
         # `create` would take the same bytes for its own, and the other run, which is told, deletes them
         if place.bucket.content(place.key) is not None:
             raise FileExistsError(f"{place}: another run has written it. Give one of the two another folder")
@@ -104,42 +96,32 @@ class BucketExports(Exports):
         record(None)
 
     def _require_own(self, name: str, attempt: str) -> None:
-        record = self._record(name)
-        if record is None or record.get("attempt") != attempt:
+        if self._record(name).get("attempt") != attempt:
             raise ExportError(
                 f"{self.root / name}: another run exports to this name. Give one of the two another folder"
             )
 
-    def abandon(self, name: str, attempt: str) -> None:
-        """Delete what an attempt has written; its record stays, because another rank may still be writing.
-
-        Raises: StoreError.
-        """
+    def _abandon(self, name: str, attempt: str) -> None:
+        """Delete what was written; the record stays, because another rank may still be writing."""
         record = self._record(name)
-        if record is not None and record.get("attempt") == attempt and record.get("content") is None:
+        if record.get("attempt") == attempt and record.get("content") is None:
             self._delete(self._objects(name))
 
-    def record(
-        self, config: ExportConfig, step: int, unsaved_in: str | None = None, what: tuple[str, bytes] | None = None
-    ) -> None:
+    def _content_of(self, name: str, what: tuple[str, bytes] | None) -> Mapping[str, Json]:
         """As of Exports: right before its last file is written, which is `what`, and without one when it is there."""
-        name = self.name_of(config, step)
-        try:
-            record = {**(self._record(name) or {"folder": name}), UNSAVED_IN: unsaved_in, _TO_BE: None}
-            content: dict[str, Json] = {path: _mark(facts) for path, facts in self._objects(name).items()}
-            if what is not None:
-                content[what[0]] = _size(len(what[1]))  # its version is not known yet
-            key = "content" if what is None else _TO_BE
-            self._write(name, {**record, "published_unix_seconds": time.time(), key: content})
-        except OSError as error:
-            logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)
+        record = self._record(name)
+        content: dict[str, Json] = {path: _mark(facts) for path, facts in self._objects(name).items()}
+        if what is not None:
+            content[what[0]] = _size(len(what[1]))  # its version is not known yet
+        key = "content" if what is None else _TO_BE
+        return {**record, _TO_BE: None, "published_unix_seconds": time.time(), key: content}
 
     def _remove(self, name: str) -> None:
         """Delete an export, with the file first that makes it loadable.
 
         The record says so before anything is deleted, and goes last: a removal that is cut short is taken up again.
         """
-        self._write(name, {"folder": name, "content": None, "expired": True})
+        self._write({"folder": name, "content": None, "expired": True})
         self._delete(self._objects(name))
         self.root.bucket.delete([self._record_at(name).key])
 
@@ -153,7 +135,7 @@ class BucketExports(Exports):
         if not loadable or not (self._is_abandoned(name) or self.why_foreign(name) is None):
             return
         # the record goes first: without it nobody could export to this name again
-        self._write(name, {"folder": name, "content": None, "abandoned": True})
+        self._write({"folder": name, "content": None, "abandoned": True})
         for path, facts in loadable.items():
             place = self.root / name / path
             place.bucket.put(f"{place.key}.abandoned", place.read(facts.num_bytes))
@@ -182,18 +164,15 @@ class BucketExports(Exports):
 
     def _is_abandoned(self, name: str) -> bool:
         """Return whether a call of `set_aside` has come so far that it may be made again."""
-        return (self._record(name) or {}).get("abandoned") is True
-
-    def _names_beside(self, config: ExportConfig) -> list[str]:
-        return self.root.bucket.list_names(self.root.key)
+        return self._record(name).get("abandoned") is True
 
     def published_unix_seconds(self, name: str) -> float:
         """Return when an export was published, by its record; 0.0 without one. Raises: StoreError."""
-        seconds = (self._record(name) or {}).get("published_unix_seconds")
+        seconds = self._record(name).get("published_unix_seconds")
         return float(seconds) if isinstance(seconds, int | float) else 0.0
 
     def why_foreign(self, name: str) -> str | None:
-        record = self._record(name) or {}
+        record = self._record(name)
         written = record.get("content") or record.get(_TO_BE)
         if not isinstance(written, dict):
             return "there is no record that a run has finished it"
@@ -202,8 +181,8 @@ class BucketExports(Exports):
         return why_changed(written, {path: mark[: len(str(written.get(path, mark)))] for path, mark in found.items()})
 
     def _is_leftover(self, name: str) -> bool:
-        record = None if name in self._left else self._record(name)
-        if record is None or record.get("content") is not None or record.get("abandoned") is True:
+        record = {} if name in self._left else self._record(name)
+        if not record or record.get("content") is not None or record.get("abandoned") is True:
             return False
         objects = self._objects(name)
         now = _newest(self.root.bucket.list_objects((self.root / RECORDS).key))
@@ -222,16 +201,8 @@ class BucketExports(Exports):
     def _record_at(self, name: str) -> BucketPath:
         return self.root / RECORDS / f"{name}.json"
 
-    def _record(self, name: str) -> dict[str, Json] | None:
-        path = self._record_at(name)
-        try:
-            record = parse(path.read(), _MAX_BYTES, str(path))
-        except (FileNotFoundError, CorruptCheckpointError):
-            return None
-        return record if isinstance(record, dict) and record.get("folder") == name else None
-
-    def _write(self, name: str, record: Mapping[str, Json]) -> None:
-        path = self._record_at(name)
+    def _write(self, record: Mapping[str, Json]) -> None:
+        path = self._record_at(str(record["folder"]))
         path.bucket.put(path.key, json.dumps(record, indent=1).encode())
 
 

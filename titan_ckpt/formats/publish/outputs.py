@@ -11,30 +11,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.file_writer import FileWriter
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.safetensors.container import Layout
 
-
-class Output(Protocol):
-    """One file, as the writer of tensors sees it."""
-
-    @property
-    def is_direct(self) -> bool:
-        """As of Writer."""
-
-    @property
-    def is_reserved(self) -> bool:
-        """Return whether its bytes may be stored to by `map`."""
-
-    def write(self, view: memoryview, offset: int) -> None:
-        """Write bytes. Raises: OSError; ExportError."""
-
-    def map(self, offset: int, num_bytes: int) -> memoryview:
-        """Return memory that is the file."""
+if TYPE_CHECKING:
+    from titan_ckpt.formats.publish.upload import UploadedFile
 
 
 class Outputs(ABC):
@@ -51,7 +36,7 @@ class Outputs(ABC):
         """Create this rank's files, with their headers. Raises: OSError."""
 
     @abstractmethod
-    def file(self, name: str) -> Output:
+    def file(self, name: str) -> FileWriter | UploadedFile:
         """Return a file that any rank has created. Threads may call it. Raises: OSError."""
 
     def position(self, name: str, offset: int) -> int:

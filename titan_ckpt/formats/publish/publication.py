@@ -8,23 +8,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.formats.publish.bucket_record import BucketExports
-from titan_ckpt.formats.publish.record import Exports, MadeExports
-from titan_ckpt.stores.mounted import local_path, store_of
-from titan_ckpt.stores.objects import object_path
+from titan_ckpt.formats.publish.record import Record, Staged, exports_at
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
 _Prepared = TypeVar("_Prepared")
-Record = Callable[[Any], None]
-"""Records an export: right before it is published, with its folder on a disk, or with its last file in a bucket; there
-once more after that, with None."""
 
 
 @dataclass(slots=True)
@@ -32,22 +24,25 @@ class Unpublished(Generic[_Prepared]):
     """A folder that ranks fill, and that nobody takes for an export yet."""
 
     path: Place
-    prepared: _Prepared | None
+    is_renamed: bool
+    """Whether it gets its name at once. Else its last file makes it loadable, and no other is written after that."""
+    prepared: _Prepared | None = None
     """On rank 0, what `prepare` has returned."""
+    staged: Staged | None = None
+    """On rank 0, until it is published."""
     last: tuple[str, bytes] | None = None
-    """Name and content of the file that makes a folder in a bucket loadable; no other file is written after it."""
+    """Name and content of the last file, until it is written."""
 
     def put_last(self, name: str, content: bytes) -> None:
         """Write the last file, on rank 0; one that would make a folder loadable at once is kept for the publication."""
-        store = store_of(self.path)
-        if store.is_mounted:
-            store.put_new(self.path / name, content)
+        if self.is_renamed:
+            store_of(self.path).put_new(self.path / name, content)
         else:
             self.last = name, content
 
     def keep_last(self, files: dict[str, Any], name: str, tag: str, coordinator: Coordinator) -> None:
         """Take from rank 0's `files` the one that is kept, and tell all ranks, which read it back. Collective."""
-        if store_of(self.path).is_mounted:
+        if self.is_renamed:
             return
         if isinstance(content := files.pop(name, None), bytes):
             self.last = name, content
@@ -60,12 +55,6 @@ class Unpublished(Generic[_Prepared]):
         """Return the folder as a reader will find it, with its last file. Raises: StoreError."""
         found: Place = store_of(self.path).seen(self.path, dict([self.last] if self.last else []))
         return found
-
-
-def exports_at(root: Place) -> Exports:
-    """Return the exports of runs whose folder this is, or that export to this place."""
-    folder = local_path(root)
-    return BucketExports(object_path(root)) if folder is None else MadeExports(folder)
 
 
 @contextlib.contextmanager
@@ -83,46 +72,25 @@ def published(
     silent after the publication.
     Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
     """
-    unpublished: Unpublished[_Prepared] = Unpublished(folder, None)
-    publish_it: Callable[[], None] | None = None
-    abandon_it: Callable[[], None] | None = None
+    exports = exports_at(folder.parent)
+    unpublished: Unpublished[_Prepared] = Unpublished(folder, exports.renames)
 
     def begin() -> str:
-        nonlocal publish_it, abandon_it
         unpublished.prepared = prepare()
-        if (target := local_path(folder)) is not None:
-            staged = StagedFolder.begin(target)
-
-            def publish_folder() -> None:
-                record(staged.path)
-                staged.publish()
-
-            publish_it, abandon_it = publish_folder, staged.abandon
-            return str(staged.path)
-        exports = BucketExports(object_path(folder.parent))
-        id_ = exports.begin(folder.name)
-
-        def publish_object() -> None:
-            assert unpublished.last is not None
-            exports.publish(folder.name, id_, *unpublished.last, record)
-
-        publish_it, abandon_it = publish_object, partial(exports.abandon, folder.name, id_)
-        return ""
+        unpublished.staged = exports.begin(folder.name)
+        return unpublished.staged.path.name
 
     def publish() -> None:
-        nonlocal publish_it
-        if publish_it is not None:
-            publish_it()
-            publish_it = None
+        if unpublished.staged is not None:
+            unpublished.staged.publish(record, unpublished.last)
+            unpublished.staged = None
 
     try:
-        path = coordinator.on_rank_0(f"{tag}begin", begin)
-        if path:
-            unpublished.path = Path(path)
+        unpublished.path = folder.parent / coordinator.on_rank_0(f"{tag}begin", begin)
         yield unpublished
         coordinator.together(f"{tag}publish", publish)
     except BaseException:
-        if publish_it is not None and abandon_it is not None:
+        if unpublished.staged is not None:
             with contextlib.suppress(OSError):  # a later export removes what is left
-                abandon_it()
+                unpublished.staged.abandon()
         raise

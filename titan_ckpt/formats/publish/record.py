@@ -16,7 +16,8 @@ import re
 import stat
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,6 +29,9 @@ from titan_ckpt.disk import posix
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.encoding.strict_json import Json, parse
 from titan_ckpt.errors import CorruptCheckpointError, SaveError, listed
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.mounted import POSIX, local_path, store_of
+from titan_ckpt.stores.objects import object_path
 from titan_ckpt.stores.store import Place
 
 RECORDS = ".titan_ckpt-exports"
@@ -40,11 +44,30 @@ _SET_ASIDE = re.compile(r"\.abandoned-[0-9a-f]{8}$")
 logger = logging.getLogger(__name__)
 
 
+Record = Callable[[Any], None]
+"""Records an export: right before it is published, with its folder on a disk, or with its last file in a bucket; there
+once more after that, with None."""
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """An export that is being written, on rank 0."""
+
+    path: Place
+    """Where its files are written."""
+    publish: Callable[[Record, tuple[str, bytes] | None], None]
+    """Gives it its name; the second is its last file in a bucket. Raises: FileExistsError; ExportError; OSError."""
+    abandon: Callable[[], None]
+    """Removes it. Raises: OSError; a later export then removes the rest."""
+
+
 class Exports(ABC):
     """The exports that runs have made at one place, and which of them retention removes. Rank 0 alone calls this."""
 
     _whose: ClassVar[str]
     """Who has published what retention removes."""
+    renames: ClassVar[bool]
+    """Whether an export gets its name by a rename."""
 
     def __init__(self, root: Any) -> None:
         """Bind to a place; nothing is touched."""
@@ -54,6 +77,13 @@ class Exports(ABC):
 
     def check(self) -> None:  # noqa: B027
         """Make sure that exports may be made here, if that can only be tried. Raises: OSError."""
+
+    @abstractmethod
+    def begin(self, name: str) -> Staged:
+        """Start an export; what one that was cut short left is deleted.
+
+        Raises: FileExistsError if anything of this name is there that no export has left; OSError.
+        """
 
     @abstractmethod
     def name_of(self, config: ExportConfig, step: int) -> str:
@@ -68,13 +98,21 @@ class Exports(ABC):
     def is_there(self, name: str) -> bool:
         """Return whether an export of this name is published, by whomever. Raises: OSError."""
 
-    @abstractmethod
-    def record(self, config: ExportConfig, step: int, unsaved_in: str | None, what: Any) -> None:
+    def record(self, config: ExportConfig, step: int, unsaved_in: str | None = None, what: Any = None) -> None:
         """Record an export right before it is published, or after that: `what` is as of publication.Record.
 
         So after a kill no record is missing. A failure is logged: the export is whole, and it never expires.
         `unsaved_in`: where the run saves, if it has committed no step yet.
         """
+        name = self.name_of(config, step)
+        try:
+            self._write({"folder": name, **self._content_of(name, what), UNSAVED_IN: unsaved_in})
+        except OSError as error:
+            logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)
+
+    @abstractmethod
+    def _content_of(self, name: str, what: Any) -> Mapping[str, Json]:
+        """Return what a record says of the export itself. Raises: OSError."""
 
     def expire(self, config: ExportConfig, step: int) -> None:
         """Remove interval exports that are no longer kept. Raises: OSError."""
@@ -96,8 +134,22 @@ class Exports(ABC):
         """
         for step in sorted(self.steps_there(config), reverse=True):
             name = self.name_of(config, step)
-            if step > above and unsaved_in in (None, (self._record(name) or {}).get(UNSAVED_IN)):
+            if step > above and unsaved_in in (None, self._record(name).get(UNSAVED_IN)):
                 self._set_aside(name, step, above)
+
+    def were_set_aside(self) -> dict[str, int]:
+        """Return the names of the recorded folders that a rollback has renamed, and the bytes of each."""
+        return {}
+
+    def remove_set_aside(self, name: str, *, dry_run: bool) -> None:
+        """Delete an export that was set aside; with `dry_run` only check that it may be deleted.
+
+        Raises: SaveError for one that is not as it was published; OSError.
+        """
+        if why := self.why_foreign(name):
+            raise SaveError(f"{self.root / name}: {why}. Delete it yourself")
+        if not dry_run:
+            self._remove(name)
 
     def foreign_after(self, config: ExportConfig, above: int) -> list[tuple[int, str]]:
         """Return (step, why) of each that `set_aside` would leave in place. Raises: OSError."""
@@ -108,7 +160,8 @@ class Exports(ABC):
 
     def steps_there(self, config: ExportConfig) -> list[int]:
         """Return the steps whose exports have anything, whoever made them. Raises: OSError."""
-        return steps_among(self._names_beside(config), config)
+        place = self.folder(config, 0).parent
+        return steps_among(store_of(place).names_in(place), config)
 
     def _own_steps(self, config: ExportConfig) -> tuple[list[int], list[int]]:
         """Return the steps whose exports are as they were published, and those of which only a part is left.
@@ -142,12 +195,23 @@ class Exports(ABC):
         """Delete an export and its record."""
 
     @abstractmethod
-    def _names_beside(self, config: ExportConfig) -> list[str]:
-        """Return the names of what is where exports are."""
+    def _record_at(self, name: str) -> Any:
+        """Return the file of a record. Raises: OSError if it may not be there."""
 
     @abstractmethod
-    def _record(self, name: str) -> dict[str, Json] | None:
-        """Return the record of a folder; None, or nothing in it, without one that can be read."""
+    def _write(self, record: Mapping[str, Json]) -> None:
+        """Write the record of the export "folder", which is relative to the root. Raises: OSError."""
+
+    def _record(self, name: str) -> dict[str, Json]:
+        """Return the record of a folder; nothing in it without one that can be read. Raises: StoreError."""
+        try:
+            path = self._record_at(name)
+            record = parse(store_of(path).read_whole(path, _MAX_BYTES), _MAX_BYTES, str(path))
+        except StoreError:
+            raise
+        except (OSError, CorruptCheckpointError):
+            return {}
+        return record if isinstance(record, dict) and record.get("folder") == name else {}
 
     def _is_leftover(self, name: str) -> bool:
         """Return whether a removal or an export was cut short, and nobody is at work on it."""
@@ -160,36 +224,52 @@ class Exports(ABC):
 class MadeExports(Exports):
     """The exports of a run on a mounted file system, in its folder."""
 
+    root: Path
     _whose = "this run"
+    renames = True
+
+    def begin(self, name: str) -> Staged:
+        folder = StagedFolder.begin(self.root / name)
+
+        def publish(record: Record, last: object) -> None:
+            record(folder.path)
+            folder.publish()
+
+        return Staged(folder.path, publish, folder.abandon)
 
     def name_of(self, config: ExportConfig, step: int) -> str:
         return config.lands_in(step)
 
     def is_there(self, name: str) -> bool:
-        return bool((self.root / name).is_dir())
+        return (self.root / name).is_dir()
 
-    def record(self, config: ExportConfig, step: int, unsaved_in: str | None, what: Path) -> None:
-        name = self.name_of(config, step)
-        try:
-            _write(self.root, {"folder": name, "content": _content(what), UNSAVED_IN: unsaved_in})
-        except OSError as error:
-            logger.warning("%s is not recorded, so it never expires: %s", self.root / name, error)
+    def _content_of(self, name: str, what: Path) -> Mapping[str, Json]:
+        return {"content": _content(what)}
 
     def why_foreign(self, name: str) -> str | None:
-        return why_foreign(self.root, name)
+        written = self._record(name).get("content")
+        known = written if isinstance(written, dict) else {}
+        return self._why_kept(name) or why_changed(known, _content(self.root / name))
 
     def _why_kept(self, name: str) -> str | None:
-        return _why_unknown(self.root, name)
+        if not posix.is_real_folder(self.root / name):
+            return "it is no folder of its own"
+        written = self._record(name).get("content")
+        if not isinstance(written, dict):
+            return "there is no record that this run made it"
+        if not any(written.get(path) == mark for path, mark in _content(self.root / name).items()):
+            return "nothing in it is as this run has written it"
+        return None
 
     def _set_aside(self, name: str, step: int, above: int) -> None:
         """Rename it to `step-N.abandoned-<id>`, edited or not. Its record keeps up with its name."""
-        if _why_unknown(self.root, name) is not None:
+        if self._why_kept(name) is not None:
             return
         aside = f"{name}.abandoned-{uuid.uuid4().hex[:8]}"
-        _write(self.root, {**self._record(name), "folder": aside})
+        self._write({**self._record(name), "folder": aside})
         posix.rename_noreplace(self.root / name, self.root / aside)
         posix.fsync_folder((self.root / name).parent)
-        remove_record(self.root, name)
+        POSIX.remove([self._record_at(name)])
         logger.warning(
             "%s: set aside as %s, because this run went back to step %d. Retention does not delete it; "
             "`titan-ckpt prune RUN --set-aside` does", self.root / name, aside, above
@@ -197,13 +277,44 @@ class MadeExports(Exports):
 
     def _remove(self, name: str) -> None:
         with contextlib.suppress(FileNotFoundError):  # another export that has just ended has removed it
-            remove_export(self.root, name)
+            StagedFolder.discard(self.root / name)
+            POSIX.remove([self._record_at(name)])
 
-    def _names_beside(self, config: ExportConfig) -> list[str]:
-        return posix.list_folder(self.root / config.folder)
+    def recorded(self) -> list[str]:
+        """Return the names of the folders that the run has a record of, whether or not they are still there."""
+        names: list[str] = []
+        for file in posix.list_folder(self.root / RECORDS):
+            with contextlib.suppress(OSError, CorruptCheckpointError):
+                record = parse(posix.read_whole(self.root / RECORDS / file, _MAX_BYTES), _MAX_BYTES, file)
+                name = record.get("folder") if isinstance(record, dict) else None
+                if isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts and name:
+                    names.append(name)
+        return names
 
-    def _record(self, name: str) -> dict[str, Json]:
-        return _read_record(self.root, name)
+    def were_set_aside(self) -> dict[str, int]:
+        names = [n for n in self.recorded() if _SET_ASIDE.search(n) and os.path.lexists(self.root / n)]
+        return {name: POSIX.folder_bytes(self.root / name) for name in names}
+
+    def _write(self, record: Mapping[str, Json]) -> None:
+        path = self._record_at(str(record["folder"]))
+        POSIX.remove([path])
+        posix.make_folders(path.parent)
+        posix.write_file(path, json.dumps(record, indent=1).encode())
+
+    def _record_at(self, name: str) -> Path:
+        """Return the file of a record. Raises: OSError if their folder is a link, which leads to another run's."""
+        if (self.root / RECORDS).is_symlink():
+            raise OSError(errno.ENOTDIR, "is a link, and not a folder of its own", str(self.root / RECORDS))
+        return self.root / RECORDS / f"{xxhash.xxh3_128_hexdigest(name.encode())}.json"
+
+
+def exports_at(root: Place) -> Exports:
+    """Return the exports of runs whose folder this is, or that export to this place."""
+    if (folder := local_path(root)) is not None:
+        return MadeExports(folder)
+    from titan_ckpt.formats.publish.bucket_record import BucketExports
+
+    return BucketExports(object_path(root))
 
 
 def steps_among(names: Iterable[str], config: ExportConfig) -> list[int]:
@@ -217,88 +328,6 @@ def why_changed(written: Mapping[str, Json], content: Mapping[str, Json]) -> str
     """Return what is no longer as it was written; None if all of it is."""
     changed = sorted(entry for entry in {*written, *content} if written.get(entry) != content.get(entry))
     return f"changed since: {listed(changed, ', ', most=3)}" if changed else None
-
-
-def _write(run: Path, record: Mapping[str, Json]) -> None:
-    """Write the record of the export "folder", which is relative to the run's folder. Raises: OSError."""
-    name = str(record["folder"])
-    remove_record(run, name)
-    posix.make_folders(run / RECORDS)
-    posix.write_file(_path_of(run, name), json.dumps(record, indent=1).encode())
-
-
-def remove_record(run: Path, name: str) -> None:
-    """Remove the record of a folder, if there is one. Raises: OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        posix.unlink(_path_of(run, name))
-
-
-def recorded_folders(run: Path) -> list[str]:
-    """Return the folders that the run has a record of, whether or not they are still there."""
-    names: list[str] = []
-    for file in posix.list_folder(run / RECORDS):
-        with contextlib.suppress(OSError, CorruptCheckpointError):
-            record = parse(posix.read_whole(run / RECORDS / file, _MAX_BYTES), _MAX_BYTES, file)
-            name = record.get("folder") if isinstance(record, dict) else None
-            if isinstance(name, str) and not Path(name).is_absolute() and ".." not in Path(name).parts and name:
-                names.append(name)
-    return names
-
-
-def set_aside_exports(run: Path) -> list[str]:
-    """Return the recorded folders that a rollback has set aside, relative to the run's folder."""
-    return [name for name in recorded_folders(run) if _SET_ASIDE.search(name) and os.path.lexists(run / name)]
-
-
-def remove_export(run: Path, name: str) -> None:
-    """Delete an export of this run, and its record. Raises: OSError."""
-    StagedFolder.discard(run / name)
-    remove_record(run, name)
-
-
-def remove_set_aside_export(run: Path, name: str, *, dry_run: bool) -> None:
-    """Delete an export that was set aside; with `dry_run` only check that it may be deleted.
-
-    Raises: SaveError for one that is not as this run published it; OSError.
-    """
-    if why := why_foreign(run, name):
-        raise SaveError(f"{run / name}: {why}. Delete it yourself")
-    if not dry_run:
-        remove_export(run, name)
-
-
-def why_foreign(run: Path, name: str) -> str | None:
-    """Return why a folder is not an export as this run published it; None if it is."""
-    written = _read_record(run, name).get("content")
-    return _why_unknown(run, name) or why_changed(written if isinstance(written, dict) else {}, _content(run / name))
-
-
-def _why_unknown(run: Path, name: str) -> str | None:
-    """Return why a folder is not one that this run has published, whatever has become of it; None if it is."""
-    if not posix.is_real_folder(run / name):
-        return "it is no folder of its own"
-    written = _read_record(run, name).get("content")
-    if not isinstance(written, dict):
-        return "there is no record that this run made it"
-    if not any(written.get(path) == mark for path, mark in _content(run / name).items()):
-        return "nothing in it is as this run has written it"
-    return None
-
-
-def _read_record(run: Path, name: str) -> dict[str, Json]:
-    """Return the record of a folder; {} without one that can be read."""
-    record: Json = None
-    with contextlib.suppress(OSError, CorruptCheckpointError):
-        path = _path_of(run, name)
-        record = parse(posix.read_whole(path, _MAX_BYTES), _MAX_BYTES, str(path))
-    return record if isinstance(record, dict) and record.get("folder") == name else {}
-
-
-def _path_of(run: Path, name: str) -> Path:
-    """Return the file of a record. Raises: OSError if the folder of records is a link, which leads to another run's."""
-    if (run / RECORDS).is_symlink():
-        raise OSError(errno.ENOTDIR, "is a link, and not a folder of its own", str(run / RECORDS))
-    return run / RECORDS / f"{xxhash.xxh3_128_hexdigest(name.encode())}.json"
 
 
 def _content(folder: Path) -> dict[str, Json]:

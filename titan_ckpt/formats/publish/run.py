@@ -13,7 +13,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, cast
 
 from titan_ckpt import progress
@@ -24,7 +23,8 @@ from titan_ckpt.errors import ExportError, PeerError, counted, listed
 from titan_ckpt.formats.publish.columns import ColumnExchange, Lost, agree, row_peers
 from titan_ckpt.formats.publish.outputs import Outputs, SharedFiles
 from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, coverage_faults, plan_export
-from titan_ckpt.formats.publish.publication import Record, Unpublished, published
+from titan_ckpt.formats.publish.publication import Unpublished, published
+from titan_ckpt.formats.publish.record import Record
 from titan_ckpt.formats.publish.upload import Uploads, everyone
 from titan_ckpt.formats.publish.write import ExportWriter, RegionKey
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -52,7 +52,7 @@ class FolderFormat(ABC):
         return {}
 
     @abstractmethod
-    def companions(self, files: ExportFiles) -> Mapping[str, bytes | Path]:
+    def companions(self, files: ExportFiles) -> Mapping[str, bytes | Place]:
         """Return file name -> its bytes, or the file to copy. Called on rank 0 before anything is written.
 
         Raises: ExportError if they and the tensors disagree.
@@ -88,9 +88,9 @@ class FolderExport:
         Raises: ExportError on every rank, with nothing under the folder's name.
         """
         started = time.perf_counter()
-        work = _Export(folder, self.groups, self.format, coordinator, self.changed, self.buffers, record)
+        work = _Export(self, folder, coordinator)
         try:
-            files = work.run()
+            files = work.run(record)
         except BaseException as error:
             coordinator.peers.discard()  # an exchange may have been left in the middle
             if not isinstance(error, Exception):
@@ -106,12 +106,16 @@ class FolderExport:
             return set()
         return {*row_peers(self.groups).values()} if store_of(folder).is_mounted else {everyone(coordinator)}
 
+    def plan(self, coordinator: Coordinator) -> ExportPlan:
+        """Plan the files and this rank's part of them. Collective. Raises: ExportError."""
+        return plan_export(self.groups, self.format.pack, self.format.header, coordinator, self.buffers)
+
     def check(self, coordinator: Coordinator) -> None:
         """Check that tensors and companions agree; compute and write nothing. Collective.
 
         Raises: ExportError on every rank, as `write` would.
         """
-        files = plan_export(self.groups, self.format.pack, self.format.header, coordinator, self.buffers).files
+        files = self.plan(coordinator).files
         coordinator.on_rank_0("export/companions", lambda: [*self.format.companions(files)])
 
 
@@ -124,35 +128,31 @@ def log_export(num_tensors: int, num_bytes: int, folder: Place, started: float, 
 
 @dataclass(slots=True)
 class _Export:
+    what: FolderExport
     folder: Place
-    groups: Sequence[FileGroup]
-    format: FolderFormat
     coordinator: Coordinator
-    changed: Callable[[], list[str]]
-    buffers: Collection[str]
-    record: Record
     is_proved: bool = False
 
-    def run(self) -> ExportFiles:
+    def run(self, record: Record) -> ExportFiles:
         """Take all steps. If it raises, it leaves no staging folder behind."""
-        plan = plan_export(self.groups, self.format.pack, self.format.header, self.coordinator, self.buffers)
+        plan = self.what.plan(self.coordinator)
         files = plan.files
-        companions = partial(self.format.companions, files)
-        with published(self.folder, self.coordinator, "export/", companions, self.record) as unpublished:
+        companions = partial(self.what.format.companions, files)
+        with published(self.folder, self.coordinator, "export/", companions, record) as unpublished:
             self._fill(unpublished, plan, dict(unpublished.prepared or {}))
             self.is_proved = True
         return files
 
     def _fill(
         self,
-        unpublished: Unpublished[Mapping[str, bytes | Path]],
+        unpublished: Unpublished[Mapping[str, bytes | Place]],
         plan: ExportPlan,
-        companions: dict[str, bytes | Path],
+        companions: dict[str, bytes | Place],
     ) -> None:
         """Write everything into the unpublished folder and prove it."""
         path = unpublished.path
         share = 2 * plan.files.num_bytes // self.coordinator.world_size  # written, and read back
-        unpublished.keep_last(companions, self.format.last, "export/last", self.coordinator)
+        unpublished.keep_last(companions, self.what.format.last, "export/last", self.coordinator)
         folder, layouts = local_path(path), plan.files.layouts
         outputs: Outputs = (
             Uploads(path, layouts, self.coordinator)
@@ -193,8 +193,8 @@ class _Export:
             return [], pieces
 
         def wanted() -> set[Ranks]:
-            peers = row_peers(self.groups)
-            for place, piece in writer.strided(self.groups, peers).items():
+            peers = row_peers(self.what.groups)
+            for place, piece in writer.strided(self.what.groups, peers).items():
                 pieces.setdefault(peers[piece.key], {})[place] = piece
             return {*peers.values()}
 
@@ -222,7 +222,7 @@ class _Export:
         self,
         path: Place,
         groups: Sequence[FileGroup],
-        companions: Mapping[str, bytes | Path],
+        companions: Mapping[str, bytes | Place],
         writer: ExportWriter,
         columns: ColumnExchange | None,
     ) -> str | None:
@@ -240,7 +240,7 @@ class _Export:
 
         The order stays as it is if any group is collective. Of sequential outputs it is that of the files on all ranks.
         """
-        groups = list(self.groups)
+        groups = list(self.what.groups)
         if outputs.is_sequential:
             starts = {
                 key: outputs.position(name, entry.start)
@@ -255,19 +255,19 @@ class _Export:
         return sorted(groups, key=lambda g: (number[plan.files.file_of[next(iter(g.infos))]] - first) % len(number))
 
     def _prove(self, unpublished: Unpublished[Any], plan: ExportPlan, writer: ExportWriter) -> None:
-        refuse_changed(self.changed())
+        refuse_changed(self.what.changed())
         source = unpublished.as_source()
         with ExitStack() as stack:
-            stored = reader = stack.enter_context(self.format.open(source, dequantise=False))
+            stored = reader = stack.enter_context(self.what.format.open(source, dequantise=False))
             stack.enter_context(meanwhile(writer.sync))  # what is read back becomes durable
             if faults := compare_infos(plan.files.infos, stored.tensors):
                 raise ExportError(f"the re-opened export differs in {len(faults)} tensor(s): {'; '.join(faults)}")
             writer.prove(stored)
             if plan.files.quantised:
-                reader = stack.enter_context(self.format.open(source, dequantise=True))
-                check_quantised(self.groups, reader)
+                reader = stack.enter_context(self.what.format.open(source, dequantise=True))
+                check_quantised(self.what.groups, reader)
             if self.coordinator.rank == 0:
-                self.format.check(reader)
+                self.what.format.check(reader)
         writer.close()
 
 

@@ -22,7 +22,7 @@ import torch
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError
-from titan_ckpt.formats.publish.outputs import Output, Outputs
+from titan_ckpt.formats.publish.outputs import Outputs
 from titan_ckpt.formats.safetensors.container import Layout
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.object_writer import no_thread
@@ -84,7 +84,7 @@ class Uploads(Outputs):
         for number, writer in self._own.items():
             writer.write(memoryview(self._layouts[number].header), 0)
 
-    def file(self, name: str) -> Output:
+    def file(self, name: str) -> UploadedFile:
         return UploadedFile(self, name)
 
     def position(self, name: str, offset: int) -> int:

@@ -22,13 +22,15 @@ import torch
 
 from titan_ckpt import progress
 from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer, run_workers
+from titan_ckpt.disk.file_writer import FileWriter
 from titan_ckpt.disk.memory import ALIGNMENT, bytes_at
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.columns import Assembled, ColumnExchange, Round, Rows
-from titan_ckpt.formats.publish.outputs import Output, Outputs
+from titan_ckpt.formats.publish.outputs import Outputs
 from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.proof import Written, differing
+from titan_ckpt.formats.publish.upload import UploadedFile
 from titan_ckpt.formats.safetensors.container import Entry
 from titan_ckpt.formats.safetensors.reader import RUN_BYTES
 from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
@@ -57,6 +59,7 @@ class _Block:
     number: int
 
 
+Output = FileWriter | UploadedFile
 RegionKey = tuple[str, tuple[int, ...], tuple[int, ...]]
 """Unique id of a region: (file key, offsets, sizes[1:])."""
 

@@ -42,7 +42,7 @@ MOUNTED_ALONE = {
     "integrations/torchtitan/checkpointer.py": "a path is compared by its absolute name",
     "loading/bases.py": "the hub's cache and a base's name are paths",
     "tools/listing.py": "where a run keeps steps and exports",
-    "tools/retention.py": "the exports that a run has set aside",
+    "tools/retention.py": "a step that was renamed away comes back with its pin",
     "tools/verifying.py": "transformers opens paths",
     "training/folders.py": "rights of a folder are known before the run",
     "training/model_folder.py": "tokenizers opens paths",

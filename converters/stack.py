@@ -16,10 +16,10 @@ import torch
 from titan_ckpt.converters.lora.peft import json_number
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
-from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, ModuleNumbers, PeftFormat, PeftReader, unselected
+from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader, unselected
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.weights.identity import BASE_RECORD
-from titan_ckpt.weights.lora_names import PARTS
+from titan_ckpt.weights.low_rank import PARTS, LowRank
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 
@@ -37,18 +37,19 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
     base = _common_base(adapters)
     if dora := [str(a.folder) for a in adapters if a.config.get("use_dora")]:
         raise ConverterError(f"{', '.join(dora)}: DoRA scales whole rows by its own norm, so its effects do not add up")
-    scale = next((s for a in adapters for module in a.modules if (s := a.scale_of(module))), None)
+    scale = next((u.scaling for adapter in adapters for u in adapter.updates.values() if u.scaling), None)
     if scale is None:
         raise ConverterError(f"{', '.join(map(str, folders))}: every pair is scaled by 0, or there is none")
     tensors: dict[str, torch.Tensor] = {}
     ranks: dict[str, int] = {}
     blocks: dict[str, list[int]] = {}
-    for module in dict.fromkeys(module for adapter in adapters for module in adapter.modules):
-        name, parts = module.removeprefix(PREFIX), [adapter for adapter in adapters if module in adapter.modules]
-        a, b = module + parts[0].modules[module], module + PAIRS[parts[0].modules[module]]
-        order = _order([adapter.blocks_of(module) for adapter in parts])
+    for name in dict.fromkeys(name for adapter in adapters for name in adapter.updates):
+        parts = [adapter for adapter in adapters if name in adapter.updates]
+        first = parts[0].updates[name]
+        a, b = first.a, first.b
+        order = _order([adapter.blocks_of(name) for adapter in parts])
         tensors[a] = torch.cat([adapter.tensors[a] for adapter in parts])
-        tensors[b] = torch.cat([_scaled(part.tensors[b], part.scale_of(module) / scale) for part in parts], dim=1)
+        tensors[b] = torch.cat([_scaled(p.tensors[b], p.updates[name].scaling / scale) for p in parts], dim=1)
         ranks[name] = tensors[b].shape[1]
         if order:
             by_part = torch.tensor([rank for of_part in order for rank in of_part], dtype=torch.long)
@@ -75,16 +76,14 @@ class _Folder:
     folder: Path
     config: dict[str, Any]
     tensors: dict[str, torch.Tensor]
-    modules: dict[str, str]
-    """Module name with PREFIX -> the suffix of its A in the file."""
-
-    def scale_of(self, module: str) -> float:
-        return ModuleNumbers(self.config).scaling(module.removeprefix(PREFIX))
+    updates: dict[str, LowRank]
+    """By module."""
+    copies: dict[str, str]
 
     def blocks_of(self, module: str) -> Sequence[int]:
         """Return the ranks of the diagonal blocks of a module's pair; empty if the pair is one block."""
-        ranks: Sequence[int] = (self.config.get(PARTS) or {}).get(module.removeprefix(PREFIX), ())
-        return ranks if sum(ranks) == self.tensors[module + self.modules[module]].shape[0] else ()
+        ranks: Sequence[int] = (self.config.get(PARTS) or {}).get(module, ())
+        return ranks if sum(ranks) == self.tensors[self.updates[module].a].shape[0] else ()
 
 
 def _read(folder: Path) -> _Folder:
@@ -92,8 +91,8 @@ def _read(folder: Path) -> _Folder:
         tensors = {key: reader.whole(key) for key in reader.tensors}
         if strangers := unselected(reader):
             raise ConverterError(f"{folder}: target_modules does not select {strangers[0]}, so PEFT would ignore it")
-        modules = {key.removesuffix(s): s for key in tensors for s in PAIRS if key.endswith(s)}
-        return _Folder(folder, reader.metadata(), tensors, modules)
+        updates = {update.site: update for update in reader.updates()}
+        return _Folder(folder, reader.metadata(), tensors, updates, reader.copies())
 
 
 def _order(adapters: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -134,8 +133,7 @@ def _copies(adapters: Sequence[_Folder]) -> dict[str, torch.Tensor]:
     """Return the tensors of modules trained in full. Raises: ConverterError if two adapters trained the same module."""
     out: dict[str, torch.Tensor] = {}
     for adapter in adapters:
-        pairs = {module + s for module, suffix in adapter.modules.items() for s in (suffix, PAIRS[suffix])}
-        copies = {key: value for key, value in adapter.tensors.items() if key not in pairs}
+        copies = {key: adapter.tensors[key] for key in adapter.copies}
         if twice := sorted(set(copies) & set(out)):
             raise ConverterError(f"{twice[0]} was trained in full by two of the adapters, and copies do not add up")
         out |= copies

@@ -13,10 +13,10 @@ from itertools import accumulate
 
 import torch
 
-from titan_ckpt.converters.lora.merge import AdaptedWeight
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, KeyRule, Piece, Shared, TensorOp
+from titan_ckpt.weights.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Target:
     """One weight of another tool's model and its adapters: one adapter, or one for each part of a fused weight."""
 
     group: KeyGroup
-    adapters: tuple[AdaptedWeight, ...]
+    adapters: tuple[LowRank, ...]
 
     @property
     def modules(self) -> list[str]:
@@ -88,7 +88,7 @@ class Target:
     @property
     def expected(self) -> str:
         """Return a description of the pair that a folder must have."""
-        alone = f" of {', '.join(a.fqn for a in self.adapters)} alone, exported here" if 0 in self.ranks else ""
+        alone = f" of {', '.join(a.site for a in self.adapters)} alone, exported here" if 0 in self.ranks else ""
         return f"rank {self.adapters[0].rank} scaled by {self.scaling:g}{alone}"
 
     def alpha(self, use_rslora: bool) -> float:
@@ -111,9 +111,9 @@ class Target:
         """
         what = f"{', '.join(self.modules)} is one module there"
         if any(not math.isclose(a.scaling, self.scaling) for a in self.adapters):
-            scales = ", ".join(f"{a.fqn} by {a.scaling:g}" for a in self.adapters)
+            scales = ", ".join(f"{a.site} by {a.scaling:g}" for a in self.adapters)
             raise KeyMapError(f"{what} and has one scale, and here {scales}: give them equal ones")
-        if self.adapters[0].dora and 0 in self.ranks:
+        if self.adapters[0].magnitude and 0 in self.ranks:
             others = [fqn for fqn, rank in zip(self.group.fqns, self.ranks, strict=True) if not rank]
             raise KeyMapError(f"{what}, and DoRA gives all its rows lengths: adapt {', '.join(others)} as well")
         assert isinstance(self.group.op, Concat)
@@ -125,14 +125,16 @@ class Target:
         else:
             of_a = Concat(tuple(filter(None, self.ranks)))
             of_b = BlockDiagonal(self.group.op.rows, tuple(self.ranks))
-        yield KeyRule.of([adapted.lora_a for adapted in self.adapters], a, of_a)
-        yield KeyRule.of([adapted.lora_b for adapted in self.adapters], b, of_b)
-        if self.adapters[0].dora:
+        yield KeyRule.of([adapted.a for adapted in self.adapters], a, of_a)
+        yield KeyRule.of([adapted.b for adapted in self.adapters], b, of_b)
+        if self.adapters[0].magnitude:
             magnitude = f"{prefix}{self.modules[0]}.lora_magnitude_vector"
-            yield KeyRule.of([adapted.lora_magnitude for adapted in self.adapters], magnitude, self.group.op)
+            yield KeyRule.of(
+                [adapted.magnitude for adapted in self.adapters if adapted.magnitude], magnitude, self.group.op
+            )
 
 
-def targets_of(adapted: Iterable[AdaptedWeight], base: KeyMap) -> list[Target]:
+def targets_of(adapted: Iterable[LowRank], base: KeyMap) -> list[Target]:
     """Return the other tool's weights with their adapters. Raises: KeyMapError for weights that `base` lacks."""
     by_weight = {a.weight: a for a in adapted}
     groups: dict[KeyGroup, None] = {}

@@ -49,7 +49,7 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
     if wanted(f"{fqn}.{zero}.weight"):
         for block in blocks_of(child_weight(module, zero)):
             block.data.zero_()
-    if module.adapter.dora and wanted(f"{fqn}.lora_magnitude.weight"):
+    if module.adapter.magnitude and wanted(f"{fqn}.lora_magnitude.weight"):
         rows = torch.linalg.vector_norm(whole(module.get_parameter("weight")).float(), dim=1)
         fill(child_weight(module, "lora_magnitude"), rows)
 

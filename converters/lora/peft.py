@@ -16,7 +16,6 @@ from typing import Any
 
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.fused import targets_of
-from titan_ckpt.converters.lora.merge import AdaptedWeight
 from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
@@ -37,7 +36,7 @@ from titan_ckpt.geometry.keymap import (
     TensorOp,
     Unstack,
 )
-from titan_ckpt.weights.lora_names import PARTS
+from titan_ckpt.weights.low_rank import PARTS, LowRank
 
 _OF_ROWS = (Identity, PermuteRotary, PermuteRows, Split)
 """Operations that move whole rows, so that B follows them and A stays."""
@@ -51,7 +50,7 @@ class PeftAdapter:
     """LoRA's StateDictAdapter; see titan_ckpt.types."""
 
     config: LoRAConfig
-    adapted: Mapping[str, AdaptedWeight]
+    adapted: Mapping[str, LowRank]
     copied: Mapping[str, str]
     others: Sequence[str]
     """The base's other tensors: nothing that is written may select their modules."""
@@ -69,7 +68,7 @@ class PeftAdapter:
         problems: list[str] = []
         for target in targets_of(self.adapted.values(), base):
             try:
-                fused = isinstance(target.group.op, Concat) and target.adapters[0].form == "linear"
+                fused = isinstance(target.group.op, Concat) and target.adapters[0].operation == "linear"
                 made = [*(target.rules(PREFIX, found) if fused else _adapter_rules(target.adapters[0], target.group))]
                 rules += made if found is None else [_first_of_equals(rule, repeats) for rule in made]
             except KeyMapError as error:
@@ -88,7 +87,7 @@ class PeftAdapter:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""
         config = self.config
         modules = {module: t for t in targets_of(self.adapted.values(), base) for module in t.modules}
-        in_memory = {m: t.adapters[0].fqn for m, t in modules.items() if _is_renamed(t.group, base)}
+        in_memory = {m: t.adapters[0].site for m, t in modules.items() if _is_renamed(t.group, base)}
         names = {module: [module, *([in_memory[module]] if module in in_memory else [])] for module in modules}
         by_weight = self._beside_experts(base, [*chain(*names.values())])
         known = {*chain(*names.values()), *self._other_modules(base)}
@@ -108,7 +107,7 @@ class PeftAdapter:
             "bias": "none",
             "use_rslora": config.use_rslora,
             "use_dora": config.use_dora,
-            "fan_in_fan_out": any(adapted.form == "conv1d" for adapted in self.adapted.values()),
+            "fan_in_fan_out": any(adapted.operation == "conv1d" for adapted in self.adapted.values()),
             "inference_mode": True,
             "rank_pattern": {key: t.rank for m, t in modules.items() if t.rank != config.rank for key in keys[m]},
             "alpha_pattern": {key: alpha for m, alpha in alphas.items() if alpha != config.alpha for key in keys[m]},
@@ -166,7 +165,7 @@ class PeftAdapter:
         numbers = ModuleNumbers(found)
         try:
             for target, key in ((t, key) for t in targets_of(self.adapted.values(), base) for key in t.modules):
-                if target.adapters[0].form == "embedding" and targets_parameter(found, key):
+                if target.adapters[0].operation == "embedding" and targets_parameter(found, key):
                     problems.append(
                         f"{key}: target_parameters adapts its weight as a matrix, and here it is an embedding, whose "
                         "product is stored another way round: merge the adapter into its base (merge = true, or "
@@ -185,7 +184,7 @@ class PeftAdapter:
         return problems
 
 
-def _adapter_rules(adapted: AdaptedWeight, group: KeyGroup) -> Iterator[KeyRule]:
+def _adapter_rules(adapted: LowRank, group: KeyGroup) -> Iterator[KeyRule]:
     """Yield rules for A, B and the magnitude that follow the base's operation on the weight.
 
     Raises: KeyMapError if they cannot follow it.
@@ -195,29 +194,29 @@ def _adapter_rules(adapted: AdaptedWeight, group: KeyGroup) -> Iterator[KeyRule]
     def named(suffix: str) -> list[str]:
         return [f"{key}.{suffix}" for key in keys]
 
-    if adapted.form == "embedding" and isinstance(group.op, Identity):
-        yield KeyRule.of(adapted.lora_a, named("lora_embedding_A"))
-        yield KeyRule.of(adapted.lora_b, named("lora_embedding_B"))
-    elif adapted.form == "stack" and isinstance(group.op, Unstack):
+    if adapted.operation == "embedding" and isinstance(group.op, Identity):
+        yield KeyRule.of(adapted.a, named("lora_embedding_A"))
+        yield KeyRule.of(adapted.b, named("lora_embedding_B"))
+    elif adapted.operation == "stack" and isinstance(group.op, Unstack):
         # if the file has W transposed, (B A)^T = A^T B^T: A and B change places
         a, b = ("lora_B", "lora_A") if group.op.transpose else ("lora_A", "lora_B")
-        yield KeyRule.of(adapted.lora_a, named(f"{a}.weight"), group.op)
-        yield KeyRule.of(adapted.lora_b, named(f"{b}.weight"), group.op)
-    elif adapted.form == "conv1d" and isinstance(group.op, Identity):
-        yield KeyRule.of(adapted.lora_a, named("lora_A.weight"))
-        yield KeyRule.of(adapted.lora_b, named("lora_B.weight"))
-    elif adapted.form == "linear" and _keeps_rows(group, adapted.rows):
-        yield KeyRule.of(adapted.lora_a, named("lora_A.weight"), _parts_of_a(adapted, len(keys)))
-        yield KeyRule.of(adapted.lora_b, named("lora_B.weight"), group.op)
-        if adapted.dora:
-            yield KeyRule.of(adapted.lora_magnitude, named("lora_magnitude_vector"), group.op)
+        yield KeyRule.of(adapted.a, named(f"{a}.weight"), group.op)
+        yield KeyRule.of(adapted.b, named(f"{b}.weight"), group.op)
+    elif adapted.operation == "conv1d" and isinstance(group.op, Identity):
+        yield KeyRule.of(adapted.a, named("lora_A.weight"))
+        yield KeyRule.of(adapted.b, named("lora_B.weight"))
+    elif adapted.operation == "linear" and _keeps_rows(group, adapted.rows):
+        yield KeyRule.of(adapted.a, named("lora_A.weight"), _parts_of_a(adapted, len(keys)))
+        yield KeyRule.of(adapted.b, named("lora_B.weight"), group.op)
+        if adapted.magnitude is not None:
+            yield KeyRule.of(adapted.magnitude, named("lora_magnitude_vector"), group.op)
     else:
         files = f"{', '.join(group.keys[:2])}{', ...' if len(group.keys) > 2 else ''}"
-        what = f"{adapted.fqn}: stored as {files} ({type(group.op).__name__})"
-        raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.fqn,))
+        what = f"{adapted.site}: stored as {files} ({type(group.op).__name__})"
+        raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.site,))
 
 
-def _parts_of_a(adapted: AdaptedWeight, num_keys: int) -> TensorOp:
+def _parts_of_a(adapted: LowRank, num_keys: int) -> TensorOp:
     """Return how A is stored: cut if each part of a fused weight has its own, repeated if they share one."""
     if adapted.rows:
         return Split((adapted.rank,) * len(adapted.rows))

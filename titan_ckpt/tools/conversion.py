@@ -23,7 +23,7 @@ from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.run import FolderExport
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor
+from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import check_mergeable
@@ -216,10 +216,9 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
         recorded = RecordedBase(base, _variants(reader, folder, table, tensors))
         notes = tuple(_about_base(adapter, recorded) for adapter in readers)
         changed = set().union(*(merge.changes for merge in merges))
-        merged: dict[str, Any] = {
-            fqn: _merged(fqn, value, [m for m in merges if fqn in m.changes]) if fqn in changed else value
-            for fqn, value in tensors.items()
-        }
+        merged: dict[str, Any] = dict(tensors)
+        for merge in merges:
+            merged |= {fqn: merge.merged(fqn, merged[fqn]) for fqn in merge.changes}
         transforms = StateDictTransforms(table.key_map, table.config)
         try:
             export_huggingface(
@@ -279,24 +278,3 @@ def _opened(
     if faults:
         raise LoadMismatchError(f"{path} does not fit {base}: {listed(faults)}. Is it an adapter of another model?")
     return merge
-
-
-def _merged(fqn: str, value: LazyTensor, merges: Sequence[AdapterMerge]) -> LazyTensor:
-    """Return the weight with the adapters' parts added, in their order; block by block where that is possible."""
-
-    def blocks() -> Iterator[Block]:
-        source = value.blocks() if not any(merge.needs_whole(fqn) for merge in merges) else [_whole(value)]
-        for block in source:
-            for merge in merges:
-                merge.apply_to_block(fqn, block)
-            yield block
-
-    return LazyTensor(value.info, blocks)
-
-
-def _whole(value: LazyTensor) -> Block:
-    chunk = Chunk.whole(value.info.shape)
-    data = torch.empty(value.info.shape, dtype=value.info.dtype)
-    for block in value.blocks():
-        data[block.chunk.within(chunk)] = block.data
-    return Block(chunk, data)

@@ -88,7 +88,9 @@ class LoRALinear(nn.Linear):
     @property
     def magnitude(self) -> torch.Tensor:
         """Return DoRA's trained row norms."""
-        return child_weight(self, "lora_magnitude")
+        weight = self.get_submodule("lora_magnitude").weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
 
     def merged_weight(self) -> torch.Tensor:
         """Return the merged weight of base and adapter in the base's dtype, differentiable in the adapter."""
@@ -254,10 +256,3 @@ def attach_to_stack(module: nn.Module, adapter: LowRank, dtype: torch.dtype) -> 
 def mixed(kind: Any, base: Any) -> type[Any]:
     """Return a subclass of `kind` whose `super().forward` is the forward of `base`."""
     return kind if base in kind.__mro__ else type(f"{kind.__name__}_{base.__name__}", (kind, base), {})
-
-
-def child_weight(module: nn.Module, child: str) -> torch.Tensor:
-    """Return the weight of a child module that an adapter added."""
-    weight = module.get_submodule(child).weight
-    assert isinstance(weight, torch.Tensor)
-    return weight

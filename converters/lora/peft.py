@@ -15,7 +15,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from titan_ckpt.converters.lora.config import LoRAConfig
-from titan_ckpt.converters.lora.fused import targets_of
+from titan_ckpt.converters.lora.fused import Target, modules_of, targets_of
 from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
@@ -68,8 +68,7 @@ class PeftAdapter:
         problems: list[str] = []
         for target in targets_of(self.adapted.values(), base):
             try:
-                fused = isinstance(target.group.op, Concat) and target.adapters[0].operation == "linear"
-                made = [*(target.rules(PREFIX, found) if fused else _adapter_rules(target.adapters[0], target.group))]
+                made = _rules(target, found)
                 rules += made if found is None else [_first_of_equals(rule, repeats) for rule in made]
             except KeyMapError as error:
                 problems.append(str(error))
@@ -95,7 +94,7 @@ class PeftAdapter:
         keys = {m: [_pattern(key, every) for n in names[m] for key in (n, by_weight.get(n)) if key] for m in modules}
         alphas = {module: json_number(t.alpha(config.use_rslora)) for module, t in modules.items()}
         parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
-        copied = {key for fqn in self.copied.values() for key in _modules(base.group_of_fqn(fqn))}
+        copied = {key for fqn in self.copied.values() for key in modules_of(base.group_of_fqn(fqn))}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -184,36 +183,30 @@ class PeftAdapter:
         return problems
 
 
-def _adapter_rules(adapted: LowRank, group: KeyGroup) -> Iterator[KeyRule]:
+def _rules(target: Target, found: Mapping[str, TensorInfo] | None) -> Iterator[KeyRule]:
     """Yield rules for A, B and the magnitude that follow the base's operation on the weight.
 
     Raises: KeyMapError if they cannot follow it.
     """
-    keys = [PREFIX + key for key in _modules(group)]
-
-    def named(suffix: str) -> list[str]:
-        return [f"{key}.{suffix}" for key in keys]
-
+    group, (adapted, *_) = target.group, target.adapters
+    a, b, of_a, of_b = "lora_A.weight", "lora_B.weight", group.op, group.op
     if adapted.operation == "embedding" and isinstance(group.op, Identity):
-        yield KeyRule.of(adapted.a, named("lora_embedding_A"))
-        yield KeyRule.of(adapted.b, named("lora_embedding_B"))
+        a, b = "lora_embedding_A", "lora_embedding_B"
     elif adapted.operation == "stack" and isinstance(group.op, Unstack):
         # if the file has W transposed, (B A)^T = A^T B^T: A and B change places
-        a, b = ("lora_B", "lora_A") if group.op.transpose else ("lora_A", "lora_B")
-        yield KeyRule.of(adapted.a, named(f"{a}.weight"), group.op)
-        yield KeyRule.of(adapted.b, named(f"{b}.weight"), group.op)
-    elif adapted.operation == "conv1d" and isinstance(group.op, Identity):
-        yield KeyRule.of(adapted.a, named("lora_A.weight"))
-        yield KeyRule.of(adapted.b, named("lora_B.weight"))
+        a, b = (b, a) if group.op.transpose else (a, b)
+    elif adapted.operation == "linear" and isinstance(group.op, Concat):
+        of_a, of_b = target.operations((found or {}).get(f"{PREFIX}{target.modules[0]}.{a}"))
     elif adapted.operation == "linear" and _keeps_rows(group, adapted.rows):
-        yield KeyRule.of(adapted.a, named("lora_A.weight"), _parts_of_a(adapted, len(keys)))
-        yield KeyRule.of(adapted.b, named("lora_B.weight"), group.op)
-        if adapted.magnitude is not None:
-            yield KeyRule.of(adapted.magnitude, named("lora_magnitude_vector"), group.op)
-    else:
+        of_a = _parts_of_a(adapted, len(group.keys))
+    elif adapted.operation != "conv1d" or not isinstance(group.op, Identity):
         files = f"{', '.join(group.keys[:2])}{', ...' if len(group.keys) > 2 else ''}"
         what = f"{adapted.site}: stored as {files} ({type(group.op).__name__})"
         raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.site,))
+    parts = zip(*(adapted.tensors for adapted in target.adapters), strict=True)
+    endings = ((a, of_a), (b, of_b), ("lora_magnitude_vector", group.op))
+    for names, (ending, op) in zip(parts, endings, strict=False):
+        yield KeyRule.of(names, [f"{PREFIX}{module}.{ending}" for module in target.modules], op)
 
 
 def _parts_of_a(adapted: LowRank, num_keys: int) -> TensorOp:
@@ -241,11 +234,6 @@ def _keeps_rows(group: KeyGroup, rows: tuple[int, ...]) -> bool:
             return False
         op = op.first
     return isinstance(op, _OF_ROWS)
-
-
-def _modules(group: KeyGroup) -> list[str]:
-    """Return the names of the other tool's modules that hold the weight."""
-    return [key.removesuffix(".weight") for key in group.keys]
 
 
 def _is_renamed(group: KeyGroup, base: KeyMap) -> bool:

@@ -18,9 +18,8 @@ from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.copies import TrainedCopy
 from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
 from titan_ckpt.converters.qat.converter import quantised_forward
-from titan_ckpt.errors import KeyMapError
-from titan_ckpt.geometry.keymap import KeyMap, Split
-from titan_ckpt.weights.low_rank import LoRARecord, LowRank, is_conv1d, matches
+from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.weights.low_rank import LoRARecord, LowRank, fused_rows, is_conv1d, matches
 from titan_ckpt.weights.names import clean_fqn
 
 _OUT = "leave it out of target_modules"
@@ -91,13 +90,13 @@ def find_sites(model: nn.Module, config: LoRAConfig) -> dict[str, Site]:
     sites: list[Site] = []
     record = LoRARecord.of(asdict(config))
     key_map = getattr(model, "key_map", None)
-    table: KeyMap | None = key_map() if callable(key_map) else None
+    table: KeyMap = key_map() if callable(key_map) else KeyMap()
     for name, module in model.named_modules():
         fqn = clean_fqn(name)
         if isinstance(module, nn.Embedding):
             sites.append(Site(module, record.low_rank(fqn, "embedding")))
         elif isinstance(module, nn.Linear):
-            sites.append(Site(module, record.low_rank(fqn, "linear", _fused_rows(f"{fqn}.weight", table))))
+            sites.append(Site(module, record.low_rank(fqn, "linear", fused_rows(f"{fqn}.weight", table))))
         elif is_conv1d(module):
             sites.append(Site(module, record.low_rank(fqn, "conv1d")))
         else:
@@ -151,14 +150,3 @@ def unused_patterns(config: LoRAConfig, adapted: Sequence[str]) -> Iterator[str]
         for name in table:
             if not any(matches(fqn, name) for fqn in adapted):
                 yield f"{field}: {name!r} matches none of the adapted weights"
-
-
-def _fused_rows(weight: str, table: KeyMap | None) -> tuple[int, ...]:
-    """Return the rows into which the model's table splits the weight for other tools; empty if it does not."""
-    if table is None:
-        return ()
-    try:
-        op = table.group_of_fqn(weight).op
-    except KeyMapError:
-        return ()
-    return op.rows if isinstance(op, Split) else ()

@@ -142,7 +142,7 @@ def _misfits(
     settings: Collection[str],
 ) -> Iterator[str]:
     """Yield the differences between two sets of converters that change what the `owned` tensors compute."""
-    sites = {part.site for name in owned if (part := lora_tensor(name)) is not None and part.role == low_rank.A}
+    sites = low_rank.sites_of(owned)
     before, now = (_by_kind(descriptions).get(low_rank.KIND) for descriptions in (saved, running))
     try:
         records = [LoRARecord.of(description) for description in (before, now) if description is not None]

@@ -6,7 +6,7 @@ model without memory, knows the name of every tensor on both sides. An entry poi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -27,7 +27,7 @@ from titan_ckpt.errors import (
 from titan_ckpt.formats.huggingface.peft import CONFIG, PeftReader, unselected
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import LazyTensor, info_of
+from titan_ckpt.geometry.chunks import LazyTensor, dtype_name, info_of
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.tools.models import ModelTable, require_table
 from titan_ckpt.types import ModelHooks
@@ -38,7 +38,8 @@ from titan_ckpt.weights.low_rank import LoRARecord, LowRank, lora_tensor
 from titan_ckpt.weights.stored_names import model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, cast_all
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GUESSES = (torch.float32, torch.bfloat16, torch.float16)
+_BY_NAME: Mapping[Any, torch.dtype] = {dtype_name(dtype): dtype for dtype in CASTABLE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +229,8 @@ def effects(adapter: Adapter, source: Path) -> dict[str, str]:
         record = LoRARecord.of(adapter.lora)
     except ValueError as error:
         raise LoadMismatchError(f"{source}: its manifest describes a LoRA that cannot be read: {error}") from None
-    parts = [part for name in adapter.tensors if (part := lora_tensor(name)) is not None and part.role == low_rank.A]
-    scales = {f"{part.site} scale": f"{record.low_rank(part.site).scaling:.9g}" for part in parts}
+    sites = low_rank.sites_of(adapter.tensors)
+    scales = {f"{site} scale": f"{record.low_rank(site).scaling:.9g}" for site in sites}
     digest = None if adapter.base is None else adapter.base.get("digest")
     base = {} if digest is None else {"base.digest": str(digest)}
     return {**scales, "use_dora": str(record.use_dora), **base}
@@ -238,44 +239,43 @@ def effects(adapter: Adapter, source: Path) -> dict[str, str]:
 class RecordedBase:
     """The digests that the weights of a base may have had in the memory of the run that trained an adapter on it.
 
-    A run casts weights as it was told and has the names of its own architecture, and an adapter records neither.
+    A run casts weights as it was told and has the names of its own architecture. An adapter records no architecture,
+    and no dtype if its step is of an earlier version, or if the base had several.
     """
 
-    def __init__(self, path: Path, variants: Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]) -> None:
+    def __init__(
+        self, path: Path, variants: Callable[[], Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]]
+    ) -> None:
         """Digest nothing yet. `variants`: the base's tensors by the names of each architecture that reads it."""
-        self._path, self._remaining = path, self._digests(variants)
-        self._found: list[str] = []
-        self._lacking: list[str] = []
+        self._path, self._variants = path, variants
+        self._digests: dict[tuple[str, torch.dtype | None], str] = {}
 
     def check(self, adapter: Path, record: Mapping[str, Any]) -> str:
         """Return in words what the digest says. Raises: BaseMismatchError if the adapter has another base."""
-        expected = record.get("digest")
-        while expected not in self._found and (digest := next(self._remaining, None)) is not None:
-            self._found.append(digest)
-        if expected in self._found:
-            return f"{adapter} was trained on this base: digest {expected}"
-        if not self._found:
-            lacking = listed(self._lacking, ", ", " ")
-            return f"the base of {adapter} is not compared by digest: {self._path} lacks {lacking}"
-        found = {"path": str(self._path), "digest": self._found[0]}
-        raise another_base(found, record, str(adapter), "or merge it into that base")
-
-    def _digests(self, variants: Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]) -> Iterator[str]:
-        for table, tensors in variants:
-            if lacking := [name for name in table.tensors if name not in tensors]:
-                self._lacking += lacking
-                continue
-            yield self._digest(tensors)
+        expected, dtype = record.get("digest"), _BY_NAME.get(record.get("dtype"))
+        found: list[str] = []
+        lacking: list[str] = []
+        for table, tensors in self._variants():
+            lacking += (missing := [name for name in table.tensors if name not in tensors])
             floats = {v.info.dtype for v in tensors.values() if v.info.dtype in CASTABLE}
-            for dtype in _DTYPES:
-                if floats != {dtype}:
-                    cast: Any = cast_all(dict(tensors), dtype)
-                    yield self._digest(cast)
+            for cast in () if missing else (None, *_GUESSES) if dtype is None else (dtype,):
+                found.append(self._digest(table.architecture, tensors, None if floats == {cast} else cast))
+                if found[-1] == expected:
+                    return f"{adapter} was trained on this base: digest {expected}"
+        if not found:
+            names = listed(lacking, ", ", " ")
+            return f"the base of {adapter} is not compared by digest: {self._path} lacks {names}"
+        raise another_base(
+            {"path": str(self._path), "digest": found[0]}, record, str(adapter), "or merge it into that base"
+        )
 
-    def _digest(self, tensors: Mapping[str, LazyTensor]) -> str:
-        digests = {}
-        with progress.shown(f"reading {self._path.name}", sum(v.info.nbytes for v in tensors.values())) as count:
-            for name, value in tensors.items():
-                digests[name] = digest_of(value)
-                count(value.info.nbytes)
-        return base_digest(digests)
+    def _digest(self, architecture: str, tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> str:
+        if (architecture, dtype) not in self._digests:
+            values: Any = cast_all(dict(tensors), dtype)
+            with progress.shown(f"reading {self._path.name}", sum(v.info.nbytes for v in values.values())) as count:
+                digests = {}
+                for name, value in values.items():
+                    digests[name] = digest_of(value)
+                    count(value.info.nbytes)
+            self._digests[architecture, dtype] = base_digest(digests)
+        return self._digests[architecture, dtype]

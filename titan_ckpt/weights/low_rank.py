@@ -1,7 +1,7 @@
 """LoRA's updates of weights: the names of their tensors, the settings that a manifest records, and the arithmetic.
 
 An adapter is a list of `LowRank` updates. The converter reads them from live modules (converters/lora/sites.py),
-`loading/pairs.py` from a step, `PeftReader` from a PEFT folder; a merge adds them to the weights, at a load and at an
+`loading/merge.py` from a step, `PeftReader` from a PEFT folder; a merge adds them to the weights, at a load and at an
 export with the same operations. Reads no file.
 """
 
@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Self, TypeVar
@@ -18,7 +19,9 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 from torch import nn
 
+from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.keymap import KeyMap, Split
 
 KIND = "lora"
 """`kind` of the converter in a manifest."""
@@ -57,6 +60,11 @@ def lora_tensor(name: str) -> LoRATensor | None:
     if match := _OF_COPY.fullmatch(name):
         return LoRATensor(COPY, match["module"], f"{match['module']}.{match['parameter']}")
     return None
+
+
+def sites_of(names: Iterable[str]) -> list[str]:
+    """Return the parts of a model that have an A among these tensors."""
+    return [part.site for name in names if (part := lora_tensor(name)) is not None and part.role == A]
 
 
 def is_conv1d(module: nn.Module | None) -> bool:
@@ -155,6 +163,14 @@ class LowRank:
 def spread(b: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """Return B as a factor of the whole weight; in a fused weight, each part's rows use only their part of A."""
     return torch.block_diag(*b.split(list(rows))) if rows else b
+
+
+def fused_rows(weight: str, table: KeyMap) -> tuple[int, ...]:
+    """Return the rows into which a model's table splits a weight for other tools; empty if it does not."""
+    with suppress(KeyMapError):
+        op = table.group_of_fqn(weight).op
+        return op.rows if isinstance(op, Split) else ()
+    return ()
 
 
 def common_settings(updates: Sequence[LowRank]) -> dict[str, Any]:

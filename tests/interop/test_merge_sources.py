@@ -228,7 +228,7 @@ def test_dora_over_cut_rows_is_refused_before_anything_is_changed(tmp_path: Path
         weight = distribute_tensor(torch.zeros(64, 128), init_device_mesh("cpu", (2,)), [Shard(1)])
         state: dict[str, Any] = {f"layers.{i}.feed_forward.w2.weight": weight for i in range(2)}
         with PeftReader(adapter) as reader, pytest.raises(LoadMismatchError, match=r"1\.mlp.*whole rows.*are cut"):
-            prepare_merge(reader, state, (), Llama3(SHAPE).key_map())
+            prepare_merge(reader, state, {}, Llama3(SHAPE).key_map())
     finally:
         dist.destroy_process_group()
 
@@ -323,7 +323,7 @@ def test_a_table_that_transposes_a_square_weight_says_how_the_other_tool_stores_
     state = {fqn: plain[name].t().clone() for name, fqn in names.items()}
     modules = {fqn.removesuffix(".weight"): torch.nn.Linear(1, 1) for fqn in state}
     with PeftReader(adapter) as reader:
-        prepare_merge(reader, state, (), table, modules).apply()
+        prepare_merge(reader, state, {}, table, modules).apply()
     merged = theirs.merge_and_unload().state_dict()
     for name, fqn in names.items():
         torch.testing.assert_close(state[fqn].t(), merged[name], rtol=0, atol=1e-6)

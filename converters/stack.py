@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,10 @@ import torch
 from titan_ckpt.converters.lora.peft import json_number
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError
-from titan_ckpt.formats.huggingface.peft import PAIRS, PREFIX, ModuleNumbers, PeftFormat, PeftReader, unselected
+from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader, unselected
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.weights.identity import BASE_RECORD
-from titan_ckpt.weights.lora_names import PARTS
+from titan_ckpt.weights.low_rank import PARTS, LowRank
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 
@@ -33,28 +33,36 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
     """
     if len(folders) < 2:
         raise ConverterError(f"{len(folders)} adapter(s) cannot be stacked: name two or more folders")
-    adapters = [_read(folder) for folder in folders]
-    base = _common_base(adapters)
-    if dora := [str(a.folder) for a in adapters if a.config.get("use_dora")]:
-        raise ConverterError(f"{', '.join(dora)}: DoRA scales whole rows by its own norm, so its effects do not add up")
-    scale = next((s for a in adapters for module in a.modules if (s := a.scale_of(module))), None)
-    if scale is None:
-        raise ConverterError(f"{', '.join(map(str, folders))}: every pair is scaled by 0, or there is none")
-    tensors: dict[str, torch.Tensor] = {}
-    ranks: dict[str, int] = {}
-    blocks: dict[str, list[int]] = {}
-    for module in dict.fromkeys(module for adapter in adapters for module in adapter.modules):
-        name, parts = module.removeprefix(PREFIX), [adapter for adapter in adapters if module in adapter.modules]
-        a, b = module + parts[0].modules[module], module + PAIRS[parts[0].modules[module]]
-        order = _order([adapter.blocks_of(module) for adapter in parts])
-        tensors[a] = torch.cat([adapter.tensors[a] for adapter in parts])
-        tensors[b] = torch.cat([_scaled(part.tensors[b], part.scale_of(module) / scale) for part in parts], dim=1)
-        ranks[name] = tensors[b].shape[1]
-        if order:
-            by_part = torch.tensor([rank for of_part in order for rank in of_part], dtype=torch.long)
-            tensors[a], tensors[b] = tensors[a][by_part], tensors[b][:, by_part]
-            blocks[name] = [len(of_part) for of_part in order]
-    tensors |= _copies(adapters)
+    with ExitStack() as stack:
+        adapters = [stack.enter_context(PeftReader(folder)) for folder in folders]
+        for adapter in adapters:
+            if strangers := unselected(adapter):
+                raise ConverterError(
+                    f"{adapter.path}: target_modules does not select {strangers[0]}, so PEFT would ignore it"
+                )
+        base = _common_base(adapters)
+        if dora := [str(a.path) for a in adapters if a.metadata().get("use_dora")]:
+            raise ConverterError(
+                f"{', '.join(dora)}: DoRA scales whole rows by its own norm, so its effects do not add up"
+            )
+        by_site = [{update.site: update for update in adapter.updates()} for adapter in adapters]
+        scale = next((u.scaling for updates in by_site for u in updates.values() if u.scaling), None)
+        if scale is None:
+            raise ConverterError(f"{', '.join(map(str, folders))}: every pair is scaled by 0, or there is none")
+        tensors = _copies(adapters)
+        ranks: dict[str, int] = {}
+        blocks: dict[str, list[int]] = {}
+        for site in dict.fromkeys(site for updates in by_site for site in updates):
+            parts = [(r, updates[site]) for r, updates in zip(adapters, by_site, strict=True) if site in updates]
+            first = parts[0][1]
+            a = torch.cat([reader.whole(first.a) for reader, _ in parts])
+            b = torch.cat([_scaled(reader.whole(first.b), u.scaling / scale) for reader, u in parts], dim=1)
+            ranks[site] = b.shape[1]
+            if order := _order([_blocks(reader, update) for reader, update in parts]):
+                by_part = torch.tensor([rank for of_part in order for rank in of_part], dtype=torch.long)
+                a, b = a[by_part], b[:, by_part]
+                blocks[site] = [len(of_part) for of_part in order]
+            tensors |= {first.a: a, first.b: b}
     rank = max(ranks.values())
     config = {
         **base,
@@ -63,37 +71,18 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
         "target_modules": sorted(ranks),
         "rank_pattern": {re.escape(name): r for name, r in ranks.items() if r != rank},
         "alpha_pattern": {re.escape(name): json_number(scale * r) for name, r in ranks.items() if r != rank},
-        "modules_to_save": sorted({name for a in adapters for name in a.config.get("modules_to_save") or ()}) or None,
+        "modules_to_save": sorted({name for a in adapters for name in a.metadata().get("modules_to_save") or ()})
+        or None,
         **({PARTS: blocks} if blocks else {}),
     }
     groups = StateDictTransforms().to_file(dict(tensors), None, None)
     FolderExport(groups, PeftFormat(config)).write(out, Coordinator.current())
 
 
-@dataclass(frozen=True, slots=True)
-class _Folder:
-    folder: Path
-    config: dict[str, Any]
-    tensors: dict[str, torch.Tensor]
-    modules: dict[str, str]
-    """Module name with PREFIX -> the suffix of its A in the file."""
-
-    def scale_of(self, module: str) -> float:
-        return ModuleNumbers(self.config).scaling(module.removeprefix(PREFIX))
-
-    def blocks_of(self, module: str) -> Sequence[int]:
-        """Return the ranks of the diagonal blocks of a module's pair; empty if the pair is one block."""
-        ranks: Sequence[int] = (self.config.get(PARTS) or {}).get(module.removeprefix(PREFIX), ())
-        return ranks if sum(ranks) == self.tensors[module + self.modules[module]].shape[0] else ()
-
-
-def _read(folder: Path) -> _Folder:
-    with PeftReader(folder) as reader:
-        tensors = {key: reader.whole(key) for key in reader.tensors}
-        if strangers := unselected(reader):
-            raise ConverterError(f"{folder}: target_modules does not select {strangers[0]}, so PEFT would ignore it")
-        modules = {key.removesuffix(s): s for key in tensors for s in PAIRS if key.endswith(s)}
-        return _Folder(folder, reader.metadata(), tensors, modules)
+def _blocks(adapter: PeftReader, update: LowRank) -> Sequence[int]:
+    """Return the ranks of the diagonal blocks of a pair; empty if the pair is one block."""
+    ranks: Sequence[int] = (adapter.metadata().get(PARTS) or {}).get(update.site, ())
+    return ranks if sum(ranks) == update.rank else ()
 
 
 def _order(adapters: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -112,30 +101,29 @@ def _order(adapters: Sequence[Sequence[int]]) -> list[list[int]]:
     return out
 
 
-def _common_base(adapters: Sequence[_Folder]) -> dict[str, Any]:
+def _common_base(adapters: Sequence[PeftReader]) -> dict[str, Any]:
     """Return the config keys that name the base. Raises: BaseMismatchError if two adapters name different bases."""
     first = adapters[0]
     for other in adapters[1:]:
-        record, other_record = (a.config.get(BASE_RECORD) or {} for a in (first, other))
-        names = [a.config.get("base_model_name_or_path") for a in (first, other)]
+        record, other_record = (a.metadata().get(BASE_RECORD) or {} for a in (first, other))
+        names = [a.metadata().get("base_model_name_or_path") for a in (first, other)]
         digests = [r.get("digest") for r in (record, other_record)]
         if (digests[0] != digests[1]) if all(digests) else (all(names) and names[0] != names[1]):
             raise BaseMismatchError(
-                f"{first.folder} and {other.folder} were trained on different bases: "
+                f"{first.path} and {other.path} were trained on different bases: "
                 f"{names[0]} ({digests[0]}) and {names[1]} ({digests[1]})",
                 {"path": names[0], **record},
                 {"path": names[1], **other_record},
             )
     kept = ("base_model_name_or_path", "revision", "task_type", BASE_RECORD)
-    return {name: first.config[name] for name in kept if name in first.config}
+    return {name: value for name, value in first.metadata().items() if name in kept}
 
 
-def _copies(adapters: Sequence[_Folder]) -> dict[str, torch.Tensor]:
+def _copies(adapters: Sequence[PeftReader]) -> dict[str, torch.Tensor]:
     """Return the tensors of modules trained in full. Raises: ConverterError if two adapters trained the same module."""
     out: dict[str, torch.Tensor] = {}
     for adapter in adapters:
-        pairs = {module + s for module, suffix in adapter.modules.items() for s in (suffix, PAIRS[suffix])}
-        copies = {key: value for key, value in adapter.tensors.items() if key not in pairs}
+        copies = {key: adapter.whole(key) for key in adapter.copies()}
         if twice := sorted(set(copies) & set(out)):
             raise ConverterError(f"{twice[0]} was trained in full by two of the adapters, and copies do not add up")
         out |= copies

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 from titan_ckpt.errors import ConverterError, listed
-from titan_ckpt.weights.lora_names import matches
+from titan_ckpt.weights.low_rank import matches
 
 _LISTED = 8
 _LINES = 12

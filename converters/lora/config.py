@@ -10,7 +10,6 @@ import torch
 
 from titan_ckpt.config import PositiveInt
 from titan_ckpt.encoding.toml import Check, Checked
-from titan_ckpt.weights.lora_names import from_patterns, scale
 
 Alpha = Annotated[float, Check("a positive number; at 0 the adapter does nothing", lambda a: a > 0)]
 Dropout = Annotated[float, Check("a probability below 1", lambda p: 0 <= p < 1)]
@@ -59,15 +58,3 @@ class LoRAConfig(Checked):
     @property
     def torch_dtype(self) -> torch.dtype:
         return {"float32": torch.float32, "bfloat16": torch.bfloat16}[self.dtype]
-
-    def rank_of(self, fqn: str) -> int:
-        """Return the rank of the adapter on this module."""
-        return from_patterns(fqn, self.rank_pattern, self.rank)
-
-    def alpha_of(self, fqn: str) -> float:
-        """Return alpha of the adapter on this module."""
-        return from_patterns(fqn, self.alpha_pattern, self.alpha)
-
-    def scaling_of(self, fqn: str) -> float:
-        """Return the factor by which the adapter's output on this module is multiplied."""
-        return scale(self.rank_of(fqn), self.alpha_of(fqn), use_rslora=self.use_rslora)

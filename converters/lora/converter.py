@@ -17,17 +17,15 @@ from titan_ckpt.converters.lora.copies import TrainedCopy, attach_copy
 from titan_ckpt.converters.lora.init import initialize_adapter
 from titan_ckpt.converters.lora.layers import (
     AdaptedStacks,
-    Adapter,
     LoRAConv1D,
     LoRAEmbedding,
     LoRALinear,
     attach,
-    attach_to_stack,
 )
-from titan_ckpt.converters.lora.merge import AdaptedWeight, check_adapters, merged, rounded
+from titan_ckpt.converters.lora.merge import check_adapters, merged, rounded
 from titan_ckpt.converters.lora.peft import PeftAdapter
 from titan_ckpt.converters.lora.proof import prove
-from titan_ckpt.converters.lora.sites import Site, copy_misfits, find_sites, leaf_modules, tied_modules, unused_patterns
+from titan_ckpt.converters.lora.sites import copy_misfits, find_sites, leaf_modules, tied_modules, unused_patterns
 from titan_ckpt.converters.lora.watch import FirstForward
 from titan_ckpt.converters.protocol import ModelConverter, Stage
 from titan_ckpt.converters.qat.converter import quantised_forward
@@ -35,6 +33,7 @@ from titan_ckpt.converters.targets import in_lines, select
 from titan_ckpt.errors import ConverterError, ExportError, counted
 from titan_ckpt.geometry.chunks import info_of
 from titan_ckpt.types import StateDict, StateDictAdapter
+from titan_ckpt.weights.low_rank import LowRank
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
@@ -49,8 +48,10 @@ class LoRAConverter(ModelConverter):
 
     def __init__(self, config: LoRAConfig) -> None:
         super().__init__(config)
-        self.adapted: dict[str, AdaptedWeight] = {}
+        self.adapted: dict[str, LowRank] = {}
         """The adapter of each adapted module, by the module's fqn."""
+        self.tied: set[str] = set()
+        """The adapted modules that share their weight with another one, which merging would change too."""
         self._copied: dict[str, str] = {}
         """The fqn of a trained copy's tensor -> the fqn of the base's tensor."""
         self._owned: set[str] = set()
@@ -62,7 +63,7 @@ class LoRAConverter(ModelConverter):
 
         Raises: ConverterError listing unmatched names, weights that cannot be adapted, and ranks that are too large.
         """
-        sites = find_sites(model)
+        sites = find_sites(model, self.config)
         chosen = [sites[fqn] for fqn in select(list(sites), self.config.target_modules, "weight to adapt")]
         leaves = leaf_modules(model)
         copied = select(list(leaves), self.config.modules_to_save, "module with parameters and without parts")
@@ -74,16 +75,25 @@ class LoRAConverter(ModelConverter):
         problems += unused_patterns(self.config, adapted)
         if problems:
             raise ConverterError(f"LoRA: {len(problems)} problem(s){in_lines(problems)}")
+        self.tied |= tied & {*adapted}
         if shared := [fqn for fqn in adapted if fqn in tied]:
             logger.warning("LoRA: %s shares its weight with another module: it cannot be merged", ", ".join(shared))
         model.requires_grad_(False)
         for site in chosen:
-            self._adapt(site, tied=site.fqn in tied, scaled_by=proof.scaled_by.get(site.fqn, ""))
+            self.adapted[site.fqn] = site.update
+            attach(
+                site.module,
+                site.update,
+                self.config.torch_dtype,
+                dropout=self.config.dropout,
+                scaled_by=proof.scaled_by.get(site.fqn, ""),
+                quantised=quantised_forward(site.module),
+            )
         for fqn in copied:
             names = [*leaves[fqn].state_dict()]
             attach_copy(leaves[fqn], self.config.torch_dtype)
             self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in names}
-        self._owned = {name for adapted in self.adapted.values() for name in adapted.owned} | set(self._copied)
+        self._owned = {name for adapted in self.adapted.values() for name in adapted.tensors} | set(self._copied)
         weights = {adapted.weight for adapted in self.adapted.values()} | self._owned
         self._others += [fqn for name in model.state_dict() if (fqn := clean_fqn(name)) not in weights]
         self.initialize([model])
@@ -103,8 +113,8 @@ class LoRAConverter(ModelConverter):
         """
         if not last_step:
             return dict(state_dict)
-        adapters = {a.weight: a for a in self.adapted.values() if a.lora_a in state_dict}
-        if tied := [a.fqn for a in adapters.values() if a.tied]:
+        adapters = {a.weight: a for a in self.adapted.values() if a.a in state_dict}
+        if tied := [a.site for a in adapters.values() if a.site in self.tied]:
             raise ExportError(
                 f"{', '.join(tied)} shares its weight with another module, and merging the adapter would change both. "
                 'Export the adapter alone (format = "peft"), or train without this target'
@@ -132,14 +142,3 @@ class LoRAConverter(ModelConverter):
             for name, module in part.named_modules():
                 if isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D | AdaptedStacks | TrainedCopy):
                     initialize_adapter(module, clean_fqn(name), wanted, self.config.seed)
-
-    def _adapt(self, site: Site, *, tied: bool, scaled_by: str) -> None:
-        config, fqn = self.config, site.fqn
-        rank, scaling = config.rank_of(fqn), config.scaling_of(fqn)
-        adapter = Adapter(rank, scaling, config.dropout, config.use_dora, config.torch_dtype, site.rows, scaled_by)
-        if site.form == "stack":
-            attach_to_stack(site.module, site.parameter, adapter)
-        else:
-            attach(site.module, site.form, adapter, quantised_forward(site.module))
-        alpha = config.alpha_of(fqn)
-        self.adapted[fqn] = AdaptedWeight(fqn, site.form, rank, alpha, scaling, site.rows, config.use_dora, tied)

@@ -13,10 +13,10 @@ from itertools import accumulate
 
 import torch
 
-from titan_ckpt.converters.lora.merge import AdaptedWeight
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
-from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, KeyRule, Piece, Shared, TensorOp
+from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, Piece, Shared, TensorOp
+from titan_ckpt.weights.low_rank import LowRank
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Target:
     """One weight of another tool's model and its adapters: one adapter, or one for each part of a fused weight."""
 
     group: KeyGroup
-    adapters: tuple[AdaptedWeight, ...]
+    adapters: tuple[LowRank, ...]
 
     @property
     def modules(self) -> list[str]:
         """Return the other tool's module names."""
-        return [key.removesuffix(".weight") for key in self.group.keys]
+        return modules_of(self.group)
 
     @property
     def ranks(self) -> list[int]:
@@ -88,7 +88,7 @@ class Target:
     @property
     def expected(self) -> str:
         """Return a description of the pair that a folder must have."""
-        alone = f" of {', '.join(a.fqn for a in self.adapters)} alone, exported here" if 0 in self.ranks else ""
+        alone = f" of {', '.join(a.site for a in self.adapters)} alone, exported here" if 0 in self.ranks else ""
         return f"rank {self.adapters[0].rank} scaled by {self.scaling:g}{alone}"
 
     def alpha(self, use_rslora: bool) -> float:
@@ -103,36 +103,31 @@ class Target:
             return rank == self.rank
         return {*self.ranks} == {rank} or (rank == self.rank and list(parts.get(module, ())) == self.ranks)
 
-    def rules(self, prefix: str, found: Mapping[str, TensorInfo] | None) -> Iterator[KeyRule]:
-        """Yield the rules that place the parts' pairs in the pair of a fused weight.
+    def operations(self, a: TensorInfo | None) -> tuple[TensorOp, TensorOp]:
+        """Return how the parts' As and Bs lie in the pair of a fused weight.
 
-        `found`: the tensors of the folder that is read; None for a write.
+        `a`: that of the folder that is read; None for a write.
         Raises: KeyMapError if the parts have different scales, and for DoRA on only some parts.
         """
         what = f"{', '.join(self.modules)} is one module there"
         if any(not math.isclose(a.scaling, self.scaling) for a in self.adapters):
-            scales = ", ".join(f"{a.fqn} by {a.scaling:g}" for a in self.adapters)
+            scales = ", ".join(f"{a.site} by {a.scaling:g}" for a in self.adapters)
             raise KeyMapError(f"{what} and has one scale, and here {scales}: give them equal ones")
-        if self.adapters[0].dora and 0 in self.ranks:
+        if self.adapters[0].magnitude and 0 in self.ranks:
             others = [fqn for fqn, rank in zip(self.group.fqns, self.ranks, strict=True) if not rank]
             raise KeyMapError(f"{what}, and DoRA gives all its rows lengths: adapt {', '.join(others)} as well")
         assert isinstance(self.group.op, Concat)
-        a, b = (f"{prefix}{self.modules[0]}.lora_{name}.weight" for name in "AB")
-        of_a: TensorOp
-        of_b: TensorOp
-        if found is not None and a in found and {*self.ranks} == {found[a].shape[0]}:
-            of_a, of_b = Shared(len(self.ranks)), self.group.op
-        else:
-            of_a = Concat(tuple(filter(None, self.ranks)))
-            of_b = BlockDiagonal(self.group.op.rows, tuple(self.ranks))
-        yield KeyRule.of([adapted.lora_a for adapted in self.adapters], a, of_a)
-        yield KeyRule.of([adapted.lora_b for adapted in self.adapters], b, of_b)
-        if self.adapters[0].dora:
-            magnitude = f"{prefix}{self.modules[0]}.lora_magnitude_vector"
-            yield KeyRule.of([adapted.lora_magnitude for adapted in self.adapters], magnitude, self.group.op)
+        if a is not None and {*self.ranks} == {a.shape[0]}:
+            return Shared(len(self.ranks)), self.group.op
+        return Concat(tuple(filter(None, self.ranks))), BlockDiagonal(self.group.op.rows, tuple(self.ranks))
 
 
-def targets_of(adapted: Iterable[AdaptedWeight], base: KeyMap) -> list[Target]:
+def modules_of(group: KeyGroup) -> list[str]:
+    """Return the names of the other tool's modules that hold a weight."""
+    return [key.removesuffix(".weight") for key in group.keys]
+
+
+def targets_of(adapted: Iterable[LowRank], base: KeyMap) -> list[Target]:
     """Return the other tool's weights with their adapters. Raises: KeyMapError for weights that `base` lacks."""
     by_weight = {a.weight: a for a in adapted}
     groups: dict[KeyGroup, None] = {}

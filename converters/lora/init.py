@@ -14,14 +14,7 @@ import torch
 from torch import nn
 
 from titan_ckpt.converters.lora.copies import TrainedCopy
-from titan_ckpt.converters.lora.layers import (
-    AdaptedStacks,
-    LoRAConv1D,
-    LoRAEmbedding,
-    LoRALinear,
-    StackAdapter,
-    child_weight,
-)
+from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
 from titan_ckpt.converters.lora.merge import whole
 from titan_ckpt.geometry.chunks import blocks_of, fill
 
@@ -35,32 +28,22 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
             if wanted(f"{fqn}.trained.{name}"):
                 fill(value, whole(base[name]))
         return
-    if isinstance(module, AdaptedStacks):
-        for name in module.adapters:
-            _initialize_stack(module.get_submodule(f"lora_{name}"), f"{fqn}.lora_{name}", wanted, seed)
-        return
-    assert isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D)
-    embedding = isinstance(module, LoRAEmbedding)
-    random, zero = ("lora_b", "lora_a") if embedding else ("lora_a", "lora_b")
-    if wanted(name := f"{fqn}.{random}.weight"):
-        weight, generator = child_weight(module, random), _generator(name, seed)
-        shape = weight.shape
-        fill(weight, torch.randn(shape, generator=generator) if embedding else _linear_values(shape, generator))
-    if wanted(f"{fqn}.{zero}.weight"):
-        for block in blocks_of(child_weight(module, zero)):
-            block.data.zero_()
-    if module.adapter.dora and wanted(f"{fqn}.lora_magnitude.weight"):
-        rows = torch.linalg.vector_norm(whole(module.get_parameter("weight")).float(), dim=1)
-        fill(child_weight(module, "lora_magnitude"), rows)
-
-
-def _initialize_stack(factors: nn.Module, fqn: str, wanted: Callable[[str], bool], seed: int) -> None:
-    assert isinstance(factors, StackAdapter)
-    if wanted(name := f"{fqn}.lora_a"):
-        fill(factors.lora_a, _linear_values(factors.lora_a.shape, _generator(name, seed)))
-    if wanted(f"{fqn}.lora_b"):
-        for block in blocks_of(factors.lora_b):
-            block.data.zero_()
+    assert isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D | AdaptedStacks)
+    for adapter in module.adapters.values() if isinstance(module, AdaptedStacks) else [module.adapter]:
+        adapted = adapter.site.rpartition(".")[0] if adapter.operation == "stack" else adapter.site
+        a, b, *lengths = (name.removeprefix(f"{adapted}.") for name in adapter.tensors)
+        embedding = adapter.operation == "embedding"
+        random, zero = (b, a) if embedding else (a, b)
+        if wanted(name := f"{fqn}.{random}"):
+            weight, generator = module.get_parameter(random), _generator(name, seed)
+            draw = torch.randn if embedding else _linear_values
+            fill(weight, draw(weight.shape, generator=generator))
+        if wanted(f"{fqn}.{zero}"):
+            for block in blocks_of(module.get_parameter(zero)):
+                block.data.zero_()
+        if lengths and wanted(f"{fqn}.{lengths[0]}"):
+            rows = torch.linalg.vector_norm(whole(module.get_parameter("weight")).float(), dim=1)
+            fill(module.get_parameter(lengths[0]), rows)
 
 
 def _linear_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:

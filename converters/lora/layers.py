@@ -7,7 +7,6 @@ the initial values.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -16,23 +15,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_ckpt.converters.lora.merge import Form, spread
 from titan_ckpt.converters.qat.converter import QuantisedForward
-
-
-@dataclass(frozen=True, slots=True)
-class Adapter:
-    """Settings of the adapter of one module."""
-
-    rank: int
-    scaling: float
-    dropout: float
-    dora: bool
-    dtype: torch.dtype
-    rows: tuple[int, ...] = ()
-    """Rows of each part of a fused weight; see merge.AdaptedWeight."""
-    scaled_by: str = ""
-    """Attribute by which an embedding's own forward multiplies what it looks up; see proof.py."""
+from titan_ckpt.weights.low_rank import LowRank, spread
 
 
 class Factor(nn.Module):
@@ -77,25 +61,26 @@ class LoRALinear(nn.Linear):
     `super().forward` is the forward of the module's original class, so float8 modules keep their computation.
     """
 
-    adapter: Adapter
+    adapter: LowRank
+    lora_dropout: float
     lora_a: Factor
     lora_b: LoRAUp
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name is torch's
         """Add both paths. The low-rank path computes in the adapter's dtype; the result has the base's dtype."""
         base: torch.Tensor = super().forward(input)
-        dropped = F.dropout(input, self.adapter.dropout, self.training)
+        dropped = F.dropout(input, self.lora_dropout, self.training)
         inner = self.lora_a(dropped.to(self.lora_a.weight.dtype))
         rows = self.adapter.rows
         low = F.linear(inner, spread(self.lora_b.weight, rows)) if rows else self.lora_b(inner)
         low = low * self.adapter.scaling
-        if not self.adapter.dora:
+        if self.adapter.magnitude is None:
             return (base + low).to(base.dtype)
         with torch.no_grad():
             norms: torch.Tensor = torch.linalg.vector_norm(self._combined(), dim=1)
         factor = self.magnitude / norms
         # dropout also applies to the adapter's share of the base product. Source: peft, tuners/lora/dora.py
-        plain: torch.Tensor = super().forward(dropped) if self.training and self.adapter.dropout else base
+        plain: torch.Tensor = super().forward(dropped) if self.training and self.lora_dropout else base
         if self.bias is not None:
             plain = plain - self.bias
         return (base + (factor - 1) * plain + factor * low).to(base.dtype)
@@ -103,19 +88,21 @@ class LoRALinear(nn.Linear):
     @property
     def magnitude(self) -> torch.Tensor:
         """Return DoRA's trained row norms."""
-        return child_weight(self, "lora_magnitude")
+        weight = self.get_submodule("lora_magnitude").weight
+        assert isinstance(weight, torch.Tensor)
+        return weight
 
     def merged_weight(self) -> torch.Tensor:
         """Return the merged weight of base and adapter in the base's dtype, differentiable in the adapter."""
         merged = self._combined()
-        if self.adapter.dora:
+        if self.adapter.magnitude is not None:
             norms = torch.linalg.vector_norm(merged.detach(), dim=1)
             merged = merged * (self.magnitude / norms)[:, None]
         return merged.to(self.weight.dtype)
 
     def _combined(self) -> torch.Tensor:
-        b = spread(self.lora_b.weight, self.adapter.rows)
-        return combine(self.weight, self.lora_a.weight, b, self.adapter.scaling)
+        left, right = self.adapter.factors(self.lora_a.weight, self.lora_b.weight)
+        return combine(self.weight, left, right, self.adapter.scaling)
 
 
 class QuantisedLoRALinear(LoRALinear):
@@ -134,7 +121,9 @@ class QuantisedLoRALinear(LoRALinear):
 class LoRAEmbedding(nn.Embedding):
     """An embedding with an additional low-rank table. A is (rank, num_embeddings), B (embedding_dim, rank)."""
 
-    adapter: Adapter
+    adapter: LowRank
+    lora_scaled_by: str
+    """Attribute by which the module's own forward multiplies what it looks up; see proof.py."""
     lora_a: Factor
     lora_b: Factor
 
@@ -145,8 +134,8 @@ class LoRAEmbedding(nn.Embedding):
         if isinstance(inner, DTensor):  # A sharded by columns gives a masked partial sum, which must be reduced
             inner = inner.redistribute(placements=[Replicate()] * inner.device_mesh.ndim)
         low = F.linear(inner, self.lora_b.weight) * self.adapter.scaling
-        if self.adapter.scaled_by:
-            scale = getattr(self, self.adapter.scaled_by)
+        if self.lora_scaled_by:
+            scale = getattr(self, self.lora_scaled_by)
             # transformers rounds a tensor to the table's dtype, and multiplies by a float as it is
             low = low * (scale.to(self.weight.dtype) if isinstance(scale, torch.Tensor) else scale)
         out: torch.Tensor = (base + low).to(base.dtype)
@@ -156,14 +145,15 @@ class LoRAEmbedding(nn.Embedding):
 class LoRAConv1D(nn.Module):
     """GPT-2's Conv1D, a linear module with a weight (in_features, out_features), with an additional low-rank path."""
 
-    adapter: Adapter
+    adapter: LowRank
+    lora_dropout: float
     lora_a: Factor
     lora_b: LoRAUp
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add both paths; see LoRALinear."""
         base: torch.Tensor = super().forward(x)
-        dropped = F.dropout(x, self.adapter.dropout, self.training)
+        dropped = F.dropout(x, self.lora_dropout, self.training)
         low: torch.Tensor = self.lora_b(self.lora_a(dropped.to(self.lora_a.weight.dtype)))
         return (base + low * self.adapter.scaling).to(base.dtype)
 
@@ -190,8 +180,8 @@ class AdaptedStacks(nn.Module):
     layer's stacks.
     """
 
-    adapters: dict[str, Adapter]
-    """Name of the stacked parameter -> settings of its adapter."""
+    adapters: dict[str, LowRank]
+    """Name of the stacked parameter -> its adapter."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward with the merged stacks in place of its parameters."""
@@ -204,59 +194,65 @@ class AdaptedStacks(nn.Module):
             for name in merged:
                 del self.__dict__[name]
 
-    def _merged(self, name: str, adapter: Adapter) -> torch.Tensor:
+    def _merged(self, name: str, adapter: LowRank) -> torch.Tensor:
         weight, factors = self._parameters[name], self.get_submodule(f"lora_{name}")
         assert weight is not None and isinstance(factors, StackAdapter)
-        return combine(weight, factors.lora_a, factors.lora_b, adapter.scaling).to(weight.dtype)
+        return combine(weight, factors.lora_b, factors.lora_a, adapter.scaling).to(weight.dtype)
 
 
-def combine(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return b @ a * scaling + weight in float32, or in float64 for a float64 weight.
+def combine(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return left @ right * scaling + weight in float32, or in float64 for a float64 weight.
 
-    merge.py does the same operations in the same order, so the export equals what was trained.
+    LowRank.merged does the same operations in the same order, so the export equals what was trained.
     """
     dtype = torch.promote_types(weight.dtype, torch.float32)
-    return (b.to(dtype) @ a.to(dtype)) * scaling + weight
+    return (left.to(dtype) @ right.to(dtype)) * scaling + weight
 
 
-def attach(module: nn.Module, form: Form, adapter: Adapter, quantised: QuantisedForward | None) -> None:
-    """Turn the module into its adapted form in place, with uninitialised adapters on the same device."""
+def attach(
+    module: nn.Module,
+    adapter: LowRank,
+    dtype: torch.dtype,
+    *,
+    dropout: float = 0.0,
+    scaled_by: str = "",
+    quantised: QuantisedForward | None = None,
+) -> None:
+    """Turn the module into its adapted form in place, with uninitialised factors in `dtype` on the same device."""
+    if adapter.operation == "stack":
+        attach_to_stack(module, adapter, dtype)
+        return
     weight = module.get_parameter("weight")
-    where: dict[str, Any] = {"device": weight.device, "dtype": adapter.dtype}
-    num_out, num_in = weight.shape if form == "linear" else weight.shape[::-1]
+    where: dict[str, Any] = {"device": weight.device, "dtype": dtype}
+    num_out, num_in = weight.shape[::-1] if adapter.transposed else weight.shape
     linear = LoRALinear if quantised is None else QuantisedLoRALinear
     base: Any = type(module)
-    kind = {"linear": linear, "embedding": LoRAEmbedding, "conv1d": LoRAConv1D}[form]
+    kind = {"linear": linear, "embedding": LoRAEmbedding, "conv1d": LoRAConv1D}[adapter.operation]
     module.__class__ = mixed(kind, base)
     module.lora_a = Factor(adapter.rank * max(1, len(adapter.rows)), num_in, **where)
-    up = Factor if form == "embedding" else LoRAUp
+    up = Factor if adapter.operation == "embedding" else LoRAUp
     module.lora_b = up(num_out, adapter.rank, **where)
-    if adapter.dora:
+    if adapter.magnitude is not None:
         module.lora_magnitude = Magnitude(num_out, **where)
     if quantised is not None:
         module.quantised = quantised  # type: ignore[assignment]
-    module.adapter = adapter  # type: ignore[assignment]
+    own: dict[str, Any] = {"adapter": adapter, "lora_dropout": dropout, "lora_scaled_by": scaled_by}
+    vars(module).update(own)
 
 
-def attach_to_stack(module: nn.Module, name: str, adapter: Adapter) -> None:
+def attach_to_stack(module: nn.Module, adapter: LowRank, dtype: torch.dtype) -> None:
     """Attach an adapter to a parameter of stacked experts, in place."""
     if not isinstance(module, AdaptedStacks):
         base: Any = type(module)
         module.__class__ = mixed(AdaptedStacks, base)
         module.__dict__["adapters"] = {}
     assert isinstance(module, AdaptedStacks)
+    name = adapter.weight.rpartition(".")[2]
     module.adapters[name] = adapter
-    module.add_module(f"lora_{name}", StackAdapter(module.get_parameter(name), adapter.rank, adapter.dtype))
+    module.add_module(f"lora_{name}", StackAdapter(module.get_parameter(name), adapter.rank, dtype))
 
 
 @cache
 def mixed(kind: Any, base: Any) -> type[Any]:
     """Return a subclass of `kind` whose `super().forward` is the forward of `base`."""
     return kind if base in kind.__mro__ else type(f"{kind.__name__}_{base.__name__}", (kind, base), {})
-
-
-def child_weight(module: nn.Module, child: str) -> torch.Tensor:
-    """Return the weight of a child module that an adapter added."""
-    weight = module.get_submodule(child).weight
-    assert isinstance(weight, torch.Tensor)
-    return weight

@@ -15,8 +15,7 @@ from itertools import accumulate, chain
 from typing import Any
 
 from titan_ckpt.converters.lora.config import LoRAConfig
-from titan_ckpt.converters.lora.fused import targets_of
-from titan_ckpt.converters.lora.merge import AdaptedWeight
+from titan_ckpt.converters.lora.fused import Target, modules_of, targets_of
 from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
@@ -37,7 +36,7 @@ from titan_ckpt.geometry.keymap import (
     TensorOp,
     Unstack,
 )
-from titan_ckpt.weights.lora_names import PARTS
+from titan_ckpt.weights.low_rank import PARTS, LowRank
 
 _OF_ROWS = (Identity, PermuteRotary, PermuteRows, Split)
 """Operations that move whole rows, so that B follows them and A stays."""
@@ -51,7 +50,7 @@ class PeftAdapter:
     """LoRA's StateDictAdapter; see titan_ckpt.types."""
 
     config: LoRAConfig
-    adapted: Mapping[str, AdaptedWeight]
+    adapted: Mapping[str, LowRank]
     copied: Mapping[str, str]
     others: Sequence[str]
     """The base's other tensors: nothing that is written may select their modules."""
@@ -69,8 +68,7 @@ class PeftAdapter:
         problems: list[str] = []
         for target in targets_of(self.adapted.values(), base):
             try:
-                fused = isinstance(target.group.op, Concat) and target.adapters[0].form == "linear"
-                made = [*(target.rules(PREFIX, found) if fused else _adapter_rules(target.adapters[0], target.group))]
+                made = _rules(target, found)
                 rules += made if found is None else [_first_of_equals(rule, repeats) for rule in made]
             except KeyMapError as error:
                 problems.append(str(error))
@@ -88,7 +86,7 @@ class PeftAdapter:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""
         config = self.config
         modules = {module: t for t in targets_of(self.adapted.values(), base) for module in t.modules}
-        in_memory = {m: t.adapters[0].fqn for m, t in modules.items() if _is_renamed(t.group, base)}
+        in_memory = {m: t.adapters[0].site for m, t in modules.items() if _is_renamed(t.group, base)}
         names = {module: [module, *([in_memory[module]] if module in in_memory else [])] for module in modules}
         by_weight = self._beside_experts(base, [*chain(*names.values())])
         known = {*chain(*names.values()), *self._other_modules(base)}
@@ -96,7 +94,7 @@ class PeftAdapter:
         keys = {m: [_pattern(key, every) for n in names[m] for key in (n, by_weight.get(n)) if key] for m in modules}
         alphas = {module: json_number(t.alpha(config.use_rslora)) for module, t in modules.items()}
         parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
-        copied = {key for fqn in self.copied.values() for key in _modules(base.group_of_fqn(fqn))}
+        copied = {key for fqn in self.copied.values() for key in modules_of(base.group_of_fqn(fqn))}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -108,7 +106,7 @@ class PeftAdapter:
             "bias": "none",
             "use_rslora": config.use_rslora,
             "use_dora": config.use_dora,
-            "fan_in_fan_out": any(adapted.form == "conv1d" for adapted in self.adapted.values()),
+            "fan_in_fan_out": any(adapted.operation == "conv1d" for adapted in self.adapted.values()),
             "inference_mode": True,
             "rank_pattern": {key: t.rank for m, t in modules.items() if t.rank != config.rank for key in keys[m]},
             "alpha_pattern": {key: alpha for m, alpha in alphas.items() if alpha != config.alpha for key in keys[m]},
@@ -166,7 +164,7 @@ class PeftAdapter:
         numbers = ModuleNumbers(found)
         try:
             for target, key in ((t, key) for t in targets_of(self.adapted.values(), base) for key in t.modules):
-                if target.adapters[0].form == "embedding" and targets_parameter(found, key):
+                if target.adapters[0].operation == "embedding" and targets_parameter(found, key):
                     problems.append(
                         f"{key}: target_parameters adapts its weight as a matrix, and here it is an embedding, whose "
                         "product is stored another way round: merge the adapter into its base (merge = true, or "
@@ -185,39 +183,33 @@ class PeftAdapter:
         return problems
 
 
-def _adapter_rules(adapted: AdaptedWeight, group: KeyGroup) -> Iterator[KeyRule]:
+def _rules(target: Target, found: Mapping[str, TensorInfo] | None) -> Iterator[KeyRule]:
     """Yield rules for A, B and the magnitude that follow the base's operation on the weight.
 
     Raises: KeyMapError if they cannot follow it.
     """
-    keys = [PREFIX + key for key in _modules(group)]
-
-    def named(suffix: str) -> list[str]:
-        return [f"{key}.{suffix}" for key in keys]
-
-    if adapted.form == "embedding" and isinstance(group.op, Identity):
-        yield KeyRule.of(adapted.lora_a, named("lora_embedding_A"))
-        yield KeyRule.of(adapted.lora_b, named("lora_embedding_B"))
-    elif adapted.form == "stack" and isinstance(group.op, Unstack):
+    group, (adapted, *_) = target.group, target.adapters
+    a, b, of_a, of_b = "lora_A.weight", "lora_B.weight", group.op, group.op
+    if adapted.operation == "embedding" and isinstance(group.op, Identity):
+        a, b = "lora_embedding_A", "lora_embedding_B"
+    elif adapted.operation == "stack" and isinstance(group.op, Unstack):
         # if the file has W transposed, (B A)^T = A^T B^T: A and B change places
-        a, b = ("lora_B", "lora_A") if group.op.transpose else ("lora_A", "lora_B")
-        yield KeyRule.of(adapted.lora_a, named(f"{a}.weight"), group.op)
-        yield KeyRule.of(adapted.lora_b, named(f"{b}.weight"), group.op)
-    elif adapted.form == "conv1d" and isinstance(group.op, Identity):
-        yield KeyRule.of(adapted.lora_a, named("lora_A.weight"))
-        yield KeyRule.of(adapted.lora_b, named("lora_B.weight"))
-    elif adapted.form == "linear" and _keeps_rows(group, adapted.rows):
-        yield KeyRule.of(adapted.lora_a, named("lora_A.weight"), _parts_of_a(adapted, len(keys)))
-        yield KeyRule.of(adapted.lora_b, named("lora_B.weight"), group.op)
-        if adapted.dora:
-            yield KeyRule.of(adapted.lora_magnitude, named("lora_magnitude_vector"), group.op)
-    else:
+        a, b = (b, a) if group.op.transpose else (a, b)
+    elif adapted.operation == "linear" and isinstance(group.op, Concat):
+        of_a, of_b = target.operations((found or {}).get(f"{PREFIX}{target.modules[0]}.{a}"))
+    elif adapted.operation == "linear" and _keeps_rows(group, adapted.rows):
+        of_a = _parts_of_a(adapted, len(group.keys))
+    elif adapted.operation != "conv1d" or not isinstance(group.op, Identity):
         files = f"{', '.join(group.keys[:2])}{', ...' if len(group.keys) > 2 else ''}"
-        what = f"{adapted.fqn}: stored as {files} ({type(group.op).__name__})"
-        raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.fqn,))
+        what = f"{adapted.site}: stored as {files} ({type(group.op).__name__})"
+        raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.site,))
+    parts = zip(*(adapted.tensors for adapted in target.adapters), strict=True)
+    endings = ((a, of_a), (b, of_b), ("lora_magnitude_vector", group.op))
+    for names, (ending, op) in zip(parts, endings, strict=False):
+        yield KeyRule.of(names, [f"{PREFIX}{module}.{ending}" for module in target.modules], op)
 
 
-def _parts_of_a(adapted: AdaptedWeight, num_keys: int) -> TensorOp:
+def _parts_of_a(adapted: LowRank, num_keys: int) -> TensorOp:
     """Return how A is stored: cut if each part of a fused weight has its own, repeated if they share one."""
     if adapted.rows:
         return Split((adapted.rank,) * len(adapted.rows))
@@ -242,11 +234,6 @@ def _keeps_rows(group: KeyGroup, rows: tuple[int, ...]) -> bool:
             return False
         op = op.first
     return isinstance(op, _OF_ROWS)
-
-
-def _modules(group: KeyGroup) -> list[str]:
-    """Return the names of the other tool's modules that hold the weight."""
-    return [key.removesuffix(".weight") for key in group.keys]
 
 
 def _is_renamed(group: KeyGroup, base: KeyMap) -> bool:

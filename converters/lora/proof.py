@@ -18,13 +18,14 @@ from torch import nn
 
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.copies import without_hooks
-from titan_ckpt.converters.lora.layers import Adapter, attach
-from titan_ckpt.converters.lora.merge import AdaptedWeight, merged
+from titan_ckpt.converters.lora.layers import attach
+from titan_ckpt.converters.lora.merge import merged
 from titan_ckpt.converters.lora.sites import Site
 from titan_ckpt.converters.qat.converter import quantised_forward
 from titan_ckpt.errors import listed
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.rng import RandomState, generators_kept
+from titan_ckpt.weights.low_rank import LoRARecord, LowRank
 
 _MAX_ELEMENTS = 2 << 20
 """Most elements of the copied weight: 8 MiB in float32, of which a proof holds less than eight at a time."""
@@ -62,7 +63,7 @@ def prove(sites: Sequence[Site], config: LoRAConfig) -> Proof:
     """Compare, for each class and settings among the sites, the adapted forward with that of the merged weight."""
     groups: dict[Any, list[Site]] = {}
     for site in sites:
-        if site.form != "stack" and quantised_forward(site.module) is None:
+        if site.update.operation != "stack" and quantised_forward(site.module) is None:
             groups.setdefault(_kind(site), []).append(site)
     proof = Proof({}, [])
     with generators_kept():
@@ -82,7 +83,9 @@ def _kind(site: Site) -> tuple[Any, ...]:
     Parameters do not count, because the copies have random ones; sizes do not matter to torch's own classes.
     """
     kind = type(site.module)
-    return (kind,) if kind in (nn.Linear, nn.Embedding) else (kind, *_content(site.module, _SIZES[site.form]))
+    return (
+        (kind,) if kind in (nn.Linear, nn.Embedding) else (kind, *_content(site.module, _SIZES[site.update.operation]))
+    )
 
 
 def _content(module: nn.Module, without: Collection[str]) -> Iterator[Any]:
@@ -108,13 +111,13 @@ def _comparable(value: Any) -> Any:
 
 def _compare(site: Site, config: LoRAConfig) -> tuple[str, str]:
     """Return the attribute by which the adapter must scale, and why no adapter is right; empty if there is none."""
-    scales = ["", _SCALE] if site.form == "embedding" and hasattr(site.module, _SCALE) else [""]
+    scales = ["", _SCALE] if site.update.operation == "embedding" and hasattr(site.module, _SCALE) else [""]
     name, differences = type(site.module).__name__, []
     for scaled_by in reversed(scales):  # a scale that happens to be 1 is still followed
         rank = min(config.rank, 4, *site.weight.shape)
-        adapter = Adapter(rank, 0.5, 0.0, config.use_dora, torch.float32, scaled_by=scaled_by)
+        update = LoRARecord(rank, rank / 2, False, config.use_dora, {}, {}).low_rank("m", site.update.operation)
         try:
-            differences.append(_difference(site, adapter))
+            differences.append(_difference(site, update, scaled_by))
         except Exception as error:
             cause = (str(error).splitlines() or [type(error).__name__])[0]
             return "", f"no adapter can be proved right on {name} ({cause:.160})"
@@ -125,19 +128,19 @@ def _compare(site: Site, config: LoRAConfig) -> tuple[str, str]:
 
 
 @torch.no_grad()
-def _difference(site: Site, adapter: Adapter) -> float:
+def _difference(site: Site, update: LowRank, scaled_by: str) -> float:
     """Return the largest distance of the adapted from the merged forward, relative to the adapter's effect."""
     random_state = RandomState()
     before, distances = random_state.state_dict(), []
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
         base, ours, exported = (_twin(site) for _ in range(3))
         generator = torch.Generator("cpu").manual_seed(_SEED + 1)
-        attach(ours, site.form, adapter, None)
+        attach(ours, update, torch.float32, scaled_by=scaled_by)
         for name, part in ours.named_children():
             if name.startswith("lora_"):
                 values = torch.randn(part.weight.shape, generator=generator).abs_().add_(0.1)
                 part._parameters["weight"] = nn.Parameter(values)  # noqa: SLF001 - accelerate patches the public way
-        exported._parameters["weight"] = nn.Parameter(_merged(site, ours, adapter))  # noqa: SLF001
+        exported._parameters["weight"] = nn.Parameter(_merged(update, ours))  # noqa: SLF001
         given = _input(site, ours, generator)
         magnitudes = _MAGNITUDES if given.is_floating_point() else (1,)
         for magnitude, training in product(magnitudes, (True, False)):
@@ -157,19 +160,18 @@ def _difference(site: Site, adapter: Adapter) -> float:
     return max(distances, key=lambda d: math.inf if math.isnan(d) else d)
 
 
-def _merged(site: Site, adapted: nn.Module, adapter: Adapter) -> torch.Tensor:
+def _merged(update: LowRank, adapted: nn.Module) -> torch.Tensor:
     """Return the weight that an export would write."""
     tensors = {f"m.{name}": parameter for name, parameter in adapted.named_parameters()}
-    settings = AdaptedWeight("m", site.form, adapter.rank, 0.0, adapter.scaling, dora=adapter.dora)
-    (block,) = blocks_of(merged(settings, tensors))
+    (block,) = blocks_of(merged(update, tensors))
     return block.data
 
 
 def _input(site: Site, module: nn.Module, generator: torch.Generator) -> torch.Tensor:
     shape = module.get_parameter("weight").shape
-    if site.form == "embedding":
+    if site.update.operation == "embedding":
         return torch.randint(0, shape[0], (2, 3), generator=generator)
-    return torch.randn(2, 3, shape[1 if site.form == "linear" else 0], generator=generator)
+    return torch.randn(2, 3, shape[1 if site.update.operation == "linear" else 0], generator=generator)
 
 
 def _twin(site: Site) -> Any:
@@ -179,7 +181,7 @@ def _twin(site: Site) -> Any:
     """
     generator = torch.Generator("cpu").manual_seed(_SEED)
     twin: Any = _copied(site.module, generator)
-    dim = 1 if site.form == "conv1d" else 0
+    dim = 1 if site.update.operation == "conv1d" else 0
     rows, total = site.weight.shape[dim], site.weight.numel()
     size = min(rows, max(1, _MAX_ELEMENTS * rows // total))
     for name, parameter in site.module.named_parameters(recurse=False):
@@ -187,8 +189,8 @@ def _twin(site: Site) -> Any:
         if shape and shape[cut] == rows:
             shape[cut] = size
         twin._parameters[name] = nn.Parameter(_random(shape, generator), requires_grad=False)  # noqa: SLF001
-    setattr(twin, _SIZES[site.form][dim], size)
-    if site.form == "embedding" and twin.padding_idx is not None:
+    setattr(twin, _SIZES[site.update.operation][dim], size)
+    if site.update.operation == "embedding" and twin.padding_idx is not None:
         twin.padding_idx = min(twin.padding_idx, size - 1)
     if hasattr(twin, "linear_mm_config"):  # torchao's Float8Linear: the same rounding on any machine
         mm = twin.linear_mm_config

@@ -6,7 +6,7 @@ Owns the inspection of a model before it is changed. Changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -17,11 +17,9 @@ from torch.nn.parameter import is_lazy
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.copies import TrainedCopy
 from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
-from titan_ckpt.converters.lora.merge import Form
 from titan_ckpt.converters.qat.converter import quantised_forward
-from titan_ckpt.errors import KeyMapError
-from titan_ckpt.geometry.keymap import KeyMap, Split
-from titan_ckpt.weights.lora_names import is_conv1d, matches
+from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.weights.low_rank import LoRARecord, LowRank, fused_rows, is_conv1d, matches
 from titan_ckpt.weights.names import clean_fqn
 
 _OUT = "leave it out of target_modules"
@@ -30,15 +28,19 @@ _ADAPTED = (LoRALinear, LoRAEmbedding, LoRAConv1D, TrainedCopy)
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A weight that could have an adapter."""
+    """A weight that could have an adapter, and the update that it would be."""
 
-    fqn: str
-    """The fqn of the module; for a stack of experts that of the parameter."""
-    form: Form
     module: nn.Module
-    parameter: str
-    rows: tuple[int, ...] = ()
-    """Rows of each part of a fused weight, as the model's key table splits it."""
+    update: LowRank
+
+    @property
+    def fqn(self) -> str:
+        """Return the fqn of the module; for a stack of experts that of the parameter."""
+        return self.update.site
+
+    @property
+    def parameter(self) -> str:
+        return self.update.weight.rpartition(".")[2]
 
     @property
     def weight(self) -> torch.Tensor:
@@ -59,47 +61,48 @@ class Site:
             yield from self._misfits_of_weight(config)
 
     def _misfits_of_weight(self, config: LoRAConfig) -> Iterator[str]:
-        rank, weight = config.rank_of(self.fqn), self.weight
-        capacity = min(*weight.shape[-2:], *self.rows)
+        rank, operation, weight = self.update.rank, self.update.operation, self.weight
+        capacity = min(*weight.shape[-2:], *self.update.rows)
         if isinstance(weight, DTensor):
             yield f"{self.fqn}: is sharded already; convert the model first, then parallelise it"
         elif not weight.is_floating_point():
             yield f"{self.fqn}: its weight is {weight.dtype}, and an adapter needs a floating-point base"
         elif rank > capacity:
             yield f"{self.fqn}: rank {rank} is more than its {list(weight.shape)} can hold"
-        elif config.use_dora and self.form != "linear":
-            yield f"{self.fqn}: DoRA is for linear modules; leave this {self.form} out, or set use_dora = false"
+        elif config.use_dora and operation != "linear":
+            yield f"{self.fqn}: DoRA is for linear modules; leave this {operation} out, or set use_dora = false"
         elif config.use_dora and type(weight.data) is not torch.Tensor:
             yield f"{self.fqn}: DoRA needs plain weights in the forward, and this is a {type(weight.data).__name__}"
         elif isinstance(self.module, NonDynamicallyQuantizableLinear):
             yield f"{self.fqn}: MultiheadAttention uses this weight itself, and an adapter would do nothing; {_OUT}"
         elif getattr(self.module, "max_norm", None) is not None:
             yield f"{self.fqn}: max_norm changes the rows of the frozen table in each forward; {_OUT}"
-        elif config.dropout and (self.form == "stack" or quantised_forward(self.module) is not None):
-            why = "an adapter's input" if self.form == "stack" else "an adapter's input, and QAT quantises"
+        elif config.dropout and (operation == "stack" or quantised_forward(self.module) is not None):
+            why = "an adapter's input" if operation == "stack" else "an adapter's input, and QAT quantises"
             yield f"{self.fqn}: dropout acts on {why} the merged weight; set dropout = 0"
 
     def _is_adapted_stack(self) -> bool:
         return isinstance(self.module, AdaptedStacks) and self.parameter in self.module.adapters
 
 
-def find_sites(model: nn.Module) -> dict[str, Site]:
+def find_sites(model: nn.Module, config: LoRAConfig) -> dict[str, Site]:
     """Return linear and embedding modules, and 3-D parameters of other modules, by fqn, in the model's order."""
-    sites: dict[str, Site] = {}
+    sites: list[Site] = []
+    record = LoRARecord.of(asdict(config))
     key_map = getattr(model, "key_map", None)
-    table: KeyMap | None = key_map() if callable(key_map) else None
+    table: KeyMap = key_map() if callable(key_map) else KeyMap()
     for name, module in model.named_modules():
         fqn = clean_fqn(name)
         if isinstance(module, nn.Embedding):
-            sites[fqn] = Site(fqn, "embedding", module, "weight")
+            sites.append(Site(module, record.low_rank(fqn, "embedding")))
         elif isinstance(module, nn.Linear):
-            sites[fqn] = Site(fqn, "linear", module, "weight", _fused_rows(f"{fqn}.weight", table))
+            sites.append(Site(module, record.low_rank(fqn, "linear", fused_rows(f"{fqn}.weight", table))))
         elif is_conv1d(module):
-            sites[fqn] = Site(fqn, "conv1d", module, "weight")
+            sites.append(Site(module, record.low_rank(fqn, "conv1d")))
         else:
             stacks = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
-            sites |= {f"{fqn}.{n}": Site(f"{fqn}.{n}", "stack", module, n) for n in stacks}
-    return sites
+            sites += [Site(module, record.low_rank(f"{fqn}.{n}", "stack")) for n in stacks]
+    return {site.fqn: site for site in sites}
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -147,14 +150,3 @@ def unused_patterns(config: LoRAConfig, adapted: Sequence[str]) -> Iterator[str]
         for name in table:
             if not any(matches(fqn, name) for fqn in adapted):
                 yield f"{field}: {name!r} matches none of the adapted weights"
-
-
-def _fused_rows(weight: str, table: KeyMap | None) -> tuple[int, ...]:
-    """Return the rows into which the model's table splits the weight for other tools; empty if it does not."""
-    if table is None:
-        return ()
-    try:
-        op = table.group_of_fqn(weight).op
-    except KeyMapError:
-        return ()
-    return op.rows if isinstance(op, Split) else ()

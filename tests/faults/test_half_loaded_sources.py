@@ -22,10 +22,10 @@ from titan_ckpt import CheckpointManager
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import PeerError
 from titan_ckpt.geometry.chunks import local_tensor
-from titan_ckpt.loading import merge
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.testing import distributed
+from titan_ckpt.weights.low_rank import LowRank
 
 
 class Run:
@@ -84,15 +84,15 @@ class MergedRun(Run):
         return manager_of(self.model, self.folder, sources, 1, self.hooks)
 
     def failing(self, patch: pytest.MonkeyPatch) -> None:
-        real, left = merge._add, [2]
+        real, left = LowRank.merged, [2]
 
-        def fails(*arguments: Any) -> None:
+        def fails(*arguments: Any) -> torch.Tensor:
             if not left[0]:
                 raise MemoryError("no room for the product")
             left[0] -= 1
-            real(*arguments)
+            return real(*arguments)
 
-        patch.setattr(merge, "_add", fails)
+        patch.setattr(LowRank, "merged", fails)
 
 
 class DeliveredRun(Run):

@@ -27,11 +27,11 @@ from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError, HalfLoadedError, LoadMismatchError
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Transpose
-from titan_ckpt.loading import merge
 from titan_ckpt.loading.merge import prepare_merge
 from titan_ckpt.models import hf
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.testing import distributed
+from titan_ckpt.weights.low_rank import LowRank
 
 LORA: dict[str, Any] = {"kind": "lora", "target_modules": ["wq", "w2"], "rank": 4, "alpha": 8.0}
 
@@ -144,18 +144,18 @@ def test_a_merge_that_fails_in_the_middle_leaves_nothing_to_save(
     base = write_base(tmp_path / "base")
     adapter = write_adapter(base, tmp_path / "adapter")
     model, expected = Llama3(SHAPE), load(base, tmp_path / "whole", adapter).state_dict()
-    real = merge._add
+    real = LowRank.merged
     added: list[Any] = []
 
-    def fails(view: torch.Tensor, *rest: Any) -> None:
+    def fails(update: LowRank, *rest: Any) -> torch.Tensor:
         if len(added) == 2:
             raise MemoryError("no room for the product")
-        added.append(view)
-        real(view, *rest)
+        added.append(update)
+        return real(update, *rest)
 
     with manager_of(model, tmp_path / "run", [base, adapter], 1) as manager:
         with monkeypatch.context() as patch:
-            patch.setattr(merge, "_add", fails)
+            patch.setattr(LowRank, "merged", fails)
             with pytest.raises(MemoryError):
                 manager.load()
         with pytest.raises(HalfLoadedError, match="the load of the initial sources began to overwrite this run"):
@@ -228,7 +228,7 @@ def test_dora_over_cut_rows_is_refused_before_anything_is_changed(tmp_path: Path
         weight = distribute_tensor(torch.zeros(64, 128), init_device_mesh("cpu", (2,)), [Shard(1)])
         state: dict[str, Any] = {f"layers.{i}.feed_forward.w2.weight": weight for i in range(2)}
         with PeftReader(adapter) as reader, pytest.raises(LoadMismatchError, match=r"1\.mlp.*whole rows.*are cut"):
-            prepare_merge(reader, state, (), Llama3(SHAPE).key_map())
+            prepare_merge(reader, state, {}, Llama3(SHAPE).key_map())
     finally:
         dist.destroy_process_group()
 
@@ -323,7 +323,7 @@ def test_a_table_that_transposes_a_square_weight_says_how_the_other_tool_stores_
     state = {fqn: plain[name].t().clone() for name, fqn in names.items()}
     modules = {fqn.removesuffix(".weight"): torch.nn.Linear(1, 1) for fqn in state}
     with PeftReader(adapter) as reader:
-        prepare_merge(reader, state, (), table, modules).apply()
+        prepare_merge(reader, state, {}, table, modules).apply()
     merged = theirs.merge_and_unload().state_dict()
     for name, fqn in names.items():
         torch.testing.assert_close(state[fqn].t(), merged[name], rtol=0, atol=1e-6)

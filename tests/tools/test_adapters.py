@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from tests.world import TOKENS, same
 from titan_ckpt import InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.models.llama3 import Llama3
+from titan_ckpt.weights.identity import base_digest
 
 OWN = "lora/checkpoints/step-1"
 
@@ -193,6 +195,30 @@ def test_a_base_that_its_run_had_cast_is_the_same_base(root: Path, tmp_path: Pat
     save_step(half, tmp_path / "run", converters=from_tables([LORA]), cast=True)
     assert call("merge", half, tmp_path / "run/checkpoints/step-1", tmp_path / "out") == 0
     assert call("merge", root / "hf", tmp_path / "run/checkpoints/step-1", tmp_path / "other") == 2
+
+
+def test_a_base_is_digested_once_if_the_adapter_records_its_dtype(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A record of an earlier version has no dtype: then the base is digested as it is stored, and as it may be cast."""
+    half, peft = tmp_path / "half", tmp_path / "peft"
+    assert call("convert", root / "hf", half, "--to", "hf", "--dtype", "bfloat16") == 0
+    save_step(half, tmp_path / "run", converters=from_tables([LORA]), cast=True)
+    assert call("convert", tmp_path / "run/checkpoints/step-1", peft, "--to", "peft") == 0
+    passes: list[Mapping[str, str]] = []
+
+    def digest(digests: Mapping[str, str]) -> str:
+        passes.append(digests)
+        return base_digest(digests)
+
+    monkeypatch.setattr("titan_ckpt.tools.adapters.base_digest", digest)
+    assert call("merge", half, peft, tmp_path / "once") == 0
+    assert len(passes) == 1
+    record = json.loads((peft / "titan_ckpt.json").read_text())
+    assert record["titan_ckpt_base"].pop("dtype") == "float32"
+    (peft / "titan_ckpt.json").write_text(json.dumps(record))
+    assert call("merge", half, peft, tmp_path / "guessed") == 0
+    assert len(passes) == 3
 
 
 def test_what_is_no_adapter_or_says_no_scale_is_refused(

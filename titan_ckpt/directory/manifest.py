@@ -241,7 +241,7 @@ def _base(value: Json) -> dict[str, Any] | None:
     if value is None:
         return None
     base = _object(value)
-    if base.keys() - {"merged"} != {"path", "revision", "format", "digest"}:
+    if base.keys() - {"merged", "dtype"} != {"path", "revision", "format", "digest"}:
         raise ValueError(f"expected path, revision, format and digest, found {', '.join(base):.80}")
     if not all(text is None or isinstance(text, str) for name, text in base.items() if name != "merged"):
         raise TypeError(f"expected texts or null, found {base!r:.200}")

@@ -18,9 +18,9 @@ from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import Format, ModelHooks
-from titan_ckpt.weights import lora_names
+from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.identity import Description, differences
-from titan_ckpt.weights.lora_names import LoRARecord, lora_tensor
+from titan_ckpt.weights.low_rank import LoRARecord, lora_tensor
 from titan_ckpt.weights.stored_names import model_tensors
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -53,13 +53,13 @@ def lora_record(reader: TensorReader) -> LoRARecord:
     """Return the settings of the LoRA tensors in a step. Raises: LoadMismatchError if no manifest says them."""
     path, manifest = reader.path, _manifest_in(reader)
     descriptions = _by_kind([] if manifest is None else manifest.converters)
-    if lora_names.KIND not in descriptions:
+    if low_rank.KIND not in descriptions:
         raise LoadMismatchError(
             f"{path}: its manifest describes no LoRA converter, so nothing says the scale of its tensors. Export the "
             'adapter in the run that trained it (format = "peft"), and take that'
         )
     try:
-        return LoRARecord.of(descriptions[lora_names.KIND])
+        return LoRARecord.of(descriptions[low_rank.KIND])
     except ValueError as error:
         raise LoadMismatchError(f"{path}: its manifest describes a LoRA that cannot be merged: {error}") from None
 
@@ -104,7 +104,7 @@ def check_fits(
         raise LoadMismatchError(f"{path} holds no model weights: its run took them from outside. Name another source")
     saved = [] if manifest is None else manifest.converters
     running = [] if model.hooks is None else model.hooks.describe()
-    has_lora = source.adapter or lora_names.KIND in _by_kind(saved)  # else such names are the model's own
+    has_lora = source.adapter or low_rank.KIND in _by_kind(saved)  # else such names are the model's own
     names, wanted = names - selected(names, source.ignore), wanted - selected(wanted, source.initialise)
     owned = [name for name in names if model.owns(name) or (has_lora and lora_tensor(name))]
     if not owned:
@@ -142,8 +142,8 @@ def _misfits(
     settings: Collection[str],
 ) -> Iterator[str]:
     """Yield the differences between two sets of converters that change what the `owned` tensors compute."""
-    sites = {part.site for name in owned if (part := lora_tensor(name)) is not None and part.role == lora_names.A}
-    before, now = (_by_kind(descriptions).get(lora_names.KIND) for descriptions in (saved, running))
+    sites = low_rank.sites_of(owned)
+    before, now = (_by_kind(descriptions).get(low_rank.KIND) for descriptions in (saved, running))
     try:
         records = [LoRARecord.of(description) for description in (before, now) if description is not None]
     except ValueError:  # a converter of somebody else's that has the same name
@@ -153,7 +153,7 @@ def _misfits(
         return
     if settings != _OF_RESULT or any(_effect(records[0], site) != _effect(records[1], site) for site in sites):
         yield from differences([_only(before, settings)], [_only(now, settings)])
-    others = [[d for d in descriptions if d["kind"] != lora_names.KIND] for descriptions in (saved, running)]
+    others = [[d for d in descriptions if d["kind"] != low_rank.KIND] for descriptions in (saved, running)]
     if lines := differences(*others):
         if any(lora_tensor(name) is None for name in owned):
             yield from lines
@@ -162,7 +162,8 @@ def _misfits(
 
 
 def _effect(record: LoRARecord, site: str) -> tuple[int, float, bool]:
-    return record.rank_of(site), record.scaling_of(site), record.use_dora
+    update = record.low_rank(site)
+    return update.rank, update.scaling, record.use_dora
 
 
 def _only(description: Description, names: Collection[str]) -> dict[str, Any]:

@@ -1,178 +1,258 @@
-"""Merging adapters into the base: the product of each pair is added to the live weights, chunk by chunk.
+"""Merging adapters into the base: each update is added to the live weights, chunk by chunk.
 
-Owns the arithmetic, and the check that an adapter fits a model that has no converter for it. pairs.py says where each
-pair belongs; the plan decides which folders are merged, and in which order.
+Owns the forms in which PEFT and this package's own steps store an adapter, and the check that it fits a model that has
+no converter for it. The plan decides which folders are merged, and in which order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.errors import KeyMapError, LoadMismatchError
+from titan_ckpt.formats.huggingface.peft import PeftReader
+from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
+from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, blocks_of, info_of
-from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Transpose
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
-from titan_ckpt.loading.pairs import Pair, Place, find_pairs
+from titan_ckpt.loading.adapters import check_mergeable, lora_record
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
+from titan_ckpt.weights import low_rank
+from titan_ckpt.weights.low_rank import LowRank, Operation, fused_rows
+from titan_ckpt.weights.stored_names import MODEL
 
 _NO_MODULES: Mapping[str, nn.Module] = {}
+_NO_CONFIG: Mapping[str, Any] = {}
 _SHARED = "{}: {} is another module's weight too, which a merge would change"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class AdapterMerge:
-    """An adapter folder that fits the model, except for the keys that `report` lists."""
+    """The updates in an adapter folder, and the weights of the model to which they are added.
+
+    A weight has the name that the folder's tool gives it.
+    """
 
     reader: TensorReader
     base: StateDict
-    report: LoadReport
-    _pairs: Sequence[Pair]
-    _copies: Sequence[tuple[str, Place]]
+    updates: list[LowRank] = field(default_factory=list)
+    copies: dict[str, str] = field(default_factory=dict)
+    """Key of each tensor of the modules that were trained in full -> the tensor of the base that it replaces."""
+    groups: dict[str, KeyGroup] = field(default_factory=dict)
+    """Name of a weight that is changed -> the model's weights that the tool stores in it, and their arrangement."""
+    unexpected: dict[str, str] = field(default_factory=dict)
+    """Keys that the model, or this rank, has no place for -> in a PEFT folder the name of the weight, in the folder if
+    the model's table has none; else nothing."""
+    report: LoadReport = field(default_factory=lambda: LoadReport(()))
+    """The keys that do not fit the model."""
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Add every pair to the live weights, in float32 (float64 for a float64 base), rounded once to their dtype.
+        """Add every update to the live weights, in float32 (float64 for a float64 base), rounded once to their dtype.
 
-        Shape: weight (out, in) += scaling * B (out, r) @ A (r, in); (in, out) += the transpose of it, if the weight is
-        stored so. Each rank computes its own part. DoRA then scales each output feature to its length.
+        Each rank computes its own part (weights/low_rank.py).
         """
-        self._apply_to(self.base, self._pairs, self._copies)
+        self._apply_to(self.base, self.updates, self.copies)
 
     @property
     def changes(self) -> set[str]:
         """Return the names of the weights that `apply` changes."""
-        places = [pair.place for pair in self._pairs] + [place for _, place in self._copies]
-        return {fqn for place in places for fqn in place.group.fqns}
+        return {fqn for group in self.groups.values() for fqn in group.fqns}
 
-    def needs_whole(self, fqn: str) -> bool:
-        """Return whether a weight can only be merged as a whole: DoRA's lengths may be those of its columns."""
-        return any(
-            pair.magnitude is not None and pair.transposed and fqn in pair.place.group.fqns for pair in self._pairs
+    def merged(self, fqn: str, value: LazyTensor) -> LazyTensor:
+        """Return a weight of the base with its updates; block by block where that is possible."""
+        groups = {weight: group for weight, group in self.groups.items() if fqn in group.fqns}
+        updates = [update for update in self.updates if update.weight in groups]
+        copies = {key: weight for key, weight in self.copies.items() if weight in groups}
+        # DoRA's lengths may be those of columns
+        at_once = any(update.magnitude is not None and update.transposed for update in updates)
+        others = {name: LazyTensor(info_of(self.base[name]), tuple) for g in groups.values() for name in g.fqns}
+
+        @torch.no_grad()
+        def blocks() -> Iterator[Block]:
+            for block in [_whole(value)] if at_once else value.blocks():
+                alone = LazyTensor(value.info, partial(list, [block]))
+                self._apply_to({**others, fqn: alone}, updates, copies)
+                yield block
+
+        return LazyTensor(value.info, blocks)
+
+    def shape(self, weight: str) -> Shape:
+        """Return the shape of a weight as the folder's tool stores it."""
+        group = self.groups[weight]
+        return group.op.file_shapes([info_of(self.base[fqn]).shape for fqn in group.fqns])[group.keys.index(weight)]
+
+    def views(self, weight: str, base: StateDict) -> Iterator[tuple[torch.Tensor, Chunk]]:
+        """Yield views of this rank's memory of a weight, each with the region of it that the view holds."""
+        group = self.groups[weight]
+        shapes = [info_of(base[fqn]).shape for fqn in group.fqns]
+        for i, fqn in enumerate(group.fqns):
+            for block in blocks_of(base[fqn]):
+                for piece in group.op.pieces(i, shapes, block.chunk, block.data):
+                    if piece.file_index == group.keys.index(weight):
+                        yield piece.view, piece.chunk
+
+    def _apply_to(self, base: StateDict, updates: Sequence[LowRank], copies: Mapping[str, str]) -> None:
+        self.reader.read(
+            [ReadRequest(k, chunk, v) for k, weight in copies.items() for v, chunk in self.views(weight, base)]
         )
-
-    @torch.no_grad()
-    def apply_to_block(self, fqn: str, block: Block) -> None:
-        """Add the parts of all pairs that belong to one block of one weight, which is memory of the caller's."""
-        pairs = [pair for pair in self._pairs if fqn in pair.place.group.fqns]
-        copies = [(key, place) for key, place in self._copies if fqn in place.group.fqns]
-        fqns = {name for place in [p.place for p in pairs] + [p for _, p in copies] for name in place.group.fqns}
-        alone: StateDict = {name: LazyTensor(info_of(self.base[name]), tuple) for name in fqns}
-        alone[fqn] = LazyTensor(info_of(self.base[fqn]), lambda: [block])
-        self._apply_to(alone, pairs, copies)
-
-    def _apply_to(self, base: StateDict, pairs: Sequence[Pair], copies: Sequence[tuple[str, Place]]) -> None:
-        self.reader.read([ReadRequest(key, chunk, v) for key, place in copies for v, chunk in _views(place, base)])
-        for pair in pairs:
-            left, right = _factors(self.reader, pair)
-            lengths = None if pair.magnitude is None else self.reader.whole(pair.magnitude)
-            for view, chunk in _views(pair.place, base):
-                _add(view, chunk, left, right, pair, lengths)
+        for update in updates:
+            a, b, *lengths = (self.reader.whole(name) for name in update.tensors)
+            factors = update.factors(a, b)
+            for view, chunk in self.views(update.weight, base):
+                view.copy_(update.merged(view, chunk, factors, *lengths).view(view.shape))
 
 
 def prepare_merge(
     reader: TensorReader,
     base: StateDict,
-    tied: Collection[str],
+    tied: Mapping[str, str],
     key_map: KeyMap,
     modules: Mapping[str, nn.Module] = _NO_MODULES,
+    hf_config: Mapping[str, Any] = _NO_CONFIG,
 ) -> AdapterMerge:
     """Find the weights that an adapter changes and check that it has an effect; change nothing.
 
-    `base`: the live tensors without converter-owned ones. `tied`: all names of those that two modules share.
-    `modules`: the model's modules by fqn.
-    Raises: LoadMismatchError for tied weights, DoRA without whole rows, and an adapter without effect;
-    CorruptCheckpointError for NaN.
+    `base`: the live tensors without converter-owned ones. `tied`: alias -> name in `base` of the same tensor.
+    `modules`: the model's modules by fqn; their class says how a weight is stored. `hf_config`: config.json.
+    Raises: LoadMismatchError for tied weights, DoRA without whole rows, an adapter without effect, a step that says no
+    scale, and what is no adapter; NotACheckpointError for settings that cannot be honoured; CorruptCheckpointError for
+    NaN.
     """
-    contents = find_pairs(reader, base, key_map, modules)
+    check_mergeable(reader)
+    shared = {*tied, *tied.values()}
+    if hf_config.get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
+        shared |= {TIED[0]} | {fqn for fqn in base if TIED[1] in key_map.group_of_fqn(fqn).keys}
+    merge = AdapterMerge(reader, base)
+    if isinstance(reader, PeftReader):
+        _read_peft(merge, reader, key_map, modules)
+    else:
+        _read_step(merge, key_map, modules)
     problems: list[str] = []
     mismatched: list[Mismatch] = []
-    for key, place, fits in [
-        *((pair.a, pair.place, _product_shape(reader, pair)) for pair in contents.pairs),
-        *((key, place, reader.tensors[key].shape) for key, place in contents.copies),
+    for key, weight, fits in [
+        *((update.a, update.weight, _product_shape(reader, update)) for update in merge.updates),
+        *((key, weight, reader.tensors[key].shape) for key, weight in merge.copies.items()),
     ]:
-        if shared := [fqn for fqn in place.group.fqns if fqn in tied]:
-            problems.append(_SHARED.format(key, ", ".join(shared)))
-        elif fits != (shape := place.shape(base)):
+        if names := [fqn for fqn in merge.groups[weight].fqns if fqn in shared]:
+            problems.append(_SHARED.format(key, ", ".join(names)))
+        elif fits != (shape := merge.shape(weight)):
             mismatched.append(Mismatch(key, f"a weight {list(shape)}", f"one for {list(fits)}"))
-    problems += [_SHARED.format(key, fqn) for key, fqn in contents.weights.items() if fqn in tied]
-    unexpected = tuple(key for key in contents.unexpected if contents.weights.get(key) not in tied)
-    for pair in contents.pairs:
-        problems += _dora_misfits(pair, reader, base)
-    acting = [pair for pair in contents.pairs if _acts(reader, pair)]
-    if not problems and not (contents.copies or mismatched or unexpected or acting):
-        problems.append(f"none of its {len(contents.pairs)} pairs has any effect: A, B or the scale is zero everywhere")
+    problems += [_SHARED.format(key, fqn) for key, fqn in merge.unexpected.items() if fqn in shared]
+    unexpected = tuple(key for key, fqn in merge.unexpected.items() if fqn not in shared)
+    for update in merge.updates:
+        problems += _dora_misfits(update, merge)
+    acting = [update for update in merge.updates if _acts(reader, update)]
+    if not problems and not (merge.copies or mismatched or unexpected or acting):
+        problems.append(f"none of its {len(merge.updates)} pairs has any effect: A, B or the scale is zero everywhere")
     if problems:
         where = getattr(reader, "path", "the adapter")
         raise LoadMismatchError(f"{where} cannot be merged into the base\n  " + "\n  ".join(problems))
-    report = LoadReport((), unexpected=unexpected, mismatched=tuple(mismatched))
-    return AdapterMerge(reader, base, report, contents.pairs, contents.copies)
+    merge.report = LoadReport((), unexpected=unexpected, mismatched=tuple(mismatched))
+    return merge
 
 
-def _product_shape(reader: TensorReader, pair: Pair) -> Shape:
-    """Return the shape of the weight that a pair is for."""
-    a, b = (reader.tensors[key].shape for key in (pair.a, pair.b))
-    return (a[-1], b[-2]) if pair.transposed else (*b[:-1], a[-1])
+def _read_peft(merge: AdapterMerge, reader: PeftReader, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> None:
+    """Find the place of every tensor of a PEFT folder."""
+    reader.require_supported()
+    config = reader.metadata()
+
+    def finds(key: str, weight: str) -> KeyGroup | None:
+        try:
+            group = key_map.group_of_key(weight)
+        except KeyMapError:
+            merge.unexpected[key] = weight
+            return None
+        if any(fqn not in merge.base for fqn in group.fqns):
+            merge.unexpected[key] = group.fqns[0]
+            return None
+        merge.groups[weight] = group
+        return group
+
+    for update in reader.updates():
+        if group := finds(update.a, update.weight):
+            by_parameter = targets_parameter(config, update.site)  # then PEFT adds B A to it, whatever it is for
+            stored_so = not update.transposed and not by_parameter and _is_stored_transposed(group, modules)
+            merge.updates.append(replace(update, operation="conv1d") if stored_so else update)
+    merge.copies.update({key: weight for key, weight in reader.copies().items() if finds(key, weight)})
 
 
-def _factors(reader: TensorReader, pair: Pair) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the whole factors of the product, in the order in which they are multiplied."""
-    a, b = (reader.whole(key) for key in (pair.a, pair.b))
-    if pair.rows:
-        b = torch.block_diag(*b.split(list(pair.rows)))
-    return (a.t(), b.t()) if pair.transposed else (b, a)
+def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> None:
+    """Find the place of every tensor of a step. Raises: LoadMismatchError if nothing says its scale."""
+    reader, record = merge.reader, lora_record(merge.reader)
+    for key in reader.tensors:
+        part = low_rank.lora_tensor(key.removeprefix(MODEL))
+        if not key.startswith(MODEL) or (part is not None and part.role in (low_rank.B, low_rank.MAGNITUDE)):
+            continue
+        if part is None or part.weight not in merge.base:
+            merge.unexpected[key] = ""
+            continue
+        merge.groups[part.weight] = KeyGroup((part.weight,), (part.weight,), IDENTITY)
+        if part.role == low_rank.COPY:
+            merge.copies[key] = part.weight
+            continue
+        module = modules.get(part.site)
+        operation: Operation = "stack" if part.site == part.weight else "linear"
+        if isinstance(module, nn.Embedding):
+            operation = "embedding"
+        elif low_rank.is_conv1d(module):
+            operation = "conv1d"
+        update = record.low_rank(part.site, operation, prefix=MODEL)
+        if lost := {*update.tensors} - reader.tensors.keys():
+            raise LoadMismatchError(f"{reader.path}: {key} has no {', '.join(lost)}. Take another step")
+        a, b = (reader.tensors[name].shape for name in (update.a, update.b))
+        rows = fused_rows(part.weight, key_map)  # A and B follow them if each part has its own
+        of_parts = len(a) == len(b) == 2 and a[0] != b[1] and a[0] == len(rows) * b[1]
+        merge.updates.append(replace(update, rows=rows if of_parts else ()))
 
 
-def _add(
-    view: torch.Tensor, chunk: Chunk, left: torch.Tensor, right: torch.Tensor, pair: Pair, lengths: torch.Tensor | None
-) -> None:
-    """Add a pair's part to a view of live memory that holds `chunk` of the weight."""
-    where: dict[str, Any] = {"dtype": torch.promote_types(view.dtype, torch.float32), "device": view.device}
-    *expert, rows, columns = (slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-    merged = left[(*expert, rows)].to(**where) @ right[(*expert, slice(None), columns)].to(**where)
-    merged.mul_(pair.scaling).view(view.shape).add_(view)
-    if lengths is not None:
-        own = lengths[columns if pair.transposed else rows].to(**where)
-        norms = torch.linalg.vector_norm(merged, dim=0 if pair.transposed else 1)
-        merged.mul_((own / norms) if pair.transposed else (own / norms)[:, None])
-    view.copy_(merged.view(view.shape))
+def _is_stored_transposed(group: KeyGroup, modules: Mapping[str, nn.Module]) -> bool:
+    """Return whether the other tool stores a linear module's weight as (in, out).
+
+    Its module is a Conv1D if the model's own is one, or if the table transposes the weight of a linear module.
+    """
+    module = modules.get(group.fqns[0].rpartition(".")[0])
+    return low_rank.is_conv1d(module) != isinstance(group.op, Transpose)
 
 
-def _dora_misfits(pair: Pair, reader: TensorReader, base: StateDict) -> Iterator[str]:
+def _product_shape(reader: TensorReader, update: LowRank) -> Shape:
+    """Return the shape of the weight that an update is for."""
+    a, b = (reader.tensors[key].shape for key in (update.a, update.b))
+    return (a[-1], b[-2]) if update.transposed else (*b[:-1], a[-1])
+
+
+def _whole(value: LazyTensor) -> Block:
+    chunk = Chunk.whole(value.info.shape)
+    data = torch.empty(value.info.shape, dtype=value.info.dtype)
+    for block in value.blocks():
+        data[block.chunk.within(chunk)] = block.data
+    return Block(chunk, data)
+
+
+def _dora_misfits(update: LowRank, merge: AdapterMerge) -> Iterator[str]:
     """Yield the reason why this weight cannot be scaled to its lengths, if there is one."""
-    if pair.magnitude is None:
+    if update.magnitude is None:
         return
-    axis, shape = int(pair.transposed), pair.place.shape(base)
-    if pair.a.endswith("_embedding_A"):
-        yield f"{pair.a}: use_dora of embeddings scales columns, which is not merged; merge it with PEFT before"
-    elif (found := reader.tensors[pair.magnitude].shape) != shape[axis : axis + 1]:
-        yield f"{pair.magnitude}: expected {list(shape[axis : axis + 1])}, found {list(found)}"
-    elif any(chunk.sizes[1 - axis] != shape[1 - axis] for _, chunk in _views(pair.place, base)):
-        rows = "columns" if pair.transposed else "rows"
-        yield f"{pair.a}: use_dora needs whole {rows}, and this weight's are cut: merge it in a run that cuts none"
+    axis, shape = int(update.transposed), merge.shape(update.weight)
+    if update.operation == "embedding":
+        yield f"{update.a}: use_dora of embeddings scales columns, which is not merged; merge it with PEFT before"
+    elif (found := merge.reader.tensors[update.magnitude].shape) != shape[axis : axis + 1]:
+        yield f"{update.magnitude}: expected {list(shape[axis : axis + 1])}, found {list(found)}"
+    elif any(chunk.sizes[1 - axis] != shape[1 - axis] for _, chunk in merge.views(update.weight, merge.base)):
+        rows = "columns" if update.transposed else "rows"
+        yield f"{update.a}: use_dora needs whole {rows}, and this weight's are cut: merge it in a run that cuts none"
 
 
-def _views(place: Place, base: StateDict) -> Iterator[tuple[torch.Tensor, Chunk]]:
-    """Yield views of this rank's live memory of a file tensor, each with the region of the tensor that it holds."""
-    group = place.group
-    values: list[Any] = [base[fqn] for fqn in group.fqns]
-    shapes = [info_of(value).shape for value in values]
-    for i, value in enumerate(values):
-        for block in blocks_of(value):
-            for piece in group.op.pieces(i, shapes, block.chunk, block.data):
-                if piece.file_index == place.index:
-                    yield piece.view, piece.chunk
-
-
-def _acts(reader: TensorReader, pair: Pair) -> bool:
-    """Return whether a pair has an effect, which DoRA's row lengths may have alone.
+def _acts(reader: TensorReader, update: LowRank) -> bool:
+    """Return whether an update has an effect, which DoRA's row lengths may have alone.
 
     It reads all values, because a NaN must raise before a live weight changes.
     """
-    keys = (pair.a, pair.b, *([pair.magnitude] if pair.magnitude in reader.tensors else []))
-    values = [bool(reader.whole(key).any()) for key in keys if key is not None]
-    return (pair.scaling != 0 and all(values[:2])) or any(values[2:])
+    values = [bool(reader.whole(key).any()) for key in update.tensors if key in reader.tensors]
+    return (update.scaling != 0 and all(values[:2])) or any(values[2:])

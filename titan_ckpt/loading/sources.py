@@ -15,14 +15,14 @@ from typing import Any, Self
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConverterError, LoadMismatchError, counted, listed
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
-from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
+from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import Fill, TensorReader
-from titan_ckpt.loading.adapters import check_fits, check_mergeable, check_settings
+from titan_ckpt.loading.adapters import check_fits, check_settings
 from titan_ckpt.loading.bases import check_named_base
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.model_config import check_model_config
@@ -207,13 +207,9 @@ def _open(
 def _plan_merge(
     source: LoadSource, reader: TensorReader, wanted: StateDict, wrapper: ModelWrapper, transforms: StateDictTransforms
 ) -> _Opened:
-    check_mergeable(reader)
     base = {fqn: value for fqn, value in wanted.items() if not wrapper.owns(fqn)}
-    tied = {*wrapper.tied, *wrapper.tied.values()}
-    if (transforms.hf_config or {}).get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
-        tied |= {TIED[0]} | {fqn for fqn in base if TIED[1] in transforms.key_map.group_of_fqn(fqn).keys}
     modules = {clean_fqn(name): module for part in wrapper.parts for name, module in part.named_modules()}
-    merge = prepare_merge(reader, base, tied, transforms.key_map, modules)
+    merge = prepare_merge(reader, base, wrapper.tied, transforms.key_map, modules, transforms.hf_config or {})
     return _Opened(source, reader, ReadPlan([], merge.report), merge)
 
 

@@ -6,12 +6,11 @@ model without memory, knows the name of every tensor on both sides. An entry poi
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -25,21 +24,22 @@ from titan_ckpt.errors import (
     NotACheckpointError,
     listed,
 )
-from titan_ckpt.formats.huggingface.peft import CONFIG, ModuleNumbers, PeftReader, stored_weights, unselected
+from titan_ckpt.formats.huggingface.peft import CONFIG, PeftReader, unselected
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import LazyTensor, info_of
+from titan_ckpt.geometry.chunks import LazyTensor, dtype_name, info_of
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.tools.models import ModelTable, require_table
 from titan_ckpt.types import ModelHooks
-from titan_ckpt.weights import lora_names
+from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.digest import digest_of
 from titan_ckpt.weights.identity import another_base, base_digest, named_base
-from titan_ckpt.weights.lora_names import LoRARecord, lora_tensor
+from titan_ckpt.weights.low_rank import LoRARecord, LowRank, lora_tensor
 from titan_ckpt.weights.stored_names import model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, cast_all
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GUESSES = (torch.float32, torch.bfloat16, torch.float16)
+_BY_NAME: Mapping[Any, torch.dtype] = {dtype_name(dtype): dtype for dtype in CASTABLE}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Adapter:
     @property
     def lora(self) -> Mapping[str, Any] | None:
         """Return the settings of LoRA among the descriptions."""
-        return next((d for d in self.converters if d["kind"] == lora_names.KIND), None)
+        return next((d for d in self.converters if d["kind"] == low_rank.KIND), None)
 
 
 def is_adapter(reader: TensorReader) -> bool:
@@ -156,28 +156,22 @@ def _of_peft(reader: PeftReader, table: ModelTable) -> Adapter:
     return Adapter(tensors, hooks.describe(), named_base(reader.metadata()), hooks)
 
 
-class _Site(NamedTuple):
-    """An adapted weight of a PEFT folder in the native model."""
-
-    rank: int
-    alpha: float
-
-
 def lora_settings(reader: PeftReader, table: ModelTable) -> dict[str, Any]:
     """Return the [[converters]] table of the adapter in a PEFT folder, with native names of modules.
 
     Raises: LoadMismatchError listing the modules that the model does not have.
     """
-    config, sites, copied, unknown = reader.metadata(), dict[str, _Site](), dict[str, None](), list[str]()
-    numbers = ModuleNumbers(config)
-    for key, weight, module, suffix in stored_weights(reader.tensors):
-        fqns = _native_names(weight, table)
-        if not fqns:
-            unknown.append(key)
-        elif suffix is None:
-            copied |= {fqn.rpartition(".")[0]: None for fqn in fqns}
+    config, sites, copied, unknown = reader.metadata(), dict[str, LowRank](), dict[str, None](), list[str]()
+    for update in reader.updates():
+        fqns = _native_names(update.weight, table)
+        if fqns:
+            sites |= {native.site: native for native in _native_updates(update, fqns, config)}
         else:
-            sites |= _sites(fqns, module, config, numbers)
+            unknown.append(update.a)
+    for key, weight in reader.copies().items():
+        fqns = _native_names(weight, table)
+        unknown += [] if fqns else [key]
+        copied |= {fqn.rpartition(".")[0]: None for fqn in fqns}
     if unknown:
         raise LoadMismatchError(
             f"{reader.path}: the model ({table.architecture}) has no place for {listed(unknown)}. Is it an adapter of "
@@ -185,21 +179,17 @@ def lora_settings(reader: PeftReader, table: ModelTable) -> dict[str, Any]:
         )
     if not sites:
         raise LoadMismatchError(f"{reader.path} holds no pair of LoRA's, and modules alone have no form here")
-    rank, alpha = (Counter(column).most_common(1)[0][0] for column in zip(*sites.values(), strict=True))
     floats = {info.dtype for info in reader.tensors.values()}
     return {
-        "kind": lora_names.KIND,
+        "kind": low_rank.KIND,
         "target_modules": _targets(sites, table),
-        "rank": rank,
-        "alpha": alpha,
-        "rank_pattern": {name: site.rank for name, site in sites.items() if site.rank != rank},
-        "alpha_pattern": {name: site.alpha for name, site in sites.items() if site.alpha != alpha},
+        **low_rank.common_settings([*sites.values()]),
         "dropout": float(config.get("lora_dropout") or 0),
         "use_rslora": bool(config.get("use_rslora")),
         "use_dora": bool(config.get("use_dora")),
         "modules_to_save": list(copied),
         "dtype": "bfloat16" if floats == {torch.bfloat16} else "float32",
-    }  # fmt: skip
+    }
 
 
 def _native_names(key: str, table: ModelTable) -> tuple[str, ...]:
@@ -211,23 +201,21 @@ def _native_names(key: str, table: ModelTable) -> tuple[str, ...]:
     return ()
 
 
-def _sites(fqns: Sequence[str], module: str, config: Mapping[str, Any], numbers: ModuleNumbers) -> dict[str, _Site]:
-    """Return the native sites of one adapted module; the parts of a fused one share its scale."""
-    ranks = (config.get(lora_names.PARTS) or {}).get(module) or [numbers.rank(module)] * len(fqns)
-    whole, alpha = numbers.rank(module), numbers.alpha(module)
+def _native_updates(update: LowRank, fqns: Sequence[str], config: Mapping[str, Any]) -> Iterator[LowRank]:
+    """Yield the updates of the native weights that PEFT's one consists of; the parts of a fused one share its scale."""
+    ranks = (config.get(low_rank.PARTS) or {}).get(update.site) or [update.rank] * len(fqns)
     power = 0.5 if config.get("use_rslora") else 1.0
-    return {
-        fqn.removesuffix(".weight"): _Site(rank, alpha if rank == whole else alpha * (rank / whole) ** power)
-        for fqn, rank in zip(fqns, ranks, strict=True)
-        if rank
-    }
+    for fqn, rank in zip(fqns, ranks, strict=True):
+        if rank:
+            alpha = update.alpha if rank == update.rank else update.alpha * (rank / update.rank) ** power
+            yield replace(update, weight=fqn, rank=rank, alpha=alpha)
 
 
-def _targets(sites: Mapping[str, _Site], table: ModelTable) -> list[str]:
+def _targets(sites: Collection[str], table: ModelTable) -> list[str]:
     """Return target_modules: the last parts of the names, if these select nothing else, or the full names."""
     last = {name.rpartition(".")[2] for name in sites}
     selected = {name for name in table.modules if name.rpartition(".")[2] in last}
-    return sorted(last) if selected == sites.keys() else list(sites)
+    return sorted(last) if selected == {*sites} else list(sites)
 
 
 def effects(adapter: Adapter, source: Path) -> dict[str, str]:
@@ -241,8 +229,8 @@ def effects(adapter: Adapter, source: Path) -> dict[str, str]:
         record = LoRARecord.of(adapter.lora)
     except ValueError as error:
         raise LoadMismatchError(f"{source}: its manifest describes a LoRA that cannot be read: {error}") from None
-    parts = [part for name in adapter.tensors if (part := lora_tensor(name)) is not None and part.role == lora_names.A]
-    scales = {f"{part.site} scale": f"{record.scaling_of(part.site):.9g}" for part in parts}
+    sites = low_rank.sites_of(adapter.tensors)
+    scales = {f"{site} scale": f"{record.low_rank(site).scaling:.9g}" for site in sites}
     digest = None if adapter.base is None else adapter.base.get("digest")
     base = {} if digest is None else {"base.digest": str(digest)}
     return {**scales, "use_dora": str(record.use_dora), **base}
@@ -251,44 +239,43 @@ def effects(adapter: Adapter, source: Path) -> dict[str, str]:
 class RecordedBase:
     """The digests that the weights of a base may have had in the memory of the run that trained an adapter on it.
 
-    A run casts weights as it was told and has the names of its own architecture, and an adapter records neither.
+    A run casts weights as it was told and has the names of its own architecture. An adapter records no architecture,
+    and no dtype if its step is of an earlier version, or if the base had several.
     """
 
-    def __init__(self, path: Path, variants: Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]) -> None:
+    def __init__(
+        self, path: Path, variants: Callable[[], Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]]
+    ) -> None:
         """Digest nothing yet. `variants`: the base's tensors by the names of each architecture that reads it."""
-        self._path, self._remaining = path, self._digests(variants)
-        self._found: list[str] = []
-        self._lacking: list[str] = []
+        self._path, self._variants = path, variants
+        self._digests: dict[tuple[str, torch.dtype | None], str] = {}
 
     def check(self, adapter: Path, record: Mapping[str, Any]) -> str:
         """Return in words what the digest says. Raises: BaseMismatchError if the adapter has another base."""
-        expected = record.get("digest")
-        while expected not in self._found and (digest := next(self._remaining, None)) is not None:
-            self._found.append(digest)
-        if expected in self._found:
-            return f"{adapter} was trained on this base: digest {expected}"
-        if not self._found:
-            lacking = listed(self._lacking, ", ", " ")
-            return f"the base of {adapter} is not compared by digest: {self._path} lacks {lacking}"
-        found = {"path": str(self._path), "digest": self._found[0]}
-        raise another_base(found, record, str(adapter), "or merge it into that base")
-
-    def _digests(self, variants: Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]) -> Iterator[str]:
-        for table, tensors in variants:
-            if lacking := [name for name in table.tensors if name not in tensors]:
-                self._lacking += lacking
-                continue
-            yield self._digest(tensors)
+        expected, dtype = record.get("digest"), _BY_NAME.get(record.get("dtype"))
+        found: list[str] = []
+        lacking: list[str] = []
+        for table, tensors in self._variants():
+            lacking += (missing := [name for name in table.tensors if name not in tensors])
             floats = {v.info.dtype for v in tensors.values() if v.info.dtype in CASTABLE}
-            for dtype in _DTYPES:
-                if floats != {dtype}:
-                    cast: Any = cast_all(dict(tensors), dtype)
-                    yield self._digest(cast)
+            for cast in () if missing else (None, *_GUESSES) if dtype is None else (dtype,):
+                found.append(self._digest(table.architecture, tensors, None if floats == {cast} else cast))
+                if found[-1] == expected:
+                    return f"{adapter} was trained on this base: digest {expected}"
+        if not found:
+            names = listed(lacking, ", ", " ")
+            return f"the base of {adapter} is not compared by digest: {self._path} lacks {names}"
+        raise another_base(
+            {"path": str(self._path), "digest": found[0]}, record, str(adapter), "or merge it into that base"
+        )
 
-    def _digest(self, tensors: Mapping[str, LazyTensor]) -> str:
-        digests = {}
-        with progress.shown(f"reading {self._path.name}", sum(v.info.nbytes for v in tensors.values())) as count:
-            for name, value in tensors.items():
-                digests[name] = digest_of(value)
-                count(value.info.nbytes)
-        return base_digest(digests)
+    def _digest(self, architecture: str, tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> str:
+        if (architecture, dtype) not in self._digests:
+            values: Any = cast_all(dict(tensors), dtype)
+            with progress.shown(f"reading {self._path.name}", sum(v.info.nbytes for v in values.values())) as count:
+                digests = {}
+                for name, value in values.items():
+                    digests[name] = digest_of(value)
+                    count(value.info.nbytes)
+            self._digests[architecture, dtype] = base_digest(digests)
+        return self._digests[architecture, dtype]

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,14 +20,12 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, LoadMismatchError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface
-from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader
-from titan_ckpt.formats.huggingface.reader import TIED
+from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.run import FolderExport
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor
+from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.loading.adapters import check_mergeable
 from titan_ckpt.loading.bases import check_named_base
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.plan import LoadSource
@@ -213,13 +212,12 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
         table = find_table(folder, names or None, options.architecture)
         tensors = native_tensors(reader, table.key_map)
         merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
-        recorded = RecordedBase(base, _variants(reader, folder, table, tensors))
+        recorded = RecordedBase(base, partial(_variants, reader, folder, table, tensors))
         notes = tuple(_about_base(adapter, recorded) for adapter in readers)
         changed = set().union(*(merge.changes for merge in merges))
-        merged: dict[str, Any] = {
-            fqn: _merged(fqn, value, [m for m in merges if fqn in m.changes]) if fqn in changed else value
-            for fqn, value in tensors.items()
-        }
+        merged: dict[str, Any] = dict(tensors)
+        for merge in merges:
+            merged |= {fqn: merge.merged(fqn, merged[fqn]) for fqn in merge.changes}
         transforms = StateDictTransforms(table.key_map, table.config)
         try:
             export_huggingface(
@@ -262,41 +260,14 @@ def _opened(
 ) -> AdapterMerge:
     """Find the weights that an adapter changes. Raises: LoadMismatchError."""
     path = reader.path
-    if isinstance(reader, PeftReader):
-        reader.require_supported()
     format_: Format = "hf" if base_format == "hf" else "native"
     check_named_base(path, reader.metadata(), LoadSource(base, format_))
-    check_mergeable(reader)
     shapes: dict[str, Any] = {
         fqn: torch.empty(value.info.shape, dtype=value.info.dtype, device="meta") for fqn, value in tensors.items()
     }
-    tied = {*table.tied, *table.tied.values()}
-    if table.config.get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
-        tied |= {TIED[0]} | {fqn for fqn in shapes if TIED[1] in table.key_map.group_of_fqn(fqn).keys}
-    merge = prepare_merge(reader, shapes, tied, table.key_map, table.modules)
+    merge = prepare_merge(reader, shapes, table.tied, table.key_map, table.modules, table.config)
     faults = [f"{key}: the base has no place for it" for key in merge.report.unexpected]
     faults += [f"{m.key}: expected {m.expected}, found {m.found}" for m in merge.report.mismatched]
     if faults:
         raise LoadMismatchError(f"{path} does not fit {base}: {listed(faults)}. Is it an adapter of another model?")
     return merge
-
-
-def _merged(fqn: str, value: LazyTensor, merges: Sequence[AdapterMerge]) -> LazyTensor:
-    """Return the weight with the adapters' parts added, in their order; block by block where that is possible."""
-
-    def blocks() -> Iterator[Block]:
-        source = value.blocks() if not any(merge.needs_whole(fqn) for merge in merges) else [_whole(value)]
-        for block in source:
-            for merge in merges:
-                merge.apply_to_block(fqn, block)
-            yield block
-
-    return LazyTensor(value.info, blocks)
-
-
-def _whole(value: LazyTensor) -> Block:
-    chunk = Chunk.whole(value.info.shape)
-    data = torch.empty(value.info.shape, dtype=value.info.dtype)
-    for block in value.blocks():
-        data[block.chunk.within(chunk)] = block.data
-    return Block(chunk, data)

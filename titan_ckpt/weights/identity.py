@@ -14,14 +14,17 @@ import xxhash
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError, listed
+from titan_ckpt.geometry.chunks import dtype_name, info_of
 from titan_ckpt.weights.digest import Partial, logical_digests
 from titan_ckpt.weights.live_memory import Watched
+from titan_ckpt.weights.transforms import CASTABLE
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 BaseIdentity = dict[str, Any]
 """{"path": str | None, "revision": str | None, "format": str | None, "digest": hex | None}; path is None for a base
 that the run initialised and never loaded, digest for that of a converted adapter which names its base alone.
-"merged": [path], only if the run has merged adapters into it."""
+"merged": [path], only if the run has merged adapters into it. "dtype": that of all its float tensors in memory, if they
+have one in common, so that who digests the base again need not guess how its run had cast it."""
 BASE_RECORD = "titan_ckpt_base"
 """Key of the base's identity in an adapter folder's metadata."""
 Description = Mapping[str, Any]
@@ -33,8 +36,14 @@ def identify_base(model: ModelWrapper, origin: Mapping[str, Any] | None, coordin
 
     `origin`: path, revision and format of the base's source; None for a base that this run initialised.
     """
-    digests = logical_digests(model.state_dict("base"), coordinator)
-    return {"path": None, "revision": None, "format": None, **(origin or {}), "digest": base_digest(digests)}
+    base = model.state_dict("base")
+    digests = logical_digests(base, coordinator)
+    dtypes = {info_of(value).dtype for value in base.values()} & CASTABLE
+    names = {
+        name for n in coordinator.gather_results("base dtypes", lambda: sorted(map(dtype_name, dtypes))) for name in n
+    }
+    cast = {"dtype": names.pop()} if len(names) == 1 else {}
+    return {"path": None, "revision": None, "format": None, **(origin or {}), "digest": base_digest(digests), **cast}
 
 
 def base_digest(digests: Mapping[str, str]) -> str:

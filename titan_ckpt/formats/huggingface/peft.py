@@ -8,9 +8,9 @@ Source: peft, utils/save_and_load.py, tuners/lora/config.py; vLLM, vllm/lora/pef
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,6 +32,7 @@ from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
 from titan_ckpt.stores.store import Place
+from titan_ckpt.weights.low_rank import LowRank, Operation
 from titan_ckpt.weights.transforms import CASTABLE
 
 WEIGHTS = "adapter_model.safetensors"
@@ -68,28 +69,6 @@ _AGAIN = "Save the adapter again, or take another"
 _BATCH_BYTES = 32 << 20
 _BATCH_TENSORS = 256
 """Tensors that are read at once, because a bucket gives neighbours by one request."""
-
-
-class StoredWeight(NamedTuple):
-    """A weight of the base that an adapter folder changes, or stores itself."""
-
-    key: str
-    """The key of its A matrix, or of the weight itself."""
-    name: str
-    """The name of the weight in the base's own files."""
-    module: str
-    suffix: str | None
-    """The end of the A matrix's name in PAIRS; None if the folder stores the weight itself (modules_to_save)."""
-
-
-def stored_weights(keys: Iterable[str]) -> Iterator[StoredWeight]:
-    """Yield the weights of the base to which the keys of an adapter folder belong, a pair of factors once."""
-    for key in keys:
-        suffix = next((s for s in PAIRS if key.endswith(s)), None)
-        if suffix is None and key.endswith((*PAIRS.values(), MAGNITUDE)):
-            continue
-        module = key.removeprefix(PREFIX).removesuffix(suffix or "")
-        yield StoredWeight(key, f"{module}.weight" if suffix else module, module, suffix)
 
 
 class PeftReader(TensorReader):
@@ -153,6 +132,25 @@ class PeftReader(TensorReader):
 
         return fill
 
+    def updates(self) -> list[LowRank]:
+        """Return the updates of the base's weights, by their names in its own files. Embeddings alone are known so."""
+        numbers, use_dora = ModuleNumbers(self._config), bool(self._config.get("use_dora"))
+        found = []
+        for key, suffix in ((key, suffix) for key in self.tensors for suffix in PAIRS if key.endswith(suffix)):
+            path = key.removesuffix(suffix)
+            module = path.removeprefix(PREFIX)
+            rank, alpha, scaling = numbers.rank(module), numbers.alpha(module), numbers.scaling(module)
+            operation: Operation = "embedding" if suffix == ".lora_embedding_A" else "linear"
+            magnitude = path + MAGNITUDE if use_dora else None
+            b = path + PAIRS[suffix]
+            found.append(LowRank(f"{module}.weight", key, b, rank, alpha, scaling, operation, magnitude))
+        return found
+
+    def copies(self) -> dict[str, str]:
+        """Return key -> the name in the base's own files, of each tensor of the modules that were trained in full."""
+        lora = (*_PARTNERS, MAGNITUDE)
+        return {key: key.removeprefix(PREFIX) for key in self.tensors if not key.endswith(lora)}
+
     def require_supported(self) -> None:
         """Check that every setting can be honoured. Raises: NotACheckpointError listing those that cannot."""
         if self._unsupported:
@@ -192,6 +190,7 @@ class PeftFormat(FolderFormat):
         return PeftReader(folder)
 
     def check(self, reader: TensorReader) -> None:
+        assert isinstance(reader, PeftReader), "`open` returns one"
         _check_values(reader)
 
 
@@ -345,7 +344,7 @@ def _pattern_faults(config: Mapping[str, Any]) -> Iterator[str]:
         yield f"lora_alpha is {alpha!r:.80}, expected a number"
 
 
-def _check_values(reader: TensorReader) -> None:
+def _check_values(reader: PeftReader) -> None:
     """Read the written adapter once more, some tensors at a time, and refuse one that would change nothing.
 
     A pair adds B @ A, so it does nothing where either is all zero; DoRA magnitudes scale by themselves.
@@ -359,11 +358,11 @@ def _check_values(reader: TensorReader) -> None:
             zero |= _zero(reader, waiting)
             waiting = []
     zero |= _zero(reader, waiting)
-    pairs = [(a, a.removesuffix(s) + b) for a in reader.tensors for s, b in PAIRS.items() if a.endswith(s)]
+    updates = reader.updates()
     others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
-    if not others and all(a in zero or b in zero for a, b in pairs):
+    if not others and all(update.a in zero or update.b in zero for update in updates):
         raise ExportError(
-            f"the adapter changes nothing: of all {len(pairs)} modules lora_A or lora_B is zero. Was it trained?"
+            f"the adapter changes nothing: of all {len(updates)} modules lora_A or lora_B is zero. Was it trained?"
         )
 
 

@@ -26,7 +26,7 @@ def find_hooks(model_parts: Sequence[nn.Module]) -> ModelConverters | None:
 def adapted_modules(hooks: ModelConverters | None) -> dict[str, bool]:
     """Return fqn -> whether its weight is tied, of each module with an adapter."""
     converters = [converter for converter in hooks or () if isinstance(converter, LoRAConverter)]
-    return {fqn: weight.tied for converter in converters for fqn, weight in converter.adapted.items()}
+    return {fqn: fqn in converter.tied for converter in converters for fqn in converter.adapted}
 
 
 def trained_beside_adapters(model_parts: Sequence[nn.Module], hooks: ModelConverters | None) -> list[str]:

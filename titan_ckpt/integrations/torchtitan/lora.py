@@ -6,19 +6,19 @@ the same names. Source: torchtitan 0.3, components/lora.py.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.converter import LoRAConverter
-from titan_ckpt.converters.lora.merge import AdaptedWeight
 from titan_ckpt.converters.lora.sites import tied_modules
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ConverterError
 from titan_ckpt.geometry.chunks import dtype_name
+from titan_ckpt.weights.low_rank import LoRARecord, common_settings
 from titan_ckpt.weights.names import clean_fqn
 
 _SCALING = "_lora_scaling"
@@ -67,14 +67,21 @@ class TorchtitanLoRA(LoRAConverter):
 
     def __init__(self, adapted: Mapping[str, Sequence[Any]], names: Sequence[str]) -> None:
         """Keep what `find_lora` found. `names`: those of the model's state dict."""
-        weights = {
-            fqn: AdaptedWeight(fqn, "linear", rank, _alpha(rank, scaling), scaling, tied=tied)
-            for fqn, (rank, scaling, tied, _) in adapted.items()
+        updates = {
+            fqn: LoRARecord(rank, _alpha(rank, scaling), False, False, {}, {}).low_rank(fqn)
+            for fqn, (rank, scaling, *_) in adapted.items()
         }
-        super().__init__(_settings(weights, next(iter(adapted.values()))[3]))
-        self.adapted = weights
-        self._owned = {name for weight in weights.values() for name in weight.owned}
-        hidden = {weight.weight for weight in weights.values()} | self._owned
+        super().__init__(
+            LoRAConfig(
+                target_modules=tuple(dict.fromkeys(map(_pattern, updates))),
+                dtype=next(iter(adapted.values()))[3],
+                **common_settings([*updates.values()]),
+            )
+        )
+        self.adapted = {fqn: replace(update, scaling=adapted[fqn][1]) for fqn, update in updates.items()}
+        self.tied = {fqn for fqn, (_, _, tied, _) in adapted.items() if tied}
+        self._owned = {name for update in updates.values() for name in update.tensors}
+        hidden = {update.weight for update in updates.values()} | self._owned
         self._others = [name for name in names if name not in hidden]
 
     def convert(self, model: nn.Module) -> None:
@@ -90,18 +97,6 @@ def _alpha(rank: int, scaling: float) -> float:
     return float(f"{rank * scaling:.12g}")
 
 
-def _settings(weights: Mapping[str, AdaptedWeight], dtype: Any) -> LoRAConfig:
-    """Return the settings that give these adapters. Modules are named by patterns over the layers where these fit."""
-    ((rank, alpha), _), *_ = Counter((w.rank, w.alpha) for w in weights.values()).most_common()
-    return LoRAConfig(
-        target_modules=tuple(dict.fromkeys(_pattern(fqn) for fqn in weights)),
-        rank=rank,
-        alpha=alpha,
-        rank_pattern={fqn: w.rank for fqn, w in weights.items() if w.rank != rank},
-        alpha_pattern={fqn: w.alpha for fqn, w in weights.items() if w.alpha != alpha},
-        dtype=dtype,
-    )
-
-
 def _pattern(fqn: str) -> str:
+    """Return the name of a module as a pattern over the layers."""
     return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))

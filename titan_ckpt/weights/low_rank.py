@@ -1,0 +1,241 @@
+"""LoRA's updates of weights: the names of their tensors, the settings that a manifest records, and the arithmetic.
+
+An adapter is a list of `LowRank` updates. The converter reads them from live modules (converters/lora/sites.py),
+`loading/merge.py` from a step, `PeftReader` from a PEFT folder; a merge adds them to the weights, at a load and at an
+export with the same operations. Reads no file.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal, Self, TypeVar
+
+import torch
+from torch import nn
+
+from titan_ckpt.errors import KeyMapError
+from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.keymap import KeyMap, Split
+
+KIND = "lora"
+"""`kind` of the converter in a manifest."""
+PARTS = "titan_ckpt_parts"
+"""Record beside adapter_config.json: module -> the ranks of the blocks of its pair, if the pair is block diagonal."""
+A, B, MAGNITUDE, COPY = "lora_a", "lora_b", "lora_magnitude", "trained"
+_OF_MODULE = re.compile(rf"(?P<module>.+)\.(?P<role>{A}|{B}|{MAGNITUDE})\.weight")
+_OF_STACK = re.compile(rf"(?P<module>.+)\.lora_(?P<parameter>[^.]+)\.(?P<role>{A}|{B})")
+_OF_COPY = re.compile(rf"(?P<module>.+)\.{COPY}\.(?P<parameter>[^.]+)")
+_WILD = frozenset("*?[")
+Operation = Literal["linear", "embedding", "conv1d", "stack"]
+"""How a weight is used: by a linear module, as an embedding table, by GPT-2's Conv1D, whose weight is transposed, or as
+the 3-D parameter of all experts."""
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True, slots=True)
+class LoRATensor:
+    """A tensor's part in an adapter, as its name says it."""
+
+    role: str
+    """A, B, MAGNITUDE or COPY."""
+    site: str
+    """The adapted part, as patterns name it: a module, or a parameter of stacked experts."""
+    weight: str
+    """The tensor of the base that it changes."""
+
+
+def lora_tensor(name: str) -> LoRATensor | None:
+    """Return the part of a tensor in an adapter; None for a name that LoRA does not give."""
+    if match := _OF_MODULE.fullmatch(name):
+        return LoRATensor(match["role"], match["module"], f"{match['module']}.weight")
+    if match := _OF_STACK.fullmatch(name):
+        site = f"{match['module']}.{match['parameter']}"
+        return LoRATensor(match["role"], site, site)
+    if match := _OF_COPY.fullmatch(name):
+        return LoRATensor(COPY, match["module"], f"{match['module']}.{match['parameter']}")
+    return None
+
+
+def sites_of(names: Iterable[str]) -> list[str]:
+    """Return the parts of a model that have an A among these tensors."""
+    return [part.site for name in names if (part := lora_tensor(name)) is not None and part.role == A]
+
+
+def is_conv1d(module: nn.Module | None) -> bool:
+    """Return whether this is GPT-2's linear module, or a sharded form of it, whose weight is (in, out).
+
+    It is found by name, because transformers is optional.
+    """
+    return any((c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D") for c in type(module).__mro__)
+
+
+def matches(fqn: str, target: str) -> bool:
+    """Return whether `target` selects the module: a pattern must match its full name, other text a dotted suffix."""
+    if _WILD.intersection(target):
+        return fnmatchcase(fqn, target)
+    return fqn == target or fqn.endswith(f".{target}")
+
+
+def from_patterns(fqn: str, patterns: Mapping[str, Value], default: Value) -> Value:
+    """Return a module's value: that of the first name or pattern which selects it, else the default."""
+    return next((value for name, value in patterns.items() if matches(fqn, name)), default)
+
+
+def scale(rank: int, alpha: float, *, use_rslora: bool) -> float:
+    """Return the factor of an adapter's product."""
+    return alpha / (math.sqrt(rank) if use_rslora else rank)
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """A low-rank update of one weight, by the names of its tensors: weight + scaling * B @ A, scaled again by DoRA.
+
+    Shape: weight (out, in), A (rank, in), B (out, rank), of stacked experts with one more dim before each. Embeddings
+    and Conv1D modules have a weight (in, out), to which the transposed product is added.
+    """
+
+    weight: str
+    a: str
+    b: str
+    rank: int
+    alpha: float
+    scaling: float
+    operation: Operation = "linear"
+    magnitude: str | None = None
+    """DoRA's lengths of the output features."""
+    rows: tuple[int, ...] = ()
+    """Rows of each part of a fused weight. Every part has its own adapter: A holds them one after another, and B holds
+    each part's rows."""
+
+    @property
+    def site(self) -> str:
+        """Return the adapted part, as patterns name it: a module, or a parameter of stacked experts."""
+        return self.weight if self.operation == "stack" else self.weight.removesuffix(".weight")
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Return the names of A, B and DoRA's lengths, if it has some."""
+        return (self.a, self.b, *((self.magnitude,) if self.magnitude else ()))
+
+    @property
+    def transposed(self) -> bool:
+        return self.operation in ("embedding", "conv1d")
+
+    def factors(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the whole factors of the product, in the order in which they are multiplied."""
+        left, right = spread(b, self.rows), a
+        return (right.t(), left.t()) if self.transposed else (left, right)
+
+    def merged(
+        self,
+        weight: torch.Tensor,
+        chunk: Chunk,
+        factors: Sequence[torch.Tensor],
+        lengths: torch.Tensor | None = None,
+        norms: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return a chunk of the merged weight in float32 (float64 for a float64 weight), a plain tensor.
+
+        `weight`: the values of the chunk, in any shape. `factors`: whole, as by the method. `lengths`: DoRA's.
+        `norms`: of all output features before they are scaled; None if the chunk holds them whole. `out`: memory for
+        the result.
+        """
+        where: dict[str, Any] = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
+        *expert, rows, columns = (slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
+        left, right = factors
+        left, right = left[(*expert, rows)].to(**where), right[(*expert, slice(None), columns)].to(**where)
+        result = torch.matmul(left, right, out=out).mul_(self.scaling)
+        result.view(weight.shape).add_(weight)
+        if lengths is not None:
+            dim, features = (0, columns) if self.transposed else (1, rows)
+            found = torch.linalg.vector_norm(result, dim=dim) if norms is None else norms[features]
+            result.mul_((lengths[features].to(**where) / found).unsqueeze(dim))
+        return result
+
+
+def spread(b: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Return B as a factor of the whole weight; in a fused weight, each part's rows use only their part of A."""
+    return torch.block_diag(*b.split(list(rows))) if rows else b
+
+
+def fused_rows(weight: str, table: KeyMap) -> tuple[int, ...]:
+    """Return the rows into which a model's table splits a weight for other tools; empty if it does not."""
+    with suppress(KeyMapError):
+        op = table.group_of_fqn(weight).op
+        return op.rows if isinstance(op, Split) else ()
+    return ()
+
+
+def common_settings(updates: Sequence[LowRank]) -> dict[str, Any]:
+    """Return the rank and the alpha that most of these updates have, and those of the others by module."""
+    ((rank, alpha), _), *_ = Counter((update.rank, update.alpha) for update in updates).most_common()
+    return {
+        "rank": rank,
+        "alpha": alpha,
+        "rank_pattern": {update.site: update.rank for update in updates if update.rank != rank},
+        "alpha_pattern": {update.site: update.alpha for update in updates if update.alpha != alpha},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class LoRARecord:
+    """The settings that decide what an adapter's tensors mean, as a converter has them and a manifest records them."""
+
+    rank: int
+    alpha: float
+    use_rslora: bool
+    use_dora: bool
+    rank_pattern: Mapping[str, int]
+    alpha_pattern: Mapping[str, float]
+
+    @classmethod
+    def of(cls, description: Mapping[str, Any]) -> Self:
+        """Read a converter's description. Raises: ValueError naming a setting that is missing or has a wrong type."""
+        values: dict[str, Any] = {name: description.get(name) for name in cls.__slots__}
+        if faults := list(_faults(values)):
+            raise ValueError("; ".join(faults))
+        return cls(**values)
+
+    def low_rank(
+        self, site: str, operation: Operation = "linear", rows: tuple[int, ...] = (), prefix: str = ""
+    ) -> LowRank:
+        """Return the update that these settings give a module, or a parameter of stacked experts.
+
+        `prefix`: of the names of its tensors in a file.
+        """
+        rank = from_patterns(site, self.rank_pattern, self.rank)
+        alpha = from_patterns(site, self.alpha_pattern, self.alpha)
+        module, _, parameter = site.rpartition(".")
+        stack = operation == "stack"
+        a, b, magnitude = (
+            prefix + (f"{module}.lora_{parameter}.{role}" if stack else f"{site}.{role}.weight")
+            for role in (A, B, MAGNITUDE)
+        )
+        return LowRank(
+            site if stack else f"{site}.weight", a, b, rank, alpha, scale(rank, alpha, use_rslora=self.use_rslora),
+            operation, magnitude if self.use_dora else None, rows,
+        )  # fmt: skip
+
+
+def _faults(values: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a line for each setting that no run would have recorded."""
+    numbers = {name: values[name] for name in ("rank", "alpha")}
+    for name in ("rank_pattern", "alpha_pattern"):
+        if isinstance(table := values[name], Mapping):
+            numbers |= {f"{name}.{pattern}": value for pattern, value in table.items()}
+        else:
+            yield f"{name} is {table!r:.80}, expected a table"
+    for name, number in numbers.items():
+        kinds, expected = ((int,), "integer") if name.startswith("rank") else ((int, float), "number")
+        if type(number) not in kinds or not 0 < number < math.inf:
+            yield f"{name} is {number!r:.80}, expected a positive {expected}"
+    for name in ("use_rslora", "use_dora"):
+        if not isinstance(values[name], bool):
+            yield f"{name} is {values[name]!r:.80}, expected true or false"

@@ -23,6 +23,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from titan_ckpt.directory.open_steps import open_steps
 from torch import nn
 
 import tests.memory_store  # noqa: F401 - it names the scheme
@@ -32,7 +33,6 @@ from tests.faults.shim import intercepted
 from tests.run_folder import Disk
 from tests.world import manager as build
 from titan_ckpt.config import ExportConfig
-from titan_ckpt.directory.open_steps import open_steps
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.errors import SaveError

@@ -307,7 +307,8 @@ class Run:
             is_there = "committed already" in str(error) or "is there already" in str(error)
             if not (self.may_fail or is_there):
                 raise WrongError(f"a failure without a reason: {type(error).__name__}: {error}") from error
-            self.may_fail = False
+            if self.manager.in_flight is None:  # else it was an export's, and that of the save has yet to come
+                self.may_fail = False
         return _FAILED
 
     def settle(self, act: Callable[[], Any]) -> Any:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.models.llama3 import FLAVORS, Llama3, rotary_table
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
 
 
 def test_debug_flavors_span_half_a_million_to_twenty_million_parameters() -> None:
@@ -20,21 +20,6 @@ def test_debug_flavors_span_half_a_million_to_twenty_million_parameters() -> Non
     assert list(sizes.values()) == sorted(sizes.values())
     assert 0.4e6 < min(sizes.values()) < 0.6e6
     assert 15e6 < max(sizes.values()) < 21e6
-
-
-def test_the_rotary_table_survives_casting_and_materialising() -> None:
-    """Neither `.to(bfloat16)` nor meta -> to_empty leaves a rounded or a garbage table."""
-    config = FLAVORS["debug-0.5m"]
-    expected = rotary_table(config)
-    assert torch.equal(Llama3(config).to(torch.bfloat16).rope_table, expected)
-    with torch.device("meta"):
-        model = Llama3(config)
-    assert torch.equal(model.to_empty(device="cpu").rope_table, expected)
-
-
-def test_the_rotary_table_is_in_no_state_dict() -> None:
-    """The table is recomputed, never saved."""
-    assert not [k for k in Llama3(FLAVORS["debug-0.5m"]).state_dict() if "rope" in k]
 
 
 def test_a_position_sees_nothing_after_it() -> None:

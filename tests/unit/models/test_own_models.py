@@ -90,6 +90,18 @@ def test_a_few_steps_learn_a_batch_by_heart(name: str) -> None:
     assert not [fqn for fqn, value in model.state_dict().items() if torch.equal(value, before[fqn])]
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_rotary_table_survives_casting_and_materialising_and_is_never_saved(name: str) -> None:
+    """Neither `.to(bfloat16)` nor meta -> to_empty leaves a rounded or a garbage table."""
+    kind, config = FAMILIES[name][1], debug(name)
+    with torch.device("meta"):
+        model = kind(config)
+    assert not [key for key in model.state_dict() if "rope" in key]
+    expected = kind(config).rope_table
+    for table in (model.to_empty(device="cpu").rope_table, kind(config).to(torch.bfloat16).rope_table):
+        assert table.is_complex() and torch.equal(table, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "missing", "foreign"),
     [

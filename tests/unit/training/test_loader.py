@@ -54,13 +54,6 @@ def test_an_epoch_holds_every_sequence_once_in_an_order_of_its_own() -> None:
     assert order != starts(PackedDataset(TOKENS, 10, seed=4), 200)
 
 
-def test_ranks_deal_the_same_order_among_themselves() -> None:
-    """Four ranks' sequences, taken in turn, are one rank's."""
-    alone = starts(PackedDataset(TOKENS, 10, seed=1), 120)
-    shares = [starts(PackedDataset(TOKENS, 10, seed=1, rank=r, num_ranks=4), 30) for r in range(4)]
-    assert [start for turn in zip(*shares, strict=True) for start in turn] == alone
-
-
 class Backwards(PackedDataset):
     """Has an order of its own."""
 
@@ -228,14 +221,6 @@ def test_the_lock_of_another_user_keeps_nobody_out(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "open", refusing)
     assert tokenise(open_corpus(str(path)), lambda _: [7], {}, tmp_path / "cache").tolist() == [7]
-
-
-def test_collate_stacks_sequences() -> None:
-    """A batch has a row for every sequence."""
-    samples: list[Batch] = list(islice(PackedDataset(TOKENS, 10, seed=0), 3))
-    batch = collate(samples)
-    assert batch["tokens"].shape == batch["labels"].shape == (3, 10)
-    assert torch.equal(batch["tokens"][1], samples[1]["tokens"])
 
 
 class Pair(NamedTuple):

@@ -139,3 +139,10 @@ def test_the_older_spelling_of_a_config_is_read(name: str, flavor: str) -> None:
     old |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope if name == "llama3" else None}
     old |= {} if name == "llama3" else {"sliding_window": None, "max_window_layers": 28}
     assert config_of.from_hf(old) == family.FLAVORS[flavor]
+
+
+def test_a_shape_that_cannot_be_is_refused_with_every_reason() -> None:
+    """Heads that do not divide into groups, and rotary pairs of an odd width, are found before anything is built."""
+    with pytest.raises(ConfigError) as caught:
+        replace(debug("qwen3"), num_kv_heads=3, head_dim=7)
+    assert {p.split(":")[0] for p in caught.value.problems} == {"num_kv_heads", "head_dim"}

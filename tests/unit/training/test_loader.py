@@ -73,22 +73,6 @@ def test_d9_data_with_an_order_of_its_own_ends_with_its_epochs_too(num_workers: 
     assert backwards.state_dict()["next_index"] == 3
 
 
-@pytest.mark.parametrize("taken", [0, 1, 7, 30])
-def test_d4_a_loader_resumes_at_the_next_batch(taken: int) -> None:
-    """Its state, through JSON, leads another loader to the batches that come next, over an epoch's end."""
-    first = loader(PackedDataset(TOKENS, 10, seed=5), 4)
-    batches = iter(first)
-    for _ in range(taken):
-        next(batches)
-    state = json.loads(json.dumps(first.state_dict()))
-    expected = [next(batches) for _ in range(30)]
-    second = loader(PackedDataset(TOKENS, 10, seed=5), 4)
-    second.load_state_dict(state)
-    assert second.epoch == taken * 4 // 100
-    for one, other in zip(expected, iter(second), strict=False):
-        assert torch.equal(one["tokens"], other["tokens"])
-
-
 def test_a_loader_draws_no_random_numbers_of_the_run() -> None:
     """Creating an iterator and taking batches leaves torch's generator where it was."""
     batches = loader(PackedDataset(TOKENS, 10, seed=5), 4)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.config import ExportConfig
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.manager import CheckpointManager
@@ -247,16 +247,6 @@ def test_a9_the_act_of_saving_may_be_extended_and_its_gate_asked(tmp_path: Path)
     saves = [act for n, last in ((2, False), (4, False), (5, True)) for act in (("begin", n, False), ("save", n, last))]
     saves.insert(4, ("export", 4, False))
     assert acts == [*saves, ("export", 5, True)]
-
-
-def test_a_resume_with_other_data_is_refused(tmp_path: Path) -> None:
-    """A position means nothing in other data; excluding the dataloader starts it afresh."""
-    Trainer(settings(tmp_path)).run()
-    other = settings(tmp_path, data={"sequence_length": 17}, training={"steps": 4})
-    with pytest.raises(LoadMismatchError, match=r'exclude = \["dataloader"\]'):
-        Trainer(other).run()
-    checkpoint = replace(other.checkpoint, resume=replace(other.checkpoint.resume, exclude=("dataloader",)))
-    assert Trainer(replace(other, checkpoint=checkpoint)).run().step == 4
 
 
 def test_a_resume_removes_the_metrics_of_steps_it_does_again(tmp_path: Path) -> None:

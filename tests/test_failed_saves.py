@@ -95,6 +95,22 @@ def test_with_warn_a_run_that_saves_in_a_process_goes_on(tmp_path: Path, caplog:
     test_with_warn_the_run_goes_on_and_the_next_interval_saves(RunFolder(tmp_path), "process", caplog)
 
 
+def test_warn_ends_the_run_at_one_failure_too_many_in_a_row(run_folder: RunFolder) -> None:
+    """A save that succeeds begins the count anew."""
+    disk = Disk()
+    manager = manager_in(run_folder, async_mode="disabled", on_failure="warn", max_failures_in_row=2)
+    with disk.inserted(), manager:
+        for step in range(1, 8):
+            disk.error = 0 if step in (1, 4) else errno.EDQUOT
+            if step < 7:
+                assert manager.save(step) is (step in (1, 4))
+            else:
+                with pytest.raises(SaveError, match=r"step 7.*Disk quota exceeded"):
+                    manager.save(step)
+        disk.error = 0
+    assert content(run_folder) == [1, 4]
+
+
 @pytest.mark.parametrize(
     ("mode", "how"),
     [

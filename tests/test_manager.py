@@ -23,6 +23,7 @@ from titan_ckpt.config import (
     SaveConfig,
 )
 from titan_ckpt.errors import (
+    CheckpointNotFoundError,
     ConverterError,
     CorruptCheckpointError,
     LoadMismatchError,
@@ -211,6 +212,18 @@ def test_a_resume_fills_weights_and_optimizer_in_one_round(
         monkeypatch.setattr("titan_ckpt.formats.native.reader.execute", noted)
         assert manager.load(1).step == 1
     assert rounds == [1] and same(run.state()["model"], weights)
+
+
+def test_a_missing_step_is_named_with_those_that_are_there(run_folder: RunFolder) -> None:
+    """A step asked for by number never falls back."""
+    run = Run()
+    with run.manager(run_folder) as manager:
+        run.train(manager, 4)
+    with (
+        Run().manager(run_folder) as manager,
+        pytest.raises(CheckpointNotFoundError, match=r"step 3 .*committed steps: 2, 4"),
+    ):
+        manager.load(3)
 
 
 def test_f5_a_flipped_bit_falls_back_to_the_step_before(

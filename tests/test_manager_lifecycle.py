@@ -26,6 +26,7 @@ from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveCo
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.errors import (
     CheckpointError,
+    CommitConflictError,
     CorruptCheckpointError,
     ExportError,
     LoadMismatchError,
@@ -139,6 +140,27 @@ def test_nothing_is_left_after_close(run_folder: RunFolder, mode: Any) -> None:
     assert now[0] <= before[0]
     assert now[1:] == before[1:]
     assert (run_folder / "second").steps() == [1]
+
+
+def test_a_second_writer_is_refused_while_the_first_lives(run_folder: RunFolder) -> None:
+    """Two managers on one folder: the second cannot save, and can once the first is closed."""
+    with manager(run_folder) as first:
+        first.load()
+        first.save(1)
+        with manager(run_folder) as second, pytest.raises(CommitConflictError):
+            second.load()
+        first.save(2)
+    with manager(run_folder) as second:
+        assert second.load().step == 2
+
+
+def test_saving_among_the_steps_of_a_run_that_was_not_loaded_is_refused(run_folder: RunFolder) -> None:
+    """A forgotten load() would put a new run's steps among the old ones, and resume from a mixture."""
+    with manager(run_folder) as m:
+        m.save(10)
+    with manager(run_folder) as m, pytest.raises(CommitConflictError, match=r"load\(\) was never called, and step 10"):
+        m.save(1)
+    assert run_folder.steps() == [10]
 
 
 def test_a_state_file_of_another_shape_is_typed_though_its_digest_holds(tmp_path: Path) -> None:

@@ -30,10 +30,10 @@ def fit(folder: Path, steps: int, config: CheckpointConfig) -> dict[str, torch.T
 def train(folder: Path, steps: int, config: CheckpointConfig) -> dict[str, torch.Tensor]:
     """Train a Llama by transformers' Trainer, shuffled, to a step."""
     settings = arguments(folder, max_steps=steps, eval_strategy="no", lr_scheduler_type="constant")
-    trainer = Trainer(model(), TrainingArguments(**settings), train_dataset=Tokens(18))
+    trainer = Trainer(trained := model(), TrainingArguments(**settings), train_dataset=Tokens(18))
     attach(trainer, config)
     trainer.train()
-    state: dict[str, torch.Tensor] = trainer.model.state_dict()
+    state: dict[str, torch.Tensor] = trained.state_dict()
     return state
 
 

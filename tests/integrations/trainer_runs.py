@@ -202,10 +202,10 @@ def run_lora(folder: str, interval: int, killed_at: int | None) -> None:
     texts = [" ".join(f"w{(number * step) % 29}" for step in range(1, 9)) for number in range(18)]
     data = Dataset.from_dict({"text": texts})
     with fsdp2_on_a_cpu():
-        settings = arguments(path, max_length=16, bf16=False, gradient_checkpointing=False)
+        sharded: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}
         trainer = SFTTrainer(
             model(),
-            SFTConfig(**settings, fsdp=True, fsdp_config={"version": 2}),
+            SFTConfig(**arguments(path, max_length=16, bf16=False, gradient_checkpointing=False, **sharded)),
             train_dataset=data,
             eval_dataset=data.select(range(4)),
             processing_class=tokenizer(),

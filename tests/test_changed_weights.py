@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.optim import Optimizer
 
+from tests.run_folder import RunFolder
 from tests.world import manager as build
 from tests.world import same, step_with_ones, whole
 from titan_ckpt.components.optimizer_content import PROVED
@@ -32,10 +33,6 @@ from titan_ckpt.testing import distributed
 from titan_ckpt.weights.live_memory import Watched
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
-
-
-def steps_in(folder: Path) -> list[str]:
-    return sorted(path.name for path in (folder / "checkpoints").glob("step-*"))
 
 
 @contextmanager
@@ -82,7 +79,7 @@ def test_a_weight_that_changes_while_a_save_reads_it_fails_the_save_by_name(
 
         with before_each_copy(lambda: next(once, lambda: None)()), pytest.raises(SaveError, match=reason):
             go_on()
-        assert steps_in(tmp_path) == []
+        assert RunFolder(tmp_path).steps() == []
         manager.save(2)
         wanted = whole(dict(model.state_dict()))
         step_with_ones(optimizer)
@@ -235,7 +232,7 @@ def test_a_marked_step_whose_weights_were_exchanged_is_not_saved(tmp_path: Path,
         step_with_ones(optimizer)
         manager.last_step.complete(2)
         manager.last_step.save()
-    assert steps_in(tmp_path) == ["step-2"]
+    assert RunFolder(tmp_path).steps() == [2]
 
 
 class Queue:
@@ -318,7 +315,7 @@ def test_a_copy_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> N
                     manager.wait()
         manager.save(3)
         manager.wait()
-    assert steps_in(tmp_path) == ["step-3"]
+    assert RunFolder(tmp_path).steps() == [3]
 
 
 @distributed(nproc=2, timeout_seconds=60)
@@ -337,7 +334,7 @@ def test_a_plan_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
             with pytest.raises(expected, match="no room for the header"):
                 manager.save(1)
         manager.save(2)
-    assert steps_in(tmp_path) == ["step-2"]
+    assert RunFolder(tmp_path).steps() == [2]
 
 
 def test_versions_tell_of_every_change_that_torch_makes() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import runpy
 import sys
 import time
 from dataclasses import replace
@@ -23,10 +23,15 @@ EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "diloco.py"
 ROUNDS = 4
 
 
-def command(role: str, folder: Path) -> subprocess.Popen[str]:
+def as_script(*words: str) -> None:
+    sys.argv = [str(EXAMPLE), *words]
+    runpy.run_path(str(EXAMPLE), run_name="__main__")
+
+
+def command(role: str, folder: Path) -> Program:
     """Start a role as its docstring says."""
-    words = [sys.executable, str(EXAMPLE), role, str(folder), "--rounds", str(ROUNDS)]
-    return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    folder.mkdir(exist_ok=True)
+    return Program(as_script, role, str(folder), "--rounds", str(ROUNDS), output=folder / f"{role}.log")
 
 
 def start(folder: Path) -> tuple[Program, Program]:
@@ -43,10 +48,9 @@ def await_path(path: Path, process: Program) -> None:
         time.sleep(0.005)
 
 
-def finish(*processes: subprocess.Popen[str]) -> None:
+def finish(*processes: Program) -> None:
     for process in processes:
-        text, _ = process.communicate(timeout=120)
-        assert process.returncode == 0, text
+        assert process.wait(120) == 0, process.text()
 
 
 def test_c3_a_parameter_server_run_goes_on_after_both_were_killed(tmp_path: Path) -> None:
@@ -59,8 +63,7 @@ def test_c3_a_parameter_server_run_goes_on_after_both_were_killed(tmp_path: Path
     server.kill()
     worker.wait()
     server.wait()
-    for process in start(killed):
-        assert process.wait(120) == 0, process.text()
+    finish(*start(killed))
     first, last = (load_file(straight / f"weights-{number}.safetensors") for number in (0, ROUNDS))
     found = load_file(killed / f"weights-{ROUNDS}.safetensors")
     assert all(torch.equal(found[name], value) for name, value in last.items())

@@ -1,17 +1,18 @@
-"""Every Python block of README.md and docs/ runs, each page in an empty folder, its blocks one after another."""
+"""What README.md and docs/ say is so: imports, tables, links, messages and names.
+
+tests/test_wheel.py runs every Python block, each page in an empty folder, its blocks one after another.
+"""
 
 from __future__ import annotations
 
 import ast
 import re
-import runpy
 import sys
 from pathlib import Path
 
 import pytest
 
 import titan_ckpt
-from tests.forked import Program
 from titan_ckpt import errors
 from titan_ckpt.training.run_file import read_run
 
@@ -38,23 +39,6 @@ FOUND_BY_IMPORT_TORCH = {
 def program(page: Path) -> str:
     """Return a page's blocks as one program."""
     return "\n".join(re.findall(r"^```python\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL))
-
-
-def run(path: Path) -> None:
-    runpy.run_path(str(path), run_name="__main__")
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_the_code_on_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A reader who copies the page's blocks in order gets no error."""
-    (tmp_path / "page.py").write_text(program(page))
-    (tmp_path / "empty").mkdir()
-    monkeypatch.chdir(tmp_path / "empty")
-    process = Program(run, tmp_path / "page.py", output=tmp_path / "page.log")
-    try:
-        assert process.wait(300) == 0, process.text()
-    finally:
-        process.kill()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

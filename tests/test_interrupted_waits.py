@@ -30,8 +30,9 @@ import tests.memory_store  # noqa: F401 - it names the scheme
 import titan_ckpt
 from tests.faults.scenarios import SOAK
 from tests.faults.shim import intercepted
-from tests.run_folder import Disk
+from tests.run_folder import Disk, RunFolder
 from tests.world import manager as build
+from tests.world import step_with_ones
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import run_workers
@@ -123,9 +124,7 @@ class Notebook:
         self.wanted: dict[int, Any] = {}
 
     def train(self) -> None:
-        for p in self.model.parameters():
-            p.grad = torch.ones_like(p)
-        self.optimizer.step()
+        step_with_ones(self.optimizer)
 
     def save(self, step: int) -> None:
         self.wanted[step] = copy.deepcopy(self.model.state_dict())
@@ -133,7 +132,7 @@ class Notebook:
 
     def check(self, steps: set[int]) -> None:
         """Compare the committed steps with what was live when they were saved."""
-        names = {int(path.name.removeprefix("step-")) for path in (self.folder / "checkpoints").glob("step-*")}
+        names = {*RunFolder(self.folder).steps()}
         assert steps <= names
         other = nn.Linear(3, 2)
         with build(self.folder, other, save=None) as reader:
@@ -149,29 +148,30 @@ WAITS: list[Callable[[Notebook], object]] = [
 ]
 
 
-def points(total: int, most: int) -> list[int]:
-    """Return bytecodes of 1 to `total`: the last ones, which clear away, and `most` others by chance; in a soak all."""
-    every = range(1, total + 1)
-    return [*every] if SOAK else sorted({*random.Random(total).sample(every, min(total, most)), *every[-2:]})
+def interrupts(most: int) -> Iterator[Interrupt]:
+    """Yield one that counts the bytecodes; then those at the last ones, which clear away, and at `most` others.
+
+    The others are drawn; in a soak it is all of them.
+    """
+    yield (counted := Interrupt(UNREACHED))
+    every = range(1, counted.seen + 1)
+    drawn = random.Random(counted.seen).sample(every, min(counted.seen, most))
+    yield from map(Interrupt, every if SOAK else sorted({*drawn, *every[-2:]}))
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
 def test_an_interrupt_at_any_bytecode_of_a_wait_leaves_the_save_known(tmp_path: Path, mode: str) -> None:
     """The step in flight is committed with its own weights, and so are those after it, whatever the next cell does."""
     run = Notebook(tmp_path, mode, exports=True)
-    step = 0
+    steps = count(1)
     with slow():
         for wait in WAITS:
-            todo = [UNREACHED]
-            while todo:
-                interrupt, step = Interrupt(todo.pop()), step + 1
+            for interrupt, step in zip(interrupts(3), steps, strict=False):
                 run.train()
                 run.save(step)
                 interrupt.around(partial(wait, run))
                 if step % 2:
                     run.train()
-                if interrupt.at == UNREACHED:
-                    todo = points(interrupt.seen, 3)
         run.manager.close()
     run.check({*range(1, step + 1)})
     assert {path.name for path in (tmp_path / "exports").iterdir()} == {f"step-{n}" for n in range(1, step + 1)}
@@ -181,35 +181,27 @@ def test_an_interrupt_in_a_save_or_at_its_end_leaves_a_run_that_goes_on(tmp_path
     """The step of the interrupted call is whole or not there; every other step is there, and exact."""
     for mode in ("thread", "disabled"):
         run = Notebook(tmp_path / mode, mode)
-        todo, step = [UNREACHED], 0
         sure: set[int] = set()
-        while todo:
-            interrupt, step = Interrupt(todo.pop()), step + 2
+        for step, interrupt in zip(count(2, 2), interrupts(20), strict=False):
             run.train()
             interrupt.around(partial(run.save, step))
             run.train()
             run.save(step + 1)
             sure.add(step + 1)
-            if interrupt.at == UNREACHED:
-                todo = points(interrupt.seen, 20)
         run.manager.close()
         run.check(sure)
 
 
 def test_an_interrupted_close_can_be_called_again(tmp_path: Path) -> None:
     """Nothing is released while the save is in flight, and all of it afterwards."""
-    todo, number = [UNREACHED], 0
     with slow():
-        while todo:
-            interrupt, number = Interrupt(todo.pop()), number + 1
+        for number, interrupt in enumerate(interrupts(8)):
             run = Notebook(tmp_path / str(number), "thread")
             run.train()
             run.save(1)
             interrupt.around(run.manager.close)
             run.manager.close()
             run.check({1})
-            if interrupt.at == UNREACHED:
-                todo = points(interrupt.seen, 8)
 
 
 def test_a_close_that_was_interrupted_while_the_writer_process_ends_can_be_called_again(tmp_path: Path) -> None:
@@ -229,10 +221,8 @@ def test_a_failed_save_is_raised_although_the_wait_for_it_was_interrupted(tmp_pa
     """It is raised by the wait that was interrupted, as the cause of the interrupt, or by the next one."""
     disk = Disk(only="/.staging/")
     run = Notebook(tmp_path, "thread")
-    todo, step = [UNREACHED], 0
     with disk.inserted():
-        while todo:
-            interrupt, step = Interrupt(todo.pop()), step + 2
+        for step, interrupt in zip(count(2, 2), interrupts(15), strict=False):
             run.train()
             run.save(step)
             run.manager.wait()
@@ -245,8 +235,6 @@ def test_a_failed_save_is_raised_although_the_wait_for_it_was_interrupted(tmp_pa
             assert any("No space left" in str(error) for error in raised), interrupt.at
             disk.error = 0
             assert run.manager.last_step.saved == step
-            if interrupt.at == UNREACHED:
-                todo = points(interrupt.seen, 15)
         run.manager.close()
     run.check(set(run.wanted))
 

@@ -15,8 +15,9 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from tests import world
 from tests.world import Value, flip_bit
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, ResumeConfig, SaveConfig
+from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.models.registry import build_model
@@ -52,10 +53,9 @@ class Counting(nn.Linear):
         pass
 
 
-def manager(folder: Path, net: nn.Module, config: CheckpointConfig | None = None, **objects: Any) -> CheckpointManager:
-    objects.setdefault("optimizers", [torch.optim.AdamW(net.parameters())])
-    config = config or CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled", timeout_seconds=30))
-    return CheckpointManager(config, model_parts=[net], base_folder=folder, **objects)
+def manager(folder: Path, net: nn.Module, **given: Any) -> CheckpointManager:
+    optimizers = given.pop("optimizers", [torch.optim.AdamW(net.parameters())])
+    return world.manager(folder, net, *optimizers, async_mode="disabled", **given)
 
 
 def saved(folder: Path, net: nn.Module, *steps: int, **objects: Any) -> Path:
@@ -73,13 +73,8 @@ def saved(folder: Path, net: nn.Module, *steps: int, **objects: Any) -> Path:
     return folder / "checkpoints" / f"step-{steps[-1]}"
 
 
-def starts_from(source: Path, **options: Any) -> CheckpointConfig:
-    return CheckpointConfig(initial_load=(InitialLoadConfig(str(source), **options),))
-
-
-def load(folder: Path, net: nn.Module, config: CheckpointConfig | None = None, **objects: Any) -> None:
-    with manager(folder, net, config, **objects) as run:
-        run.load()
+def load(folder: Path, net: nn.Module, **given: Any) -> None:
+    world.load(manager(folder, net, save=None, **given))
 
 
 @says(
@@ -90,7 +85,7 @@ def load(folder: Path, net: nn.Module, config: CheckpointConfig | None = None, *
 )
 def weights_of_another_dtype(folder: Path) -> None:
     source = saved(folder / "old", model(*(4,) * 21, dtype=torch.bfloat16), 1)
-    load(folder, model(*(4,) * 21), starts_from(source))
+    load(folder, model(*(4,) * 21), initial_load=[source])
 
 
 @says(
@@ -101,7 +96,7 @@ def weights_of_another_dtype(folder: Path) -> None:
     "  Was it saved from a different model config?"
 )
 def weights_of_another_size(folder: Path) -> None:
-    load(folder, model(4, 6, 2), starts_from(saved(folder / "old", model(4, 5, 2), 1)))
+    load(folder, model(4, 6, 2), initial_load=[saved(folder / "old", model(4, 5, 2), 1)])
 
 
 @says(
@@ -111,7 +106,7 @@ def weights_of_another_size(folder: Path) -> None:
 )
 def weights_of_integers(folder: Path) -> None:
     save_file({"0.weight": torch.ones(2, 4, dtype=torch.int32), "0.bias": torch.ones(2)}, folder / "model.safetensors")
-    load(folder, model(4, 2), starts_from(folder))
+    load(folder, model(4, 2), initial_load=[folder])
 
 
 @says(
@@ -121,7 +116,7 @@ def weights_of_integers(folder: Path) -> None:
     "  Was it saved from a different model config?"
 )
 def weights_of_fewer_layers(folder: Path) -> None:
-    load(folder, model(4, 4, 4), starts_from(saved(folder / "old", model(4, 4), 1)))
+    load(folder, model(4, 4, 4), initial_load=[saved(folder / "old", model(4, 4), 1)])
 
 
 @says(
@@ -132,19 +127,19 @@ def weights_of_fewer_layers(folder: Path) -> None:
 def weights_under_a_prefix(folder: Path) -> None:
     tensors = {f"module.{name}": value for name, value in model(4, 4).state_dict().items()}
     save_file(tensors, folder / "model.safetensors")
-    load(folder, model(4, 4), starts_from(folder))
+    load(folder, model(4, 4), initial_load=[folder])
 
 
 @says("checkpoint.initial_load: RUN/nowhere is not there; name an existing checkpoint folder or .safetensors file")
 def weights_that_are_not_there(folder: Path) -> None:
-    load(folder, model(4, 4), starts_from(folder / "nowhere"))
+    load(folder, model(4, 4), initial_load=[folder / "nowhere"])
 
 
 @says("RUN/old/checkpoints is no checkpoint: it holds steps; name one of them, such as RUN/old/checkpoints/step-1")
 def weights_named_by_their_run(folder: Path) -> None:
     step = saved(folder / "old", model(4, 4), 1)
     step.with_name("step-2.abandoned-0badcafe").mkdir()  # set aside by a rollback
-    load(folder, model(4, 4), starts_from(step.parent))
+    load(folder, model(4, 4), initial_load=[step.parent])
 
 
 @says(
@@ -152,8 +147,8 @@ def weights_named_by_their_run(folder: Path) -> None:
     "  initial_load.1.path: 'RUN/old/checkpoints/step-1' is named twice; each weight has one source"
 )
 def the_same_weights_twice(folder: Path) -> None:
-    source = InitialLoadConfig(str(saved(folder / "old", model(4, 4), 1)))
-    load(folder, model(4, 4), CheckpointConfig(initial_load=(source, source)))
+    source = saved(folder / "old", model(4, 4), 1)
+    load(folder, model(4, 4), initial_load=[source, source])
 
 
 @says(
@@ -216,7 +211,7 @@ def a_missing_file(folder: Path) -> None:
 def a_missing_file_in_a_source(folder: Path) -> None:
     source = saved(folder / "old", model(4, 4), 1)
     (source / "rank-00000.safetensors").unlink()
-    load(folder, model(4, 4), starts_from(source))
+    load(folder, model(4, 4), initial_load=[source])
 
 
 @says(
@@ -234,7 +229,7 @@ def a_damaged_manifest(folder: Path) -> None:
 @says("RUN/checkpoints: step 7 is not there; committed steps: 1, 2")
 def a_step_that_is_not_there(folder: Path) -> None:
     saved(folder, model(4, 4), 1, 2)
-    load(folder, model(4, 4), CheckpointConfig(resume=ResumeConfig(step=7)))
+    load(folder, model(4, 4), resume=ResumeConfig(step=7))
 
 
 @says("RUN/checkpoints is not a folder, so it cannot hold checkpoints; choose another path")
@@ -339,10 +334,10 @@ def a_run_that_never_loaded(folder: Path) -> None:
 )
 def weights_only_as_a_step(folder: Path) -> None:
     save = SaveConfig(interval=1, async_mode="disabled", model_only_last="own")
-    with manager(folder, model(4, 4), CheckpointConfig(save=save)) as run:
+    with manager(folder, model(4, 4), save=save) as run:
         run.load()
         run.save(5, last_step=True)
-    load(folder, model(4, 4), CheckpointConfig(resume=ResumeConfig(step=5)))
+    load(folder, model(4, 4), resume=ResumeConfig(step=5))
 
 
 @says(
@@ -351,7 +346,7 @@ def weights_only_as_a_step(folder: Path) -> None:
 )
 def an_adapter_without_lora(folder: Path) -> None:
     (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "target_modules": ["q"]}))
-    load(folder, model(4, 4), starts_from(folder))
+    load(folder, model(4, 4), initial_load=[folder])
 
 
 @says(
@@ -360,7 +355,7 @@ def an_adapter_without_lora(folder: Path) -> None:
 )
 def metadata_of_dcp_that_is_hostile(folder: Path) -> None:
     (folder / ".metadata").write_bytes(b"cposix\nsystem\n(S'true'\ntR.")
-    load(folder, model(4, 4), starts_from(folder))
+    load(folder, model(4, 4), initial_load=[folder])
 
 
 @says(
@@ -400,7 +395,7 @@ def an_adapter_whose_rank_is_not_that_of_its_config(folder: Path) -> None:
 )
 def a_step_of_other_converters(folder: Path) -> None:
     shutil.copytree(Path(__file__).parent / "golden/native-1/lora-adapter", folder, dirs_exist_ok=True)
-    load(folder, model(4, 4), starts_from(folder / "base/step-0"))
+    load(folder, model(4, 4), initial_load=[folder / "base/step-0"])
 
 
 @says(

@@ -164,15 +164,14 @@ def test_a6_fifty_and_fifty_steps_with_a_kill_between_equal_a_hundred(
     assert resumed_from(steps / f"step-{STEPS}") == HALF
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_sigterm_saves_the_step_under_way_and_the_run_goes_on_from_there(
-    tmp_path: Path, whole_run: Callable[[int], Path], num_ranks: int
+    tmp_path: Path, whole_run: Callable[[int], Path]
 ) -> None:
     """Asked for a save, a run saves and goes on; told to stop, it saves its last step, and resumes exactly, twice."""
     config = write_config(tmp_path)
     metrics = tmp_path / "metrics.jsonl"
     (tmp_path / "save-request").touch()
-    run = start(config, num_ranks)
+    run = start(config, 2)
     run.wait_for(metrics, 7)
     run.wait_until((tmp_path / "save-answer.json").exists, "the save that was asked for")
     asked = json.loads((tmp_path / "save-answer.json").read_text())["step"]
@@ -182,10 +181,10 @@ def test_sigterm_saves_the_step_under_way_and_the_run_goes_on_from_there(
     stopped = rows(metrics)[-1]["step"]
     assert max(7, asked + 1) <= stopped < HALF
     assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {f"step-{asked}", f"step-{stopped}"}
-    resumed = start(config, num_ranks)
+    resumed = start(config, 2)
     resumed.wait_for(metrics, stopped + 5)
     resumed.ranks[0].terminate()
     resumed.finish(75)
-    expected = course(whole_run(num_ranks) / "metrics.jsonl")
+    expected = course(whole_run(2) / "metrics.jsonl")
     assert course(metrics) == expected[: len(rows(metrics))]
     assert stopped + 5 <= len(rows(metrics)) < STEPS

@@ -127,6 +127,26 @@ def test_a_training_on_a_terminal(columns: int, tmp_path: Path) -> None:
     assert not re.search(r"INFO|titan_ckpt\.|\bnan\b|Warning", text)
     said = [line for line in lines if line and not line.startswith("training")]
     assert all(re.match(r"\d\d:\d\d:\d\d |\s{9}", line) for line in said), said
+    starts = [line[9:] for line in said if line[2:3] == ":"]
+    assert starts[0].startswith("model   llama3 debug-0.5m, 501 k parameters")
+    header = ["model", "data", "device", "run"]
+    assert [line.split()[0] for line in starts if line.split()[0] in header] == 2 * header
+    steps = [line for line in starts if line.startswith("step ") and "loss" in line]
+    assert [line.split()[1] for line in steps] == ["1/2", "2/2", "3/3"]
+    assert columns < 80 or all(line.endswith("tok/s") for line in steps)
+
+
+def test_an_error_on_a_terminal_is_the_last_word(tmp_path: Path) -> None:
+    """All faults, cut between words."""
+    write_config(tmp_path, {})
+    words = ["--training.stepz", "1", "--model.flavor", "debug-3m", "--data.sequence_length", "many"]
+
+    def act() -> None:
+        assert called("train", "run.toml", *words) == 2
+
+    lines = on_a_terminal(60, tmp_path, act)
+    assert max(map(len, lines)) <= 60
+    assert "did you mean training.steps?" in " ".join(line.strip() for line in lines)
 
 
 @dataclass(frozen=True)

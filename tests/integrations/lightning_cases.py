@@ -1,4 +1,4 @@
-"""Cases of Lightning's Trainer for the tests: each says its limits, callbacks and module, and where it is killed.
+"""Cases of Lightning's Trainer for the tests: each says its limits, callbacks and module, and where it is cut.
 
 A run writes what happens in it to `events-RANK.txt`: the training's hooks with their counters, and the samples read.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import os
 import random
-import signal
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 from tests.integrations.lightning_runs import attached, model, write
+from tests.integrations.phases import leave_behind
 from tests.integrations.playing import Run
 
 EVENTS: list[list[Any]] = []
@@ -38,13 +38,13 @@ def note(event: list[Any]) -> None:
     EVENTS.append(event)
 
 
-def die_at(step: int, killed_at: int | None, interval: int, folder: Path) -> None:
-    """End the process by SIGKILL, when every step up to this one is committed."""
+def leave_at(step: int, killed_at: int | None, interval: int, folder: Path) -> None:
+    """Leave behind what a kill would leave, when every step up to this one is committed."""
     if step == killed_at:
         saved = folder / "checkpoints" / f"step-{step // interval * interval}"
         while not saved.is_dir():
             time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGKILL)
+        leave_behind(folder)
 
 
 class Samples(torch.utils.data.Dataset[torch.Tensor]):
@@ -86,9 +86,9 @@ for _hook in (
 class Logging(L.LightningModule):
     """Follows the mean of the epoch, logs it in all ways, and holds metrics with sums of their own."""
 
-    def __init__(self, *death: Any) -> None:
+    def __init__(self, *leaves: Any) -> None:
         super().__init__()
-        self.network, self.death = model(), death
+        self.network, self.leaves = model(), leaves
         self.mean = torchmetrics.MeanMetric()
         self.cat = torchmetrics.CatMetric()
         self.both = torchmetrics.MetricCollection(
@@ -96,7 +96,7 @@ class Logging(L.LightningModule):
         )
 
     def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
-        die_at(self.global_step, *self.death)
+        leave_at(self.global_step, *self.leaves)
         predicted = self.network(batch[:, :4])
         loss: torch.Tensor = (predicted - batch[:, 4:]).square().mean()
         for reduced in ("mean", "sum", "max"):
@@ -127,12 +127,12 @@ class Logging(L.LightningModule):
 class Accumulating(Logging):
     """Two optimizers by hand: the second steps after every third batch, with the gradients of all three."""
 
-    def __init__(self, *death: Any) -> None:
-        super().__init__(*death)
+    def __init__(self, *leaves: Any) -> None:
+        super().__init__(*leaves)
         self.networks, self.automatic_optimization = torch.nn.ModuleList([self.network, model()]), False
 
     def training_step(self, batch: torch.Tensor, index: int) -> None:  # type: ignore[override]
-        die_at(self.trainer.fit_loop.total_batch_idx, *self.death)
+        leave_at(self.trainer.fit_loop.total_batch_idx, *self.leaves)
         optimizers: Any = self.optimizers()
         for network, optimizer in zip(self.networks, optimizers, strict=True):
             loss = (network(batch[:, :4]) - batch[:, 4:]).square().mean()
@@ -168,8 +168,8 @@ class Bringing(Logging):
 class Switching(Logging):
     """Freezes, draws random numbers, and changes the optimizer and a mode, in the hooks of a begin."""
 
-    def __init__(self, *death: Any) -> None:
-        super().__init__(*death)
+    def __init__(self, *leaves: Any) -> None:
+        super().__init__(*leaves)
         self.network.get_submodule("0").requires_grad_(False)
 
     def on_train_start(self) -> None:
@@ -230,7 +230,7 @@ class Scheduled(Logging):
 
 @dataclass
 class Case:
-    """A run of the Trainer, which is killed after `killed_at` steps and resumed."""
+    """A run of the Trainer, which is resumed from what a kill after `killed_at` steps leaves."""
 
     killed_at: int
     settings: dict[str, Any] = field(default_factory=dict)

@@ -180,25 +180,14 @@ class TwoOptimizers(L.LightningModule):
         self.num_batches = checkpoint["own"]["batches"]
 
 
-def run_trainer(folder: str, interval: int, killed_at: int | None, **limit: int) -> None:
-    """Train with Lightning's Trainer, which validates twice in an epoch and accumulates gradients."""
+def run_trainer(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train with Lightning's Trainer, which validates twice in an epoch, accumulates gradients, and ends within one."""
     L.seed_everything(0, verbose=False)
     data, module = Samples(26), Regression(killed_at, interval, Path(folder))
-    limit = limit or {"max_epochs": 3}
-    trainer = attached(folder, interval, accumulate_grad_batches=2, val_check_interval=3, **limit)
+    trainer = attached(folder, interval, accumulate_grad_batches=2, val_check_interval=3, max_steps=18)
     trainer.fit(module, DataLoader(data, batch_size=2, shuffle=True), DataLoader(Samples(4), batch_size=2))
     (plateau,) = (config.scheduler for config in trainer.lr_scheduler_configs)
-    write(
-        Path(folder),
-        module.network,
-        [module.seen if trainer.world_size == 1 else [], plateau.state_dict(), trainer.current_epoch],
-        data.num_read,
-    )
-
-
-def run_trainer_by_steps(folder: str, interval: int, killed_at: int | None) -> None:
-    """Do the same until a number of steps, within the third epoch."""
-    run_trainer(folder, interval, killed_at, max_steps=18)
+    write(Path(folder), module.network, [module.seen, plateau.state_dict(), trainer.current_epoch], data.num_read)
 
 
 def run_two_optimizers(folder: str, interval: int, killed_at: int | None) -> None:
@@ -212,8 +201,8 @@ def run_two_optimizers(folder: str, interval: int, killed_at: int | None) -> Non
     write(Path(folder), module.network, [module.num_batches, trainer.global_step], data.num_read)
 
 
-def attached(folder: str, interval: int, **settings: Any) -> L.Trainer:
-    """Return a quiet trainer with checkpoints of titan_ckpt."""
+def attached(folder: str, saves: int | CheckpointConfig, **settings: Any) -> L.Trainer:
+    """Return a quiet trainer with checkpoints of titan_ckpt, at an interval or as a config says."""
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False} | settings
     trainer = L.Trainer(
         accelerator="cpu",
@@ -222,7 +211,7 @@ def attached(folder: str, interval: int, **settings: Any) -> L.Trainer:
         default_root_dir=folder,
         **quiet,
     )
-    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=saves)) if isinstance(saves, int) else saves)
     return trainer
 
 

@@ -187,6 +187,22 @@ class Estimated(BatchSampler):
         return 3
 
 
+class Told(Sampler[int]):
+    """A sampler of the user whose order depends on the epoch alone, which it is told."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 10
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(np.random.default_rng(self.epoch).permutation(10).tolist())
+
+
 class Counting(Sampler[int]):
     """Begins elsewhere in each epoch."""
 
@@ -276,6 +292,7 @@ def over(make: Callable[[], Any], *, batches: bool = False) -> Any:
 LOADERS |= {
     "an estimated length": lambda: DataLoader(Numbers(), batch_sampler=Estimated(RandomSampler(Numbers()), 2, False)),
     "a sampler with a state": lambda: DataLoader(Numbers(), 2, sampler=Giving()),
+    "a sampler that is told the epoch": lambda: DataLoader(Numbers(), 2, sampler=Told()),
 }
 SAMPLED = samplers()
 

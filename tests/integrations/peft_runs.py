@@ -5,10 +5,8 @@ A resumed run draws other initial values than the run that was killed, as a prog
 
 from __future__ import annotations
 
-import os
 import random
-import signal
-import warnings
+import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
@@ -22,7 +20,7 @@ from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer, 
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from tests.integrations.trainer_cases import INTERVAL, KILLED_AT, of_trl, settings, verdict_of
-from tests.integrations.trainer_runs import Tokens, kill_after, model, write
+from tests.integrations.trainer_runs import LeaveBehind, Tokens, kill_after, model, write
 from tests.zoo.worlds import Row
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.errors import ConfigError
@@ -178,16 +176,17 @@ def loop(folder: Path, name: str, seed: int, killed_at: int | None) -> dict[str,
     network.train()
     manager = CheckpointManager(CONFIG, model_parts=[network], optimizers=[optimizer], base_folder=folder / "loop")
     start = manager.load().step
-    for step in range(start + 1, (killed_at or STEPS) + 1):
+    for step in range(start + 1, STEPS + 1):
         network(**batch).loss.backward()
         manager.maybe_wait_for_staging()
         optimizer.step()
         allocate(network, step)
         optimizer.zero_grad()
         manager.save(step, last_step=step == STEPS)
-    manager.wait()
-    if not killed_at:
-        manager.close()
+        if step == killed_at:
+            manager.wait()
+            shutil.copytree(folder / "loop", folder.with_name("resumed") / "loop")
+    manager.close()
     return network.state_dict()  # type: ignore[no-any-return]
 
 
@@ -230,25 +229,22 @@ def seed_all(seed: int) -> None:
 
 def run_case(folder: str, name: str, killed_at: int | None) -> None:
     """Train in a loop, then in a Trainer, and write the results; or write why one of them is refused."""
-    warnings.simplefilter("ignore")  # of the libraries, in this process, which is a fork
     path = Path(folder)
     seed = int((path / "checkpoints").exists())
     try:
         weights = loop(path, name, seed, killed_at) if name in CASES else {}
         trainer = trainer_of(path, name, seed)
-        for callback in kill_after(killed_at, path, INTERVAL):
+        for callback in kill_after(killed_at, path, INTERVAL, LeaveBehind):
             trainer.add_callback(callback)
         attach(trainer, WITH_BASE if name in _WITH_BASE else CONFIG)
         trainer.train()
     except ConfigError as error:
         (path / "refused.txt").write_text(str(error))
-        if killed_at:
-            os.kill(os.getpid(), signal.SIGKILL)
         return
     write(path, trainer, 0)
     torch.save(weights, path / "beside-0.pt")
 
 
 def judge(name: str, folder: Path) -> list[Row]:
-    """Return whether runs with an adapter that are killed and resumed equal those that are not."""
+    """Return whether runs with an adapter that are resumed from what a kill leaves equal those that are not."""
     return [(name, *verdict_of(__name__, "run_case", name, 1, KILLED_AT, folder))]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
+import shutil
 import signal
 import socket
 import time
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -35,8 +36,15 @@ def die_at(step: int, killed_at: int | None, interval: int, folder: Path) -> Non
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def play(module: str, phases: Sequence[Phase], answers: str) -> None:
-    """Run the phases in order, and write the exit codes of their ranks to the file `answers`."""
+def leave_behind(folder: Path) -> None:
+    """Copy a run's folder as a kill would leave it now to `resumed` beside it, once, on rank 0."""
+    resumed = folder.with_name("resumed")
+    if not int(os.environ.get("RANK", "0")) and not (resumed / "checkpoints").exists():
+        shutil.copytree(folder, resumed, ignore=shutil.ignore_patterns("loop"), dirs_exist_ok=True)
+
+
+def play(module: str, phases: Sequence[Phase]) -> list[list[int]]:
+    """Run the phases in order, and return the exit codes of their ranks."""
     programs = importlib.import_module(module)
     codes = []
     for phase in phases:
@@ -44,10 +52,11 @@ def play(module: str, phases: Sequence[Phase], answers: str) -> None:
         port = _free_port()
         children = [fork(partial(_play, programs, phase, rank, port)) for rank in range(phase.ranks)]
         codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
-    Path(answers).write_text(json.dumps(codes))
+    return codes
 
 
 def _play(programs: Any, phase: Phase, rank: int, port: int) -> None:
+    warnings.simplefilter("ignore")  # of the libraries, in this process, which is a fork of pytest's
     world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": phase.ranks, "LOCAL_WORLD_SIZE": phase.ranks}
     if phase.ranks == 1:
         for name in world:  # a world of the zoo has them

@@ -19,7 +19,7 @@ from lightning_fabric.wrappers import _FabricDataLoader
 from torch.utils.data import DataLoader
 
 from tests.integrations.lightning_runs import Regression, Samples, attached
-from tests.integrations.playing import Run, assert_same_run, both_results, play_all
+from tests.integrations.playing import Run, assert_same_run, played
 from titan_ckpt import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning import attach, fabric_manager
@@ -32,25 +32,15 @@ RUNS = {
     "fabric, half precision": Run("run_fabric_half", 1, 3, 17),
     "fabric, double precision": Run("run_fabric_double", 1, 3, 17),
     "fabric, sharded, 2 ranks": Run("run_fabric_sharded", 2, 3, 9),
-    "trainer within an epoch": Run("run_trainer", 1, 3, 11),
-    "trainer after an epoch, 2 ranks": Run("run_trainer", 2, 4, 6),
-    "trainer by steps, within an epoch": Run("run_trainer_by_steps", 1, 3, 11),
-    "trainer by steps, after an epoch": Run("run_trainer_by_steps", 1, 7, 9),
+    "trainer": Run("run_trainer", 1, 3, 11),
     "two optimizers": Run("run_two_optimizers", 1, 5, 11),
 }
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("lightning")
-    play_all("tests.integrations.lightning_runs", RUNS, root)
-    return root
-
-
 @pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_resumes_bit_for_bit_and_reads_nothing_twice(played: Path, name: str) -> None:
+def test_a_killed_run_resumes_bit_for_bit_and_reads_nothing_twice(name: str, tmp_path: Path) -> None:
     """SIGKILL, and a new process: weights, schedule and validation are those of the whole run."""
-    for found, expected in both_results(played, name, RUNS[name]):
+    for found, expected in played("tests.integrations.lightning_runs", RUNS[name], tmp_path):
         assert_same_run(found, expected)
 
 

@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from datasets import IterableDataset as Streamed
@@ -26,6 +27,7 @@ from tests.integrations.loader_cases import (
     Numbers,
     Plain,
     Stream,
+    Told,
     by_own_generator,
     judge_sampler,
     judge_stream,
@@ -36,6 +38,7 @@ from tests.integrations.loader_cases import (
 )
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
 
@@ -293,6 +296,39 @@ def test_later_epochs_of_a_loop_of_ones_own_begin_at_the_start(over: Callable[[A
     with manager(resumed) as second:
         second.load()
         assert [[row["a"] for row in resumed] for _ in range(3)] == [[*range(5, 12)], [*range(12)], [*range(12)]]
+
+
+class ShufflesInPlace(Told):
+    """Draws an order by changing what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = [*range(10)]
+
+    def __iter__(self) -> Iterator[int]:
+        random.shuffle(self.numbers)
+        return iter(self.numbers)
+
+
+class DrawsItself(Told):
+    """Draws an order by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = np.random.default_rng(3)
+
+    def __iter__(self) -> Iterator[int]:
+        return (int(n) for n in self.numbers.permutation(10))
+
+
+@pytest.mark.parametrize("kind", [ShufflesInPlace, DrawsItself])
+def test_a_sampler_that_its_order_changes_is_refused_before_the_first_batch(kind: type[Any]) -> None:
+    """With the name that allows it."""
+    fault = rf'{kind.__name__}: drawing an order changes self\.numbers, which no step holds(?s:.*)allow = \["(.*)"\]'
+    with pytest.raises(ConfigError, match=fault):
+        next(iter(PositionedLoader(DataLoader(Plain(10), 2, sampler=kind()))))
+    allow = [class_name(kind())]
+    assert len([*PositionedLoader(DataLoader(Plain(10), 2, sampler=kind()), allow=allow)]) == 5
 
 
 def test_a_sampler_that_draws_in_the_middle_of_an_order_is_refused() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.forked import Program
 from tests.integrations.own_loop import SAMPLES, STEPS
 from tests.integrations.phases import Phase, play
 
@@ -33,16 +32,9 @@ def test_a_killed_loop_reads_the_samples_of_an_uninterrupted_one(way: str, tmp_p
         Phase("run", killed, 2, (way, INTERVAL, None)),
         Phase("run", alone, 1, (way, INTERVAL, None)),
     ]
-    program = Program(
-        play, "tests.integrations.own_loop", phases, str(tmp_path / "codes.json"), output=tmp_path / "log.txt"
-    )
-    try:
-        assert program.wait(200) == 0, program.text()
-    finally:
-        program.kill()
-    codes = json.loads((tmp_path / "codes.json").read_text())
-    assert codes.pop(1).count(-signal.SIGKILL) >= 1, program.text()
-    assert codes == [[0, 0], [0], [0, 0], [0]], program.text()
+    codes = play("tests.integrations.own_loop", phases)
+    assert codes.pop(1).count(-signal.SIGKILL) >= 1
+    assert codes == [[0, 0], [0], [0, 0], [0]]
 
     saved, rest = KILLED_AT // INTERVAL * INTERVAL, STEPS - KILLED_AT // INTERVAL * INTERVAL
     of_ranks = [result(Path(whole), rank)["read"] for rank in (0, 1)]

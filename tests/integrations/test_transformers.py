@@ -12,8 +12,8 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from tests.integrations.phases import Phase
-from tests.integrations.playing import Run, assert_same_run, both_results, play_all
+from tests.integrations.phases import Phase, play
+from tests.integrations.playing import Run, assert_same_run, played
 from titan_ckpt import CheckpointConfig, ExportConfig
 from titan_ckpt.encoding.typed_json import MAX_INLINE_BYTES
 from titan_ckpt.errors import LoadMismatchError
@@ -24,63 +24,41 @@ from titan_ckpt.integrations.transformers.loader import TrainerLoader
 from titan_ckpt.integrations.transformers.progress import RankProgress
 from titan_ckpt.integrations.transformers.refusals import HOOKS, problems
 
+MODULE = "tests.integrations.trainer_runs"
 RUNS = {
-    "Trainer within an epoch": Run("run", 1, 3, 8),
-    "Trainer after an epoch, 2 ranks": Run("run", 2, 3, 5),
-    "SFTTrainer": Run("run_sft", 1, 3, 8),
     "SFTTrainer, LoRA, FSDP2, 2 ranks": Run("run_lora", 2, 2, 5),
-    "DPOTrainer, its reference follows": Run("run_dpo", 1, 3, 8),
-    "GRPOTrainer between two generations": Run("run_grpo", 1, 3, 6),
     "Trainer, FSDP2 and tensor parallelism, 4 ranks": Run("run_parallel", 4, 1, 2),
 }
-
-
-OTHERS = [
-    ("run_other_base", "base", ()),
-    ("run_export", "export", ()),
-    ("run_signal", "signal", ()),
-    ("run", "signal", (3, None)),
-]
-
-
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("trainers")
-    others = [Phase(function, str(root / folder), 1, arguments) for function, folder, arguments in OTHERS]
-    assert play_all("tests.integrations.trainer_runs", RUNS, root, others) == [[0]] * len(others)
-    return root
+"""Sharded runs. Those of a process, and of two that are not sharded: test_trainer_classes.py."""
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_a_killed_run_resumes_bit_for_bit_and_reads_nothing_twice(played: Path, name: str) -> None:
-    """SIGKILL, and a new process: weights and every line of the log are those of the whole run."""
-    for found, expected in both_results(played, name, RUNS[name]):
+def test_a_killed_run_resumes_bit_for_bit_and_its_steps_hold_what_it_trains(name: str, tmp_path: Path) -> None:
+    """SIGKILL, and a new process: weights and every line of the log are those of the whole run.
+
+    No tensor of the base is in the rank files of a PEFT model's steps.
+    """
+    for found, expected in played(MODULE, RUNS[name], tmp_path):
         assert_same_run(found, expected)
-        assert found["is_sharded"] == ("FSDP2" in name)
-
-
-def test_a_step_of_an_adapter_holds_the_adapter_alone(played: Path) -> None:
-    """No tensor of the base is in the rank files of a PEFT model's steps."""
-    files = sorted((played / "SFTTrainer, LoRA, FSDP2, 2 ranks" / "whole").glob("checkpoints/step-*/*.safetensors"))
+        assert found["is_sharded"]
+    files = sorted((tmp_path / "whole").glob("checkpoints/step-*/*.safetensors"))
     names = {name for file in files for name in read_header(file).entries if name.startswith("model.")}
     assert names
-    assert all(".lora_" in name for name in names)
+    assert all(".lora_" in name for name in names) == ("LoRA" in name)
 
 
-def test_an_adapter_goes_on_over_its_own_base_only(played: Path) -> None:
-    """One different number in the base is a BaseMismatchError, as run_other_base has seen."""
-    assert (played / "base" / "checkpoints").is_dir()
+@pytest.mark.parametrize("function", ["run_other_base", "run_export"])
+def test_what_a_function_of_trainer_runs_sees_itself(function: str, tmp_path: Path) -> None:
+    """One different number in the base is a BaseMismatchError; an export has what was added in memory."""
+    assert play(MODULE, [Phase(function, str(tmp_path), 1)]) == [[0]]
 
 
-def test_an_export_has_the_trainers_own_tokenizer(played: Path) -> None:
-    """Tokens, template and generation settings that were added in memory are in the folder, as run_export has seen."""
-    assert (played / "export" / "exports" / "step-1" / "tokenizer.json").is_file()
-
-
-def test_a_signal_stops_the_trainer_with_everything_saved(played: Path) -> None:
+def test_a_signal_stops_the_trainer_with_everything_saved(tmp_path: Path) -> None:
     """After SIGTERM, the same program finishes the run, bit for bit."""
-    found = torch.load(played / "signal" / "result-0.pt")
-    expected = torch.load(played / "Trainer within an epoch" / "whole" / "result-0.pt")
+    whole, stopped = str(tmp_path / "whole"), str(tmp_path / "stopped")
+    phases = [Phase("run", whole, 1, (3,)), Phase("run_signal", stopped, 1), Phase("run", stopped, 1, (3,))]
+    assert play(MODULE, phases) == [[0]] * 3
+    found, expected = (torch.load(Path(folder, "result-0.pt")) for folder in (stopped, whole))
     assert_same_run(found, expected)
 
 

@@ -15,7 +15,7 @@ import torch
 from transformers import Trainer, TrainingArguments
 
 from tests.integrations.trainer_cases import verdict_of
-from tests.integrations.trainer_runs import KillAfter, Tokens, arguments, model, write
+from tests.integrations.trainer_runs import LeaveBehind, Tokens, arguments, model, write
 from tests.zoo.worlds import Row
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.integrations.transformers import attach
@@ -78,7 +78,7 @@ def run_point(folder: str, number: str, killed_at: int | None) -> None:
     """Train as a point says."""
     path, point, rank = Path(folder), drawn(int(number)), int(os.environ.get("RANK", 0))
     data = Recording(point.samples)
-    callbacks = [] if killed_at is None else [KillAfter(killed_at, path / "checkpoints" / f"step-{killed_at}")]
+    callbacks = [] if killed_at is None else [LeaveBehind(killed_at, path / "checkpoints" / f"step-{killed_at}")]
     args = TrainingArguments(**arguments(path, **point.settings))
     trainer = Trainer(model(), args, train_dataset=data, eval_dataset=Tokens(4), callbacks=[*callbacks])
     data.trainer = trainer

@@ -31,8 +31,9 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
+from trl import SFTConfig, SFTTrainer
 
+from tests.integrations.phases import leave_behind
 from titan_ckpt import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.errors import BaseMismatchError
 from titan_ckpt.integrations.transformers import attach
@@ -72,7 +73,17 @@ class KillAfter(TrainerCallback):
         if state.global_step == self.step:
             while not self.saved.is_dir():
                 time.sleep(0.01)
-            os.kill(os.getpid(), signal.SIGKILL)
+            self.act()
+
+    def act(self) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class LeaveBehind(KillAfter):
+    """Leaves behind what a kill would leave, and goes on."""
+
+    def act(self) -> None:
+        leave_behind(self.saved.parents[1])
 
 
 def arguments(folder: Path, **settings: Any) -> dict[str, Any]:
@@ -99,18 +110,19 @@ def model() -> LlamaForCausalLM:
     return LlamaForCausalLM(LlamaConfig(**SHAPE, attention_dropout=0.1))
 
 
-def kill_after(step: int | None, folder: Path, interval: int) -> list[TrainerCallback]:
+def kill_after(
+    step: int | None, folder: Path, interval: int, kind: type[KillAfter] = KillAfter
+) -> list[TrainerCallback]:
     """Return a callback that kills the run, after the newest save before the step; none without a step."""
     if step is None:
         return []
-    return [KillAfter(step, folder / "checkpoints" / f"step-{(step - 1) // interval * interval}")]
+    return [kind(step, folder / "checkpoints" / f"step-{(step - 1) // interval * interval}")]
 
 
-def run(folder: str, interval: int, killed_at: int | None) -> None:
+def run(folder: str, interval: int) -> None:
     """Train with transformers' Trainer and write the result."""
     path, data = Path(folder), Tokens(18)
-    args, callbacks = TrainingArguments(**arguments(path)), kill_after(killed_at, path, interval)
-    trainer = Trainer(model(), args, train_dataset=data, eval_dataset=Tokens(4), callbacks=callbacks)
+    trainer = Trainer(model(), TrainingArguments(**arguments(path)), train_dataset=data, eval_dataset=Tokens(4))
     attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
     trainer.train()
     write(path, trainer, data.num_read)
@@ -184,79 +196,30 @@ def write(folder: Path, trainer: Trainer, num_read: int) -> None:
     torch.save(result, folder / f"result-{os.environ.get('RANK', 0)}.pt")
 
 
-def run_sft(folder: str, interval: int, killed_at: int | None) -> None:
-    """Train with TRL's SFTTrainer."""
-    sft(Path(folder), interval, killed_at)
-
-
 def run_lora(folder: str, interval: int, killed_at: int | None) -> None:
-    """Train a LoRA adapter of PEFT with TRL's SFTTrainer, sharded by accelerate's FSDP2."""
-    with fsdp2_on_a_cpu():
-        lora = LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
-        sft(Path(folder), interval, killed_at, lora, fsdp=True, fsdp_config={"version": 2})
-
-
-def sft(path: Path, interval: int, killed_at: int | None, lora: LoraConfig | None = None, **settings: Any) -> None:
-    """Train on texts, as TRL's documentation does."""
+    """Train a LoRA adapter of PEFT on texts with TRL's SFTTrainer, sharded by accelerate's FSDP2."""
+    path = Path(folder)
     texts = [" ".join(f"w{(number * step) % 29}" for step in range(1, 9)) for number in range(18)]
     data = Dataset.from_dict({"text": texts})
-    args = SFTConfig(**arguments(path, max_length=16, bf16=False, gradient_checkpointing=False, **settings))
-    trainer = SFTTrainer(
-        model(),
-        args,
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
-        processing_class=tokenizer(),
-        peft_config=lora,
-        callbacks=kill_after(killed_at, path, interval),
-    )
-    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
-    trainer.train()
-    write(path, trainer, 0)
-
-
-def run_dpo(folder: str, interval: int, killed_at: int | None) -> None:
-    """Train with TRL's DPOTrainer, whose reference follows the model."""
-    path, pairs = Path(folder), [(f"w{n} w1 w2", f"w{n % 7} w3", f"w{n % 5} w4 w5") for n in range(18)]
-    data = Dataset.from_list([{"prompt": prompt, "chosen": one, "rejected": other} for prompt, one, other in pairs])
-    reference = {"sync_ref_model": True, "ref_model_sync_steps": 2}
-    settings = arguments(path, max_length=16, bf16=False, gradient_checkpointing=False, **reference)
-    trainer = DPOTrainer(
-        model(),
-        ref_model=model(),
-        args=DPOConfig(**settings),
-        train_dataset=data,
-        eval_dataset=data.select(range(4)),
-        processing_class=tokenizer(),
-        callbacks=kill_after(killed_at, path, interval),
-    )
-    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
-    trainer.train()
-    write(path, trainer, 0)
+    with fsdp2_on_a_cpu():
+        sharded: dict[str, Any] = {"fsdp": True, "fsdp_config": {"version": 2}}
+        trainer = SFTTrainer(
+            model(),
+            SFTConfig(**arguments(path, max_length=16, bf16=False, gradient_checkpointing=False, **sharded)),
+            train_dataset=data,
+            eval_dataset=data.select(range(4)),
+            processing_class=tokenizer(),
+            peft_config=LoraConfig(r=2, lora_alpha=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
+            callbacks=kill_after(killed_at, path, interval),
+        )
+        attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
+        trainer.train()
+        write(path, trainer, 0)
 
 
 def number_of_words(completions: list[str], **_: Any) -> list[float | None]:
     """Return a reward for each completion."""
     return [float(len(set(text.split()))) for text in completions]
-
-
-def run_grpo(folder: str, interval: int, killed_at: int | None) -> None:
-    """Train with TRL's GRPOTrainer, four steps on the same completions, so that most saves fall between."""
-    path = Path(folder)
-    data = Dataset.from_dict({"prompt": [f"w{number} w1 w2" for number in range(18)]})
-    generation = {"num_generations": 2, "steps_per_generation": 4, "num_iterations": 2, "max_completion_length": 4}
-    settings = arguments(path, bf16=False, gradient_checkpointing=False, eval_strategy="no", max_steps=10, **generation)
-    trainer = GRPOTrainer(
-        model(),
-        reward_funcs=number_of_words,
-        args=GRPOConfig(**settings),
-        train_dataset=data,
-        processing_class=tokenizer(),
-        callbacks=kill_after(killed_at, path, interval),
-    )
-    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
-    trainer.train()
-    write(path, trainer, 0)
 
 
 def run_parallel(folder: str, interval: int, killed_at: int | None) -> None:

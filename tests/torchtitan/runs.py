@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.torchtitan import cpu as cpu  # before torchtitan
+from tests.world import differing, whole
 from titan_ckpt.formats.native.writer import StagedFile
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
 from titan_ckpt.testing.ranks import RankError
@@ -117,9 +117,9 @@ def train(
         if then is not None:
             then(trainer)
         model = {f"{i}.{n}": v for i, part in enumerate(trainer.model_parts) for n, v in part.state_dict().items()}
-        whole = {name.removeprefix("0."): _whole(value) for name, value in model.items()}
-        moments = {name: _whole(value) for name, value in trainer.optimizers.state_dict().items()}
-        run = Run(losses, trainer.step, whole, moments, trainer.ntokens_seen)
+        weights = {name.removeprefix("0."): whole(value) for name, value in model.items()}
+        moments = {name: whole(value) for name, value in trainer.optimizers.state_dict().items()}
+        run = Run(losses, trainer.step, weights, moments, trainer.ntokens_seen)
         if before_death is not None:
             before_death(run)
             dies.put(True)
@@ -167,20 +167,8 @@ def same(a: Run, b: Run, losses: int = 6) -> None:
     """Assert that two runs ended with the same bits; the last `losses` losses too."""
     assert a.losses[len(a.losses) - losses :] == b.losses[len(b.losses) - losses :]
     assert (a.step, a.ntokens_seen) == (b.step, b.ntokens_seen)
-    for left, right in ((a.model, b.model), (a.optimizer, b.optimizer)):
-        assert left.keys() == right.keys()
-        differing = [name for name, value in left.items() if not _equal(value, right[name])]
-        assert differing == []
-
-
-def _equal(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else bool(a == b)
-
-
-def _whole(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        value = value.full_tensor()
-    return value.detach().clone() if isinstance(value, torch.Tensor) else value
+    same_tensors(a.model, b.model)
+    same_tensors(a.optimizer, b.optimizer)
 
 
 def steps_in(dump_folder: Path) -> list[int]:
@@ -190,8 +178,7 @@ def steps_in(dump_folder: Path) -> list[int]:
 
 def same_tensors(left: dict[str, Any], right: dict[str, Any]) -> None:
     """Assert that two state dicts have the same names and bits."""
-    assert left.keys() == right.keys()
-    assert [name for name, value in left.items() if not _equal(value, right[name])] == []
+    assert differing(left, right) == []
 
 
 def logits_of(trainer: Any, tokens: torch.Tensor) -> torch.Tensor:
@@ -202,4 +189,4 @@ def logits_of(trainer: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         logits: torch.Tensor = model(tokens, positions=positions)
     model._skip_lm_head = skipped
-    return _whole(logits)  # type: ignore[no-any-return]
+    return whole(logits)  # type: ignore[no-any-return]

@@ -230,30 +230,28 @@ class Numbers(BaseDataLoader):
         self.at = state_dict["at"]
 
 
-class Forgetful(texts.HuggingFaceTextDataLoader):
-    """A user's subclass with a counter that its state leaves out."""
+def forgetful(kind: Any, method: str) -> Any:
+    """Return a user's subclass whose method counts its calls, which no state holds."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls = getattr(self, "calls", 0) + 1
+        return getattr(super(made, self), method)(*args, **kwargs)
 
     @dataclass(kw_only=True, slots=True)
-    class Config(texts.HuggingFaceTextDataLoader.Config):
+    class Config(kind.Config):
         """No settings of its own."""
 
-    def __iter__(self) -> Iterator[Any]:
-        self.read = 0
-        for batch in super().__iter__():
-            self.read += 1
-            yield batch
+    made = type(f"Own{kind.__name__}", (kind,), {"Config": Config, method: call, "__module__": __name__})
+    return made
 
 
-class Averaged(OptimizersContainer):
-    """An optimizer container that keeps an average of the weights."""
-
-    @dataclass(kw_only=True, slots=True)
-    class Config(OptimizersContainer.Config):
-        """No settings of its own."""
-
-    def step(self, closure: Any = None) -> None:
-        super().step(closure)
-        self.average = [p.detach().clone() for group in self.param_groups for p in group["params"]]
+FORGETFUL = {
+    "dataloader": forgetful(texts.HuggingFaceTextDataLoader, "__iter__"),
+    "optimizer": forgetful(OptimizersContainer, "step"),
+    "loss": forgetful(CrossEntropyLoss, "__call__"),
+    "metrics": forgetful(MetricsProcessor, "log"),
+    "validator": forgetful(Validator, "validate"),
+}
 
 
 class Plateau(LRSchedulersContainer):
@@ -287,35 +285,6 @@ class Remembered(Plateau):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.calls = state_dict["calls"]
         super().load_state_dict(state_dict)
-
-
-class Smoothed(CrossEntropyLoss):
-    @dataclass(kw_only=True, slots=True)
-    class Config(CrossEntropyLoss.Config):
-        """No settings of its own."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self.last = super().__call__(*args, **kwargs)
-        return self.last
-
-
-class Counting(MetricsProcessor):
-    @dataclass(kw_only=True, slots=True)
-    class Config(MetricsProcessor.Config):
-        """No settings of its own."""
-
-    def log(self, *args: Any, **kwargs: Any) -> None:
-        self.lines = getattr(self, "lines", 0) + 1
-        super().log(*args, **kwargs)
-
-
-class Best(Validator):
-    @dataclass(kw_only=True, slots=True)
-    class Config(Validator.Config):
-        """No settings of its own."""
-
-    def validate(self, *args: Any, **kwargs: Any) -> None:
-        self.best = 1.0
 
 
 class Mine(Trainer):
@@ -360,13 +329,12 @@ def _part(name: str, kind: Any) -> Callable[[Any, Path], Any]:
 
 
 def _smoothed(made: Any, assets: Path) -> None:
-    made.loss.loss_fn = _as(Smoothed, made.loss.loss_fn)
-    made.loss = made.loss.loss_fn
+    made.loss = _as(FORGETFUL["loss"], made.loss.loss_fn)
 
 
 def _best(made: Any, assets: Path) -> None:
     _validated(made, assets)
-    made.validator = _as(Best, made.validator)
+    made.validator = _as(FORGETFUL["validator"], made.validator)
 
 
 def _streamed(made: Any, assets: Path) -> None:
@@ -386,16 +354,17 @@ def _of_user(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def _lost(part: str, kind: Any) -> str:
+    return f"{part} {_of_user(kind)}: its code sets self.calls"
+
+
 OWN: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
-    "dataloader": (_part("dataloader", Forgetful), f"dataloader {_of_user(Forgetful)}: its code sets self.read"),
-    "optimizer": (_part("optimizer", Averaged), f"optimizer {_of_user(Averaged)}: its code sets self.average"),
-    "schedule": (
-        _part("lr_scheduler", Plateau),
-        f"learning-rate scheduler {_of_user(Plateau)}: its code sets self.calls",
-    ),
-    "loss": (_smoothed, f"loss {_of_user(Smoothed)}: its code sets self.last"),
-    "metrics": (_part("metrics", Counting), f"metrics processor {_of_user(Counting)}: its code sets self.lines"),
-    "validator": (_best, f"validator {_of_user(Best)}: its code sets self.best"),
+    "dataloader": (_part("dataloader", FORGETFUL["dataloader"]), _lost("dataloader", FORGETFUL["dataloader"])),
+    "optimizer": (_part("optimizer", FORGETFUL["optimizer"]), _lost("optimizer", FORGETFUL["optimizer"])),
+    "schedule": (_part("lr_scheduler", Plateau), _lost("learning-rate scheduler", Plateau)),
+    "loss": (_smoothed, _lost("loss", FORGETFUL["loss"])),
+    "metrics": (_part("metrics", FORGETFUL["metrics"]), _lost("metrics processor", FORGETFUL["metrics"])),
+    "validator": (_best, _lost("validator", FORGETFUL["validator"])),
     "stream": (_streamed, "the state of a stream leaves out the buffer of shuffle()"),
     "interleaved": (_ending, "InterleavedDataset: which sources have ended is not in its state"),
 }

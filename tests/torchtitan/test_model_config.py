@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import logging
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +13,7 @@ import pytest
 import torch
 
 from tests.torchtitan.runs import config, distributed, logits_of, train
+from tests.world import heard
 from titan_ckpt.errors import ConfigError, KeyMapError, LoadMismatchError
 from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map
 from titan_ckpt.integrations.torchtitan.described import described
@@ -120,18 +118,9 @@ def _loaded(assets: Path, folder: Path, name: str) -> None:
         train(made(folder / "theirs"))
     train(made(folder / "theirs", allow=["config.json:rms_norm_eps"]))
     path.unlink()
-    with _warned("has no config.json, so nobody can tell"):
+    with heard() as lines:
         train(made(folder / "theirs"))
-
-
-@contextmanager
-def _warned(message: str) -> Iterator[None]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("titan_ckpt").addHandler(handler)
-    yield
-    assert any(message in line for line in lines), lines
+    assert any("has no config.json, so nobody can tell" in line for line in lines), lines
 
 
 @pytest.mark.parametrize(

@@ -23,23 +23,14 @@ import torch.nn.functional as F
 import transformers
 from peft import PeftModel
 from torch import nn
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
+from tests import world
 from tests.zoo.tiny_models import tokens
-from titan_ckpt import (
-    CheckpointConfig,
-    CheckpointManager,
-    ExportConfig,
-    InitialLoadConfig,
-    ResumeConfig,
-    SaveConfig,
-    StateDictTransforms,
-    converters,
-)
+from titan_ckpt import CheckpointManager, ExportConfig, ResumeConfig, SaveConfig, converters
 from titan_ckpt.errors import CheckpointError
+from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.models.hf import HuggingFaceModel
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.weights.initialize import construct, materialise
@@ -80,24 +71,14 @@ class Run:
             table = {"kind": "lora", "rank": _RANK, "alpha": 8.0, "target_modules": adapted(self.model)}
             self.hooks = converters.from_tables([table])
             self.hooks.convert(self.model)
-        if dist.is_initialized():
-            for layer in self.model.layers.children():
-                fully_shard(layer)
-            fully_shard(self.model)
+        world.shard(self.model)
         materialise(self.model, "cpu")
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=1e-3 if adapted is None else 1e-2)
+        self.optimizer = world.adamw(self.model, lr=1e-3 if adapted is None else 1e-2)
 
     def manager(self, **settings: Any) -> CheckpointManager:
         """Return a manager that starts from the base."""
-        return CheckpointManager(
-            CheckpointConfig(initial_load=(InitialLoadConfig(str(self.base)),), **settings),
-            model_parts=[self.model],
-            optimizers=[self.optimizer],
-            sd_transforms=StateDictTransforms(self.model.key_map(), self.model.hf_config()),
-            model_converters=self.hooks,
-            base_folder=self.folder,
-        )
+        given = {"save": None, "initial_load": [self.base], "model_converters": self.hooks, **settings}
+        return world.manager(self.folder, self.model, self.optimizer, **given)
 
     def step(self, number: int) -> None:
         """Take one optimizer step."""
@@ -128,12 +109,12 @@ class Run:
     def values(self) -> dict[str, torch.Tensor]:
         """Return every parameter and buffer, those of FSDP2 as this rank's shards."""
         live = {**dict(self.model.named_parameters()), **dict(self.model.named_buffers())}
-        return {name: v.to_local() if isinstance(v, DTensor) else v for name, v in live.items()}
+        return {name: local_tensor(value) for name, value in live.items()}
 
     def whole(self) -> dict[str, torch.Tensor]:
         """Return the model's state dict with whole tensors."""
-        state = self.model.state_dict()
-        return {name: v.full_tensor() if isinstance(v, DTensor) else v for name, v in state.items()}
+        found: dict[str, torch.Tensor] = world.whole(dict(self.model.state_dict()))
+        return found
 
     def logits(self) -> torch.Tensor:
         """Return the logits of a fixed input."""

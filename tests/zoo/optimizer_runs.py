@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests import world
+from titan_ckpt import CheckpointManager
 from titan_ckpt.errors import CheckpointError
 
 STEPS = 3
@@ -102,12 +103,7 @@ class Run:
 
     def manager(self, folder: Path) -> CheckpointManager:
         """Return a manager that saves in this thread."""
-        return CheckpointManager(
-            CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled")),
-            model_parts=[self.model],
-            optimizers=[self.optimizer],
-            base_folder=folder,
-        )
+        return world.manager(folder, self.model, self.optimizer, async_mode="disabled")
 
     def state(self) -> Any:
         """Return the weights and the optimizer's own state dict in a form that == compares bit for bit."""

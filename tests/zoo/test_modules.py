@@ -19,10 +19,10 @@ from torch.nn.utils import parametrizations, prune
 from torch.optim import AdamW
 from torch.optim.swa_utils import AveragedModel
 
+from tests import world
 from tests.zoo.optimizer_runs import comparable, difference
 from tests.zoo.sample import chosen
 from tests.zoo.worlds import Row, judged
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.errors import CheckpointError
 
 FLOORS = {"": 140}
@@ -179,12 +179,12 @@ def judge(name: str, build: Callable[[], nn.Module], folder: Path) -> tuple[str,
 
 def _judge(case: Case, folder: Path) -> tuple[str, str]:
     first, second = (_start(case, seed) for seed in (0, 1))
-    with _manager(folder, *first) as manager:
+    with world.manager(folder, *first, async_mode="disabled") as manager:
         manager.load()
         for number in (1, 2, 3):
             _step(case, *first, number)
         manager.save(3)
-    with _manager(folder, *second) as manager:
+    with world.manager(folder, *second, async_mode="disabled") as manager:
         assert manager.load().step == 3
     for number in (3, 4, 5):
         a, b = (comparable([dict(m.state_dict()), o.state_dict()]) for m, o in (first, second))
@@ -198,7 +198,7 @@ def _judge(case: Case, folder: Path) -> tuple[str, str]:
 def _start(case: Case, seed: int) -> tuple[nn.Module, AdamW]:
     torch.manual_seed(seed)
     model = Trained(case)
-    return model, AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    return model, world.adamw(model)
 
 
 def _step(case: Case, model: nn.Module, optimizer: AdamW, number: int) -> None:
@@ -206,11 +206,6 @@ def _step(case: Case, model: nn.Module, optimizer: AdamW, number: int) -> None:
     optimizer.zero_grad()
     model(*case.inputs()).backward()
     optimizer.step()
-
-
-def _manager(folder: Path, model: nn.Module, optimizer: AdamW) -> CheckpointManager:
-    config = CheckpointConfig(save=SaveConfig(interval=3, async_mode="disabled"))
-    return CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder)
 
 
 @pytest.mark.parametrize("name", chosen(sorted(builders()), 25, unbuilt=["MaxUnpool1d"]))

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from peft import EvaConfig, LoraConfig, LoraRuntimeConfig, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, LoraGAConfig, MontecloraConfig, VeloraConfig
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
+from tests import world
 from tests.zoo.model_runs import is_first
 from tests.zoo.sample import chosen
 from tests.zoo.worlds import Row, judged
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
+from titan_ckpt import InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers, PeftReader
@@ -262,19 +262,9 @@ def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool) -> torch.
     if not merge:
         hooks = from_tables([lora_table(adapter, model)])
         hooks.convert(model)
-    if dist.is_initialized():
-        for layer in model.layers.children():
-            fully_shard(layer)
-        fully_shard(model)
-    sources = (InitialLoadConfig(str(base)), InitialLoadConfig(str(adapter), merge=merge))
-    with CheckpointManager(
-        CheckpointConfig(initial_load=sources),
-        model_parts=[model],
-        sd_transforms=StateDictTransforms(model.key_map(), model.hf_config()),
-        model_converters=hooks,
-        base_folder=folder,
-    ) as manager:
-        manager.load()
+    world.shard(model)
+    sources = [base, InitialLoadConfig(str(adapter), merge=merge)]
+    world.load(world.manager(folder, model, save=None, initial_load=sources, model_converters=hooks))
     return logits(model)
 
 

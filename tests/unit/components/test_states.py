@@ -146,13 +146,6 @@ def test_arrays_and_tensors_in_states_keep_the_order_of_their_axes(
     assert all(a == b for a, b, size in zip(*strides, value.shape, strict=True) if size > 1)
 
 
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_a_model_without_memory_is_refused_by_load(on_meta: bool, tmp_path: Path) -> None:
-    """A lazy module that has not run, and one on meta: a resume could not fill them."""
-    model = nn.Linear(2, 2, device="meta") if on_meta else nn.Sequential(nn.LazyLinear(2))
-    world.load_fails(manager(tmp_path, model), StateEncodingError, "no memory yet for 2 tensors")
-
-
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
 @pytest.mark.parametrize("make", [lambda m: torch.jit.trace(m, torch.ones(3, 2)), torch.jit.script])
 def test_a_traced_model_is_saved_and_filled(make: Any, tmp_path: Path) -> None:

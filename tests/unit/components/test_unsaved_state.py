@@ -70,6 +70,13 @@ class Renamed(Plain):
         this.last = control
 
 
+class Numbered(Plain):
+    number = 0
+
+    def called(self, control: Any) -> None:
+        Numbered.number += 1
+
+
 class WithProperty(Plain):
     @property
     def smallest(self) -> int:
@@ -106,7 +113,7 @@ def found(value: Any, **settings: Any) -> list[str]:
     return [*faults([("callback", value)], **settings)]
 
 
-@pytest.mark.parametrize("kind", [Sets, Counts, Within, SetsGlobal, Renamed, WithProperty])
+@pytest.mark.parametrize("kind", [Sets, Counts, Within, SetsGlobal, Renamed, Numbered, WithProperty])
 def test_code_that_sets_an_attribute_is_refused(kind: type) -> None:
     (line,) = found(kind())[:1]
     assert line.startswith(f"callback {class_name(kind())}: its code sets ")

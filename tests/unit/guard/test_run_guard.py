@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.forked import answer
+from tests.run_folder import RunFolder
 from tests.world import manager as build
 from titan_ckpt import RunGuard
 from titan_ckpt.config import StopConfig
@@ -55,10 +56,6 @@ def until_stopped(take: Callable[[int], bool]) -> int:
     return step
 
 
-def steps_in(folder: Path) -> list[int]:
-    return sorted(int(path.name[5:]) for path in folder.glob("checkpoints/step-*"))
-
-
 def test_signals_of_a_process_with_several_runs(tmp_path: Path) -> None:
     """SIGTERM stops the first run and the second; after a third the handler of before is back.
 
@@ -86,7 +83,7 @@ def test_signals_of_a_process_with_several_runs(tmp_path: Path) -> None:
 
     (last, nameless, early, late), status = answer(runs)
     assert status == 0
-    assert [[step] for step in last] == [steps_in(tmp_path / run) for run in ("first", "second")]
+    assert [[step] for step in last] == [RunFolder(tmp_path / run).steps() for run in ("first", "second")]
     assert (nameless, early, late) == (2, 0, 1)
 
 
@@ -106,7 +103,7 @@ def test_a_failed_save_in_flight_does_not_cost_the_last_one(tmp_path: Path, monk
         take(2)
         raise ValueError("a batch that cannot be")
     assert not failures
-    assert steps_in(tmp_path) == [2]
+    assert RunFolder(tmp_path).steps() == [2]
 
 
 def test_the_clock_of_another_host_does_not_cost_the_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +114,7 @@ def test_the_clock_of_another_host_does_not_cost_the_last_save(tmp_path: Path, m
     with guarded(tmp_path, grace_seconds=300.0) as take:
         os.kill(os.getpid(), signal.SIGTERM)
         last = until_stopped(take)
-    assert steps_in(tmp_path) == [last]
+    assert RunFolder(tmp_path).steps() == [last]
 
 
 def test_a_save_that_takes_longer_than_the_grace_is_made_before_the_time_is_up(tmp_path: Path) -> None:
@@ -125,7 +122,7 @@ def test_a_save_that_takes_longer_than_the_grace_is_made_before_the_time_is_up(t
     with guarded(tmp_path, at_unix_seconds=time.time() + 1000.0, grace_seconds=1.0) as take:
         take.manager.last_step.saver.seconds.append(665.0)  # type: ignore[attr-defined]
         last = until_stopped(take)
-    assert steps_in(tmp_path) == [last]
+    assert RunFolder(tmp_path).steps() == [last]
 
 
 def test_a_process_with_thousands_of_open_files_is_guarded(tmp_path: Path) -> None:
@@ -141,7 +138,7 @@ def test_a_process_with_thousands_of_open_files_is_guarded(tmp_path: Path) -> No
 
     (last, _), status = answer(run)
     assert status == 0
-    assert steps_in(tmp_path) == [last]
+    assert RunFolder(tmp_path).steps() == [last]
 
 
 def test_a_signal_that_comes_while_the_handlers_are_installed_stops_the_run(
@@ -171,7 +168,7 @@ def test_a_signal_that_comes_while_the_handlers_are_installed_stops_the_run(
 
     last, status = answer(run)
     assert status == 0
-    assert steps_in(tmp_path) == [last]
+    assert RunFolder(tmp_path).steps() == [last]
 
 
 @pytest.mark.parametrize("busy", ["main thread", "watcher"])
@@ -199,4 +196,4 @@ def test_a_signal_that_a_busy_thread_meets_late_counts_once(
 
     last, status = answer(run)
     assert status == 0
-    assert steps_in(tmp_path) == [last]
+    assert RunFolder(tmp_path).steps() == [last]

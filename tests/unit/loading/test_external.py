@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from tests.run_folder import RunFolder
 from tests.world import Value
 from tests.world import manager as build_manager
-from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig, SaveConfig
+from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig
 from titan_ckpt.config import from_dict
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
@@ -51,20 +51,18 @@ class Run:
         self.counter = Value()
         self.loader: Value | None = None
         self.folder = RunFolder(folder) if isinstance(folder, Path) else folder
-        config |= self.folder.settings
-        self.config = CheckpointConfig(components=components, save=SaveConfig(interval=1), **config)
-        self.handler = handler
+        self.config, self.handler = {"components": components, **config}, handler
 
     def manager(self) -> CheckpointManager:
-        return CheckpointManager(
-            self.config,
-            model_parts=[self.model],
-            optimizers=[self.optimizer],
+        return build_manager(
+            self.folder,
+            self.model,
+            self.optimizer,
             lr_schedulers=[self.schedule],
             dataloader=self.loader,
             states={"counter": self.counter},
             external_weights=self.handler,
-            base_folder=self.folder.base,
+            **self.config,
         )
 
     def step(self) -> None:

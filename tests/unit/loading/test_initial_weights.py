@@ -56,22 +56,6 @@ def test_d6_wrapper_segments_are_not_part_of_a_name(tmp_path: Path, base: Path) 
     assert all(torch.equal(value, files[1][name]) for name, value in files[0].items())
 
 
-def test_d6_a_folder_that_gives_the_shape_alone_is_no_silent_random_start(
-    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Its weights are loaded unless the config refuses them, which the log says; a resume is not warned."""
-    shape = {"flavor": None, "folder": str(base)}
-    random = {**shape, "load_weights": False}
-    Trainer(settings(tmp_path / "random", model=random, training={"steps": 1})).run()
-    assert f"the weights in {base} are not loaded; this run starts from random values" in caplog.text
-    caplog.clear()
-    Trainer(settings(tmp_path / "random", model=random, training={"steps": 2})).run()  # a resume
-    for name, load in (("default", {}), ("named", {"initial_load": [{"path": str(base)}]})):
-        Trainer(settings(tmp_path / name, model=shape, training={"steps": 1}, checkpoint=load)).run()
-    assert "not loaded" not in caplog.text
-    assert losses(tmp_path / "default") == losses(tmp_path / "named") != losses(tmp_path / "random")[:1]
-
-
 def test_d6_shapes_missing_and_unexpected_keys_are_all_listed(tmp_path: Path, base: Path) -> None:
     """One error names the tensor of another shape, the missing one and the unknown one; no step is taken."""
     folder = tmp_path / "bad"

@@ -204,7 +204,10 @@ RUNNABLE = [f for f in FAMILIES if f not in ("kimi_linear", "deepseek_v4", "jamb
 
 @pytest.mark.parametrize("family", RUNNABLE)
 def test_a_model_from_meta_computes_what_one_built_here_does(family: str) -> None:
-    """Materialised and loaded, a model of any family has right buffers and ties without anything else being called."""
+    """Materialised and loaded, a model of any family has right buffers and ties without anything else being called.
+
+    Every parameter gets a gradient.
+    """
     torch.manual_seed(0)
     here = hf.build(config(family)).eval()
     here.init_weights()
@@ -219,26 +222,10 @@ def test_a_model_from_meta_computes_what_one_built_here_does(family: str) -> Non
     tokens = torch.randint(0, 64, (2, 30))
     with torch.no_grad():
         assert torch.equal(model(tokens), here(tokens))
-    assert model(tokens).shape == (2, 30, model.vocab_size)
-
-
-@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mixtral", "gpt_oss"])
-def test_a_few_steps_learn_a_batch_by_heart(family: str) -> None:
-    """Every parameter gets a gradient, and the loss of one batch falls by more than half."""
-    torch.manual_seed(0)
-    model = hf.build(config(family))
-    model.init_weights()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    tokens = torch.randint(3, 64, (4, 17))
-    losses = []
-    for _ in range(30):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
-        losses.append(loss.item())
-        assert not [fqn for fqn, p in model.named_parameters() if p.grad is None]
-        optimizer.step()
-    assert losses[-1] < losses[0] / 2
+    logits = model(tokens)
+    assert logits.shape == (2, 30, model.vocab_size)
+    logits.sum().backward()
+    assert not [fqn for fqn, parameter in model.named_parameters() if parameter.grad is None]
 
 
 def test_initial_values_depend_on_the_seed_alone() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.models.llama3 import FLAVORS, Llama3, rotary_table
+from titan_ckpt.models.llama3 import FLAVORS, Llama3
 
 
 def test_debug_flavors_span_half_a_million_to_twenty_million_parameters() -> None:
@@ -20,34 +18,6 @@ def test_debug_flavors_span_half_a_million_to_twenty_million_parameters() -> Non
     assert list(sizes.values()) == sorted(sizes.values())
     assert 0.4e6 < min(sizes.values()) < 0.6e6
     assert 15e6 < max(sizes.values()) < 21e6
-
-
-def test_the_rotary_table_survives_casting_and_materialising() -> None:
-    """Neither `.to(bfloat16)` nor meta -> to_empty leaves a rounded or a garbage table."""
-    config = FLAVORS["debug-0.5m"]
-    expected = rotary_table(config)
-    assert torch.equal(Llama3(config).to(torch.bfloat16).rope_table, expected)
-    with torch.device("meta"):
-        model = Llama3(config)
-    assert torch.equal(model.to_empty(device="cpu").rope_table, expected)
-
-
-def test_the_rotary_table_is_in_no_state_dict() -> None:
-    """The table is recomputed, never saved."""
-    assert not [k for k in Llama3(FLAVORS["debug-0.5m"]).state_dict() if "rope" in k]
-
-
-def test_a_position_sees_nothing_after_it() -> None:
-    """Changing the last token leaves every earlier position's logits as they were, bit for bit."""
-    model = Llama3(FLAVORS["debug-2m"])
-    torch.manual_seed(0)
-    model.init_weights()
-    tokens = torch.randint(0, 2048, (2, 17))
-    changed = tokens.clone()
-    changed[:, -1] = (changed[:, -1] + 1) % 2048
-    a, b = model(tokens), model(changed)
-    assert torch.equal(a[:, :-1], b[:, :-1])
-    assert not torch.equal(a[:, -1], b[:, -1])
 
 
 def test_a_sequence_longer_than_the_table_is_refused() -> None:
@@ -80,10 +50,3 @@ def test_an_unknown_parameter_name_raises_with_the_nearest_known() -> None:
     """A converter that renamed a weight is found out by the table."""
     with pytest.raises(KeyMapError, match=r"attention\.wq\.weight"):
         Llama3(FLAVORS["debug-0.5m"]).key_map().group_of_fqn("layers.0.attention.wq.base.weight")
-
-
-def test_a_tied_model_names_no_output_matrix() -> None:
-    """Tied embeddings are one tensor under one name."""
-    tied, untied = (replace(FLAVORS["debug-0.5m"], tie_embeddings=tied) for tied in (True, False))
-    assert "output.weight" not in Llama3(tied).state_dict()
-    assert "output.weight" in Llama3(untied).state_dict()

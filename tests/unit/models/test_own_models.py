@@ -90,6 +90,18 @@ def test_a_few_steps_learn_a_batch_by_heart(name: str) -> None:
     assert not [fqn for fqn, value in model.state_dict().items() if torch.equal(value, before[fqn])]
 
 
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_rotary_table_survives_casting_and_materialising_and_is_never_saved(name: str) -> None:
+    """Neither `.to(bfloat16)` nor meta -> to_empty leaves a rounded or a garbage table."""
+    kind, config = FAMILIES[name][1], debug(name)
+    with torch.device("meta"):
+        model = kind(config)
+    assert not [key for key in model.state_dict() if "rope" in key]
+    expected = kind(config).rope_table
+    for table in (model.to_empty(device="cpu").rope_table, kind(config).to(torch.bfloat16).rope_table):
+        assert table.is_complex() and torch.equal(table, expected)
+
+
 @pytest.mark.parametrize(
     ("name", "missing", "foreign"),
     [
@@ -127,3 +139,10 @@ def test_the_older_spelling_of_a_config_is_read(name: str, flavor: str) -> None:
     old |= {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope if name == "llama3" else None}
     old |= {} if name == "llama3" else {"sliding_window": None, "max_window_layers": 28}
     assert config_of.from_hf(old) == family.FLAVORS[flavor]
+
+
+def test_a_shape_that_cannot_be_is_refused_with_every_reason() -> None:
+    """Heads that do not divide into groups, and rotary pairs of an odd width, are found before anything is built."""
+    with pytest.raises(ConfigError) as caught:
+        replace(debug("qwen3"), num_kv_heads=3, head_dim=7)
+    assert {p.split(":")[0] for p in caught.value.problems} == {"num_kv_heads", "head_dim"}

@@ -28,8 +28,8 @@ def initialised(config: Qwen3MoeConfig, seed: int = 0) -> Qwen3Moe:
     return model
 
 
-def mixture(num_experts: int, per_token: int, norm: bool = True) -> MixtureOfExperts:
-    config = replace(TINY, num_experts=num_experts, experts_per_token=per_token, norm_topk_prob=norm)
+def mixture(num_experts: int, per_token: int) -> MixtureOfExperts:
+    config = replace(TINY, num_experts=num_experts, experts_per_token=per_token)
     made = MixtureOfExperts(config)
     with torch.no_grad():
         for parameter in made.parameters():
@@ -41,7 +41,7 @@ def one_by_one(moe: MixtureOfExperts, token: torch.Tensor) -> torch.Tensor:
     """Compute one token the obvious way."""
     probabilities = (moe.router.weight @ token).softmax(-1)
     best = probabilities.argsort(descending=True)[: moe.router.experts_per_token]
-    total = probabilities[best].sum() if moe.router.norm_topk_prob else 1.0
+    total = probabilities[best].sum()
     out = torch.zeros_like(token)
     for e in best.tolist():
         hidden = F.silu(moe.experts.w1[e] @ token) * (moe.experts.w3[e] @ token)
@@ -53,17 +53,6 @@ def test_every_sparse_layer_has_a_router() -> None:
     """In the shape that was published it is every layer."""
     with torch.device("meta"):
         assert len(Qwen3Moe(FLAVORS["30B-A3B"]).routers()) == 48
-
-
-@pytest.mark.parametrize(("num_experts", "per_token"), [(5, 2), (4, 4), (3, 1), (16, 3)])
-@pytest.mark.parametrize("norm", [True, False])
-def test_each_token_gets_the_weighted_sum_of_its_experts(num_experts: int, per_token: int, norm: bool) -> None:
-    """Sorting tokens by expert and back gives what computing token by token gives; experts without tokens are fine."""
-    moe = mixture(num_experts, per_token, norm)
-    x = torch.randn(2, 3, 96)
-    with torch.no_grad():
-        expected = torch.stack([torch.stack([one_by_one(moe, token) for token in row]) for row in x])
-        assert (moe(x) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_gradients_are_those_of_computing_token_by_token() -> None:
@@ -96,35 +85,19 @@ def test_a_router_counts_what_it_gave_to_whom_while_training() -> None:
     assert not [key for key in model.state_dict() if "tokens" in key.split(".")[-1]]
 
 
-def test_an_even_router_is_told_from_one_with_a_favourite() -> None:
-    """Equal use has imbalance 1, and a favourite expert the largest imbalance."""
-    moe = mixture(4, 1)
-    x = torch.eye(96)[:4].unsqueeze(0) * 50
-    with torch.no_grad():
-        moe.router.weight.copy_(torch.eye(96)[:4])
-    moe(x)
-    even = moe.router.load()
-    moe.router.reset_buffers()
-    moe(x[:, :1].expand(1, 4, 96))
-    favourite = moe.router.load()
-    assert (even.imbalance(), favourite.imbalance()) == (1.0, 4.0)
-
-
-def test_counts_and_rotary_table_survive_casting_and_materialising() -> None:
-    """`.to(bfloat16)` leaves what is counted exact; meta -> to_empty starts at zero, with a right table."""
+def test_counts_survive_casting_and_materialising() -> None:
+    """`.to(bfloat16)` leaves what is counted exact; meta -> to_empty starts at zero."""
     model = initialised(TINY)
     model(torch.randint(0, 64, (3, 10)))
     (router,) = model.routers().values()
     before = router.load()
     model.to(torch.bfloat16)
     assert torch.equal(router.load().tokens, before.tokens)
-    assert model.rope_table.dtype == torch.complex64
     with torch.device("meta"):
         empty = Qwen3Moe(TINY)
     empty.to_empty(device="cpu")
     (router,) = empty.routers().values()
     assert router.load().tokens.tolist() == [0] * TINY.num_experts
-    assert torch.equal(empty.rope_table, model.rope_table)
 
 
 def test_a_shape_that_cannot_be_routed_is_refused() -> None:
@@ -132,16 +105,6 @@ def test_a_shape_that_cannot_be_routed_is_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         replace(TINY, experts_per_token=9, sparse_step=0)
     assert {p.split(":")[0] for p in caught.value.problems} == {"experts_per_token", "sparse_step"}
-
-
-def test_both_spellings_of_the_number_of_experts_are_read() -> None:
-    """The published folders say num_experts, transformers 5 writes num_local_experts; neither is an error."""
-    config = TINY.to_hf()
-    config["num_local_experts"] = config.pop("num_experts")
-    assert Qwen3MoeConfig.from_hf(config) == TINY
-    del config["num_local_experts"]
-    with pytest.raises(ConfigError, match="num_experts: missing"):
-        Qwen3MoeConfig.from_hf(config)
 
 
 def numbered(config: Qwen3MoeConfig) -> dict[str, torch.Tensor]:
@@ -163,30 +126,6 @@ def file_tensors(natives: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         keys = table.group_of_fqn(fqn).keys
         made |= dict(zip(keys, value if len(keys) > 1 else [value], strict=True))
     return made
-
-
-@pytest.mark.parametrize("dim", [0, 1, 2])
-@pytest.mark.parametrize("parts", [2, 3, 4])
-def test_any_slice_of_the_stacked_experts_is_filled_from_the_experts_it_covers(dim: int, parts: int) -> None:
-    """Shards along experts, rows or columns, dividing or not, ask for exactly their values."""
-    natives = numbered(TINY)
-    files = file_tensors(natives)
-    fqn = "layers.1.feed_forward.experts.w1"
-    whole = natives[fqn]
-    group = Qwen3Moe(TINY).key_map().group_of_fqn(fqn)
-    filled = torch.full_like(whole, -1)
-    step = -(-whole.shape[dim] // parts)
-    for start in range(0, whole.shape[dim], step):
-        size = min(step, whole.shape[dim] - start)
-        chunk = Chunk(
-            tuple(start if d == dim else 0 for d in range(3)),
-            tuple(size if d == dim else n for d, n in enumerate(whole.shape)),
-        )
-        block = filled[chunk.within(Chunk.whole(whole.shape))]
-        for piece in group.op.pieces(0, [tuple(whole.shape)], chunk, block):
-            source = files[group.keys[piece.file_index]]
-            piece.view.copy_(source[piece.chunk.within(Chunk.whole(source.shape))])
-    assert torch.equal(filled, whole)
 
 
 @distributed(nproc=2)

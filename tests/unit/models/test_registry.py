@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from titan_ckpt.config import from_dict
-from titan_ckpt.errors import ConfigError
+from tests import world
+from titan_ckpt.config import ExportConfig, from_dict
+from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.models import qwen3, qwen3_moe
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import ARCHITECTURES, build_model
@@ -129,3 +130,11 @@ def test_a_folder_that_does_not_fit_is_named_with_the_reason(tmp_path: Path, con
     with pytest.raises(ConfigError, match=cause) as caught:
         build_model("qwen3", folder=tmp_path)
     assert str(tmp_path / "config.json") in str(caught.value)
+
+
+def test_names_of_torchtitan_are_for_models_that_have_them(tmp_path: Path) -> None:
+    """A model of one's own has none; hf exports have their own. tests/torchtitan loads and exports by these names."""
+    with pytest.raises(ConfigError, match="names: torchtitan's are for the weights of a dcp export"):
+        ExportConfig("hf", names="torchtitan")
+    with pytest.raises(ExportError, match=r"dcp: there are no names of torchtitan for bias; weight"):
+        world.manager(tmp_path, torch.nn.Linear(2, 2), export=(ExportConfig("dcp", names="torchtitan"),))

@@ -141,5 +141,6 @@ def test_d1_steps_that_are_left_out_leave_a_run_that_saves_and_resumes(tmp_path:
     Bare(settings(tmp_path / "cut", training={"steps": 2})).run()
     resumed = Bare(settings(tmp_path / "cut", training={"steps": 4}))
     assert resumed.run().step == 4
+    assert isinstance(resumed.optimizer, torch.optim.SGD)
     assert all(map(torch.equal, whole.model.parameters(), resumed.model.parameters()))
     assert {p.name for p in (tmp_path / "cut" / "run").iterdir()} == {"checkpoints", "telemetry.jsonl"}

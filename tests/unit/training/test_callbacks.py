@@ -26,6 +26,7 @@ from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.distributed.tensor import DTensor
 
+from tests.distributed.test_trainer_loss import UnevenLabels
 from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.config import ResumeConfig
 from titan_ckpt.converters import from_tables
@@ -37,7 +38,7 @@ from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics, monitors
 from titan_ckpt.training.callbacks.console import Logging, read_metrics
 from titan_ckpt.training.callbacks.evaluation import Evaluation
-from titan_ckpt.training.data.batch import IGNORED, Batch, collate
+from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.data.sequences import PackedDataset
 from titan_ckpt.training.loss import num_predicted
 from titan_ckpt.training.outcome import Outcome
@@ -319,20 +320,6 @@ def test_d2_a_run_with_evaluation_is_the_run_without(tmp_path: Path) -> None:
     theirs = runs["without"].model.state_dict()
     assert all(torch.equal(value, theirs[fqn]) for fqn, value in runs["with"].model.state_dict().items())
     assert position_and_generators(tmp_path / "with", 3) == position_and_generators(tmp_path / "without", 3)
-
-
-class UnevenLabels(Trainer):
-    """Ignores a different number of labels in every sequence."""
-
-    def build_collate(self) -> Any:
-        def uneven(samples: Any) -> Batch:
-            batch = collate(samples)
-            for row, labels in enumerate(batch["labels"]):
-                batch["labels"][row] = labels.clone()
-                batch["labels"][row, : int(batch["tokens"][row, 0]) % 13] = IGNORED
-            return batch
-
-        return uneven
 
 
 def evaluated(folder: Path, batch_size: int, interval: int) -> Any:

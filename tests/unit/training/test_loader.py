@@ -54,13 +54,6 @@ def test_an_epoch_holds_every_sequence_once_in_an_order_of_its_own() -> None:
     assert order != starts(PackedDataset(TOKENS, 10, seed=4), 200)
 
 
-def test_ranks_deal_the_same_order_among_themselves() -> None:
-    """Four ranks' sequences, taken in turn, are one rank's."""
-    alone = starts(PackedDataset(TOKENS, 10, seed=1), 120)
-    shares = [starts(PackedDataset(TOKENS, 10, seed=1, rank=r, num_ranks=4), 30) for r in range(4)]
-    assert [start for turn in zip(*shares, strict=True) for start in turn] == alone
-
-
 class Backwards(PackedDataset):
     """Has an order of its own."""
 
@@ -78,22 +71,6 @@ def test_d9_data_with_an_order_of_its_own_ends_with_its_epochs_too(num_workers: 
     assert [int(tokens[0]) for batch in batches for tokens in batch["tokens"]] == [20, 10, 0, 20]
     assert [bool((labels == IGNORED).all()) for batch in batches for labels in batch["labels"]] == [False] * 3 + [True]
     assert backwards.state_dict()["next_index"] == 3
-
-
-@pytest.mark.parametrize("taken", [0, 1, 7, 30])
-def test_d4_a_loader_resumes_at_the_next_batch(taken: int) -> None:
-    """Its state, through JSON, leads another loader to the batches that come next, over an epoch's end."""
-    first = loader(PackedDataset(TOKENS, 10, seed=5), 4)
-    batches = iter(first)
-    for _ in range(taken):
-        next(batches)
-    state = json.loads(json.dumps(first.state_dict()))
-    expected = [next(batches) for _ in range(30)]
-    second = loader(PackedDataset(TOKENS, 10, seed=5), 4)
-    second.load_state_dict(state)
-    assert second.epoch == taken * 4 // 100
-    for one, other in zip(expected, iter(second), strict=False):
-        assert torch.equal(one["tokens"], other["tokens"])
 
 
 def test_a_loader_draws_no_random_numbers_of_the_run() -> None:
@@ -228,14 +205,6 @@ def test_the_lock_of_another_user_keeps_nobody_out(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(os, "open", refusing)
     assert tokenise(open_corpus(str(path)), lambda _: [7], {}, tmp_path / "cache").tolist() == [7]
-
-
-def test_collate_stacks_sequences() -> None:
-    """A batch has a row for every sequence."""
-    samples: list[Batch] = list(islice(PackedDataset(TOKENS, 10, seed=0), 3))
-    batch = collate(samples)
-    assert batch["tokens"].shape == batch["labels"].shape == (3, 10)
-    assert torch.equal(batch["tokens"][1], samples[1]["tokens"])
 
 
 class Pair(NamedTuple):

@@ -58,7 +58,7 @@ def test_weights_and_tokenizer_of_the_folder_are_the_default(
     assert "not loaded" not in caplog.text and "tokenizer" not in caplog.text
 
 
-def test_other_choices_are_explicit_and_warned_about(
+def test_d6_other_choices_are_explicit_and_warned_about(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Random values and a trained tokenizer are settings; each is one warning, also where other weights are loaded."""

@@ -48,10 +48,6 @@ def stream(folder: Path, rank: int = 0, num_ranks: int = 1, window: int = 0, len
     return StreamDataset(open_corpus(str(folder)), encode, length, 7, window=window, rank=rank, num_ranks=num_ranks)
 
 
-def firsts(samples: Any, number: int) -> list[int]:
-    return [int(sample["tokens"][0]) for sample in islice(samples, number)]
-
-
 def test_d8_a_stream_is_the_documents_in_their_order_over_and_over(numbers: Path) -> None:
     """Sequences overlap by one token: nothing is left out, and an epoch goes on in the next."""
     seen = [*islice(stream(numbers), 100)]

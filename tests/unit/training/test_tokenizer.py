@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
+import time
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
+from tests.forked import Program
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.data.corpus import Corpus, open_corpus
 from titan_ckpt.training.data.tokenizer import BOS, EOS, read_tokenizer, train_tokenizer
 
-ROOT = Path(__file__).parents[3]
 TEXTS = ["One document about checkpoints.\n", "Another — with ünïcode, 数字 and\ttabs.", "  leading spaces\n\n\n"]
 
 
@@ -46,34 +45,22 @@ def test_a_tokenizer_is_trained_once(tmp_path: Path) -> None:
     assert train_tokenizer(corpus, 320, tmp_path).folder != first.folder
 
 
-TRAIN = """
-import sys
-from pathlib import Path
-from titan_ckpt.training.data.corpus import open_corpus
-from titan_ckpt.training.data.tokenizer import train_tokenizer
-print("ready", flush=True)
-sys.stdin.readline()
-print(train_tokenizer(open_corpus("builtin"), 600, Path(sys.argv[1])).digest)
-"""
+def train_beside(cache: Path, ready: Path, other: Path) -> None:
+    """Train when the other process is ready, too."""
+    ready.touch()
+    while not other.exists():
+        time.sleep(0.001)
+    print(train_tokenizer(open_corpus("builtin"), 600, cache).digest)
 
 
 def test_ranks_that_train_at_once_agree(tmp_path: Path) -> None:
     """Two processes that start on an empty cache together end with one tokenizer and no leftovers."""
-    command = [sys.executable, "-c", TRAIN, str(tmp_path)]
-    ranks = [
-        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)
-    ]
-    for rank in ranks:
-        assert rank.stdout is not None and rank.stdin is not None
-        assert rank.stdout.readline() == "ready\n"
-    for rank in ranks:
-        assert rank.stdin is not None
-        rank.stdin.write("go\n")
-        rank.stdin.flush()
-    digests = [rank.communicate(timeout=120)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert len(set(digests)) == 1
-    assert len(list(tmp_path.iterdir())) == 1
+    cache, a, b = (tmp_path / name for name in ("cache", "a", "b"))
+    places = ((a, b), (b, a))
+    ranks = [Program(train_beside, cache, *ready, output=tmp_path / f"{ready[0].name}.log") for ready in places]
+    assert [rank.wait(120) for rank in ranks] == [0, 0], [rank.text() for rank in ranks]
+    assert len({rank.text() for rank in ranks}) == 1
+    assert len(list(cache.iterdir())) == 1
 
 
 def test_auto_tokenizer_loads_what_was_trained(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import LlamaForCausalLM
 
 from tests import world
 from tests.interop.folders import logits
@@ -19,6 +20,12 @@ from titan_ckpt.errors import BaseMismatchError, ExportError, LoadMismatchError
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 
 IDS = torch.randint(0, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+
+
+def reload(folder: Path, **options: Any) -> Any:
+    """Open a folder with transformers, in evaluation mode."""
+    model: Any = LlamaForCausalLM.from_pretrained(folder, **options)
+    return model.eval()
 
 
 @dataclass

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -27,13 +27,17 @@ from torch.optim import Optimizer
 
 from tests.run_folder import RunFolder
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk, local_tensor
+from titan_ckpt.geometry.chunks import Chunk, blocks_of, local_tensor
+from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.testing import distributed
+from titan_ckpt.types import LoadReport, StateDict
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 TINY = Llama3Config(
@@ -86,6 +90,15 @@ def llama(shape: Llama3Config = TINY, seed: int = 0, converters: Any = None) -> 
     if converters is not None:
         converters.convert(model)
     return model
+
+
+def convert(model: nn.Module, *tables: Mapping[str, Any]) -> Any:
+    """Convert a model by the tables of a run file, and return the converters."""
+    from titan_ckpt.converters import from_tables
+
+    converters = from_tables(list(tables))
+    converters.convert(model)
+    return converters
 
 
 def write_llama(folder: Path, shape: Llama3Config = TINY, seed: int = 0, **save: Any) -> Path:
@@ -202,6 +215,13 @@ def whole(value: Any) -> Any:
     return copy.deepcopy(value)
 
 
+def gathered(value: Any) -> list[Any]:
+    """Return the value of each rank. Collective."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
 def weights_and_moments(model: nn.Module, *optimizers: Optimizer) -> dict[str, Any]:
     """Return every parameter, buffer and optimizer state by name, whole."""
     live: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -255,6 +275,38 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 def assert_same_bytes(one: Path, other: Path) -> None:
     """Fail unless both folders hold the same tensors, bit for bit."""
     assert not (found := differing(tensors(one), tensors(other))), found
+
+
+def write_hf(
+    folder: Path, state: StateDict, table: KeyMap | None = None, *, dtype: Any = None, line: Any = None, **options: Any
+) -> None:
+    """Write tensors to a new Hugging Face folder, by a table or under their own names; collective where ranks meet.
+
+    `options` are those of export_huggingface. `line` is the coordinator.
+    """
+    groups = StateDictTransforms(table or KeyMap(identity=True)).to_file(state, None, dtype)
+    given = {"config": {"model_type": "x", "architectures": ["X"]}, "assets": None, "max_shard_bytes": 10**9}
+    export_huggingface(folder, groups, coordinator=line or Coordinator.current(60.0), **given | options)
+
+
+def fill(state: StateDict, source: Any, table: KeyMap | None = None, *, cast: bool = False) -> LoadReport:
+    """Fill tensors from a folder of any format, of which none is missing there or of another kind."""
+    with open_reader(source) as reader:
+        plan = StateDictTransforms(table or KeyMap(identity=True)).from_file(state, reader.tensors, None, cast=cast)
+        assert not (plan.report.missing or plan.report.mismatched), plan.report
+        reader.read(plan.requests)
+    return plan.report
+
+
+def part(whole: torch.Tensor, chunk: Chunk) -> torch.Tensor:
+    """Return the region of a tensor."""
+    return whole[chunk.within(Chunk.whole(whole.shape))]
+
+
+def misplaced(state: Mapping[str, Any], truth: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return the tensors of which this rank holds other bits than those of the whole tensor at their place."""
+    held = ((name, block) for name, value in state.items() for block in blocks_of(value))
+    return [name for name, block in held if not same(block.data, part(truth[name], block.chunk))]
 
 
 def read_all(folder: Any) -> dict[str, torch.Tensor]:

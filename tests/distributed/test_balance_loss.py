@@ -63,7 +63,7 @@ def check(root: Path, table: Mapping[str, Any]) -> None:
     """Fail unless a step in this layout has the losses and gradients of transformers."""
     expected_loss, expected_balance = json.loads((root / "expected.json").read_text())
     gradients = Qwen3Moe(SHAPE)
-    load(gradients, gradients.key_map(), root / "gradients")
+    load(gradients, root / "gradients")
     output = root / "-".join(["run", *table])
     with built(settings(root, "qwen3_moe", table, {}, output), load=True) as trainer:
         loss = trainer.ranks.sum(trainer.accumulate_gradients([fixed_batch(trainer)], SEQUENCES * LENGTH))

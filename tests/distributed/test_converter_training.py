@@ -16,13 +16,12 @@ from torch.distributed.tensor import DTensor
 from transformers import LlamaForCausalLM
 
 from tests.converter_sets import FLOAT8, INT4, LORA
-from tests.world import TINY, adamw, llama, read_all, same, shard, whole, write_llama
+from tests.world import TINY, adamw, convert, llama, read_all, same, shard, whole, write_llama
 from tests.world import manager as build
 from titan_ckpt import (
     ExportConfig,
     InitialLoadConfig,
 )
-from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConverterError, ExportError
 from titan_ckpt.testing import distributed
 
@@ -46,8 +45,7 @@ class Run:
         self, tables: list[dict[str, Any]], base: Path, folder: Path, dtype: torch.dtype = torch.float32
     ) -> None:
         self.model: Any = llama().to(dtype)
-        self.converters = from_tables(tables)
-        self.converters.convert(self.model)
+        self.converters = convert(self.model, *tables)
         shard(self.model)
         self.optimizer = adamw(self.model)
         self.manager = build(
@@ -181,8 +179,7 @@ class TwoLayers(nn.Module):
 def gather_float8_alone() -> None:
     torch.manual_seed(0)
     model = TwoLayers()
-    converters = from_tables([GATHERED])
-    converters.convert(model)
+    converters = convert(model, GATHERED)
     fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     inputs = torch.randn(8, 32)
@@ -201,7 +198,7 @@ def gather_float8_alone() -> None:
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     for table in ({**LORA, "target_modules": ["up"]}, {"kind": "qat", "scheme": "int8_weight_only"}):
         with pytest.raises(ConverterError, match="up: is sharded already; convert the model first"):
-            from_tables([table]).convert(sharded)
+            convert(sharded, table)
 
 
 def test_float8_weights_are_gathered_by_gloo() -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from tests import world
-from tests.world import Value
+from tests.world import Value, gathered
 from titan_ckpt import CheckpointManager, ResumeConfig
 from titan_ckpt.errors import LoadMismatchError, PeerError
 from titan_ckpt.testing import distributed
@@ -61,13 +61,6 @@ def manager(folder: Path, loader: Any, step: int | None = None) -> CheckpointMan
 
 def drawn() -> list[float]:
     return [random.random(), float(np.random.rand()), float(torch.rand(()))]  # noqa: NPY002 - what is saved.
-
-
-def together(value: Any) -> list[Any]:
-    """Return every rank's value."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def seed(number: int) -> None:
@@ -117,14 +110,14 @@ def go_on_with_peers(folder: Path) -> None:
     assert first != went_on
     seed(rank // 2 + 10)
     assert all(a != b for a, b in zip(first, drawn(), strict=True)), "no generator starts where the process did"
-    generators = together(first)
+    generators = gathered(first)
     assert generators[0] == generators[1] != generators[2] == generators[3], "peers stay alike, others differ"
     seed(rank // 2 + 10)
     with manager(folder, packed(rank // 2, 2, 3), step=1) as m:
         m.load()
     assert drawn() == first, "deterministic"
 
-    shares, peers = together(taken), together(more)
+    shares, peers = gathered(taken), gathered(more)
     assert peers[0] == peers[1]
     assert peers[2] == peers[3]
     in_turn = [s for of_step in zip(*shares, strict=True) for s in itertools.chain(*zip(*of_step, strict=True))]

@@ -16,9 +16,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.world import Value, manager, on_ranks, same, whole
+from tests.world import Value, convert, manager, on_ranks, same, whole
 from titan_ckpt import ExportConfig, InitialLoadConfig
-from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, LoadMismatchError, PeerError
 from titan_ckpt.formats.dcp.dcp import DcpReader
@@ -182,8 +181,7 @@ def test_an_error_of_dcp_in_a_users_code_is_told_to_all_ranks(tmp_path: Path) ->
 @distributed(nproc=2)
 def export_adapted(folder: Path) -> None:
     net = Net()
-    converters = from_tables([{"kind": "lora", "target_modules": ["up"], "rank": 2}])
-    converters.convert(net)
+    converters = convert(net, {"kind": "lora", "target_modules": ["up"], "rank": 2})
     with torch.no_grad():
         net.get_parameter("model.up.lora_b.weight").fill_(0.5)
     shard(net)
@@ -195,8 +193,7 @@ def test_merged_weights_are_tensors_to_dcp_load(tmp_path: Path) -> None:
     """A weight that is computed when it is written is no pickled object in the folder, and has the merged values."""
     export_adapted(tmp_path)
     net = Net()
-    converters = from_tables([{"kind": "lora", "target_modules": ["up"], "rank": 2}])
-    converters.convert(net)
+    convert(net, {"kind": "lora", "target_modules": ["up"], "rank": 2})
     up: Any = net.get_submodule("model.up")
     expected = Net().state_dict()
     expected["model.up.weight"] = up.weight + 8.0 * torch.full((7, 2), 0.5) @ up.lora_a.weight

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.faults.shim import Counter, intercepted
-from tests.world import adamw, contents, llama, names_in, step_on
+from tests.world import adamw, contents, llama, names_in, step_on, write_hf
 from tests.world import manager as build
 from titan_ckpt import CheckpointManager, ExportConfig, StateDictTransforms
 from titan_ckpt.config import InitialLoadConfig
@@ -27,7 +27,6 @@ from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.geometry.keymap import Identity, KeyMap, KeyRule, Piece
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.testing import distributed
@@ -83,11 +82,7 @@ def test_f6_training_goes_on_while_the_staged_copy_is_exported(tmp_path: Path, m
                 gate.changed.set()
     assert gate.threads == {"titan_ckpt export 4"}
     assert [p.name for p in (tmp_path / "exports").iterdir()] == ["step-4"]
-    plain = StateDictTransforms(KeyMap(identity=True)).to_file(expected, None, None)
-    export_huggingface(
-        tmp_path / "same", plain, config=HF_CONFIG, assets=None, max_shard_bytes=10**9,
-        coordinator=Coordinator.current(),
-    )  # fmt: skip
+    write_hf(tmp_path / "same", expected, config=HF_CONFIG)
     assert contents(tmp_path / "exports" / "step-4") == contents(tmp_path / "same")
 
 
@@ -165,18 +160,13 @@ def same_in_the_background(
 
     The base has norms in float32 and the rest in bfloat16, and so has an export of it.
     """
-    coordinator = Coordinator.current(60.0)
     model = llama(CONFIG, 1)
-    transforms = StateDictTransforms(model.key_map())
-    keys = [key for group in transforms.to_file(dict(model.state_dict()), None, None) for key in group.infos]
+    keys = [key for fqn in model.state_dict() for key in model.key_map().group_of_fqn(fqn).keys]
     dtypes = {key: torch.float32 if "norm" in key else torch.bfloat16 for key in keys}
-    groups = transforms.to_file(dict(model.state_dict()), None, dtypes)
-    export_huggingface(
-        root / "base", groups, config=model.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=coordinator
-    )
+    write_hf(root / "base", dict(model.state_dict()), model.key_map(), dtype=dtypes, config=model.hf_config())
     lora_run(root / "disabled", root / "base", "disabled", tables, include_base, other)
     lora_run(root / "thread", root / "base", "thread", tables, include_base, other)
-    coordinator.barrier("compared")
+    Coordinator.current(60.0).barrier("compared")
     expected, found = contents(root / "disabled" / "exports"), contents(root / "thread" / "exports")
     suffix = "-quantised" if other.quantised else "-peft"
     assert {name.split("/")[0] for name in found} == {f"step-{n}{s}" for n in (1, 2) for s in ("", suffix)}
@@ -238,11 +228,8 @@ def test_f6_every_layout_is_exported_from_what_it_staged(tmp_path: Path) -> None
         if dist.get_rank() == 0:
             whole, _ = laid_out(layout if layout == "replicas" else "whole")
             alone = Coordinator(0, 1, None, "", 60.0)
-            groups = transforms.to_file(dict(whole.state_dict()), None, None)
             about = dict(transforms.hf_config or {})
-            export_huggingface(
-                root / "one", groups, config=about, assets=None, max_shard_bytes=10**9, coordinator=alone
-            )
+            write_hf(root / "one", dict(whole.state_dict()), transforms.key_map, config=about, line=alone)
             assert contents(root / "exports" / "step-1") == contents(root / "one"), layout
             with DcpReader(root / "dcp" / "step-1") as reader:
                 for fqn, value in whole.state_dict().items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -13,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.distributed.layouts import LAYOUTS, assert_true_values, true_values, zeroed
-from tests.world import on_ranks, same, whole
+from tests.distributed.layouts import LAYOUTS, assert_true_values, zeroed
+from tests.world import gathered, on_ranks, same, whole
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError, StateEncodingError
 from titan_ckpt.formats.native.reader import NativeReader
@@ -39,13 +38,6 @@ def load(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         reader.read([ReadRequest(fqn, b.chunk, b.data) for fqn, v in tensors.items() for b in blocks_of(v)])
 
 
-def gathered(value: Any) -> list[Any]:
-    """Return every rank's value."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def every_layout_into_every_other(root: Path) -> None:
     for name, make in LAYOUTS.items():
         tensors = make()
@@ -65,36 +57,6 @@ def every_layout_into_every_other(root: Path) -> None:
 def test_any_layout_loads_into_any_other_bit_for_bit(nproc: int, tmp_path: Path) -> None:
     """Every pair of layouts, with uneven and empty shards, 0-d, fp8, bool and complex tensors."""
     on_ranks(nproc, every_layout_into_every_other, tmp_path)
-
-
-def save_all_layouts(root: Path) -> None:
-    for name, make in LAYOUTS.items():
-        save(root / name, make())
-
-
-def test_one_process_reads_what_four_ranks_wrote(tmp_path: Path) -> None:
-    """Without a process group, from every layout, each file verified."""
-    on_ranks(4, save_all_layouts, tmp_path)
-    truth = true_values()
-    for name in LAYOUTS:
-        target = {fqn: torch.zeros_like(value) for fqn, value in truth.items()}
-        load(tmp_path / name, target)
-        assert same(target, truth)
-
-
-@distributed(nproc=2)
-def load_all_layouts(root: Path) -> None:
-    for make in LAYOUTS.values():
-        target = zeroed(make())
-        load(root, target)
-        assert_true_values(target)
-
-
-def test_two_ranks_read_what_one_process_wrote(tmp_path: Path) -> None:
-    """Into every layout."""
-    tensors = true_values()
-    WritePlan.of(tensors, Coordinator.current()).write(tmp_path, tensors)
-    load_all_layouts(tmp_path)
 
 
 def on_mesh(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
@@ -162,7 +124,7 @@ def test_a_change_on_one_rank_makes_all_plan_anew(tmp_path: Path) -> None:
 
 
 @distributed(nproc=2)
-def test_ranks_that_disagree_about_a_tensor_fail_together() -> None:
+def test_ranks_that_disagree_about_a_tensor_fail_gathered() -> None:
     """Other shapes under one name, a tensor that one rank cannot store, a shard that one rank does not list."""
     rank = dist.get_rank()
     coordinator = Coordinator.current()

@@ -12,9 +12,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.distributed.trainer_layouts import LAYOUTS, built, managed, next_step, settings, write_shapes
-from tests.world import on_ranks
+from tests.world import misplaced, on_ranks, part, same
 from titan_ckpt.converters import from_tables
-from titan_ckpt.geometry.chunks import Chunk, blocks_of
+from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.trainer import Trainer
 
@@ -61,12 +61,13 @@ def merged_into_base(root: Path, layout: str, adapter: Path) -> Any:
     return built(settings(root, "llama3", LAYOUTS[layout][1], {"initial_load": sources}, root / "nothing"), load=True)
 
 
+def tensors_of(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {fqn: value for stage in trainer.model_parts for fqn, value in stage.state_dict().items()}
+
+
 def assert_holds_part_of(truth: dict[str, torch.Tensor], trainer: Trainer) -> None:
-    tensors = {fqn: value for part in trainer.model_parts for fqn, value in part.state_dict().items()}
-    assert tensors
-    for fqn, value in tensors.items():
-        for block in blocks_of(value):
-            assert torch.equal(block.data, truth[fqn][block.chunk.within(Chunk.whole(truth[fqn].shape))]), fqn
+    held = tensors_of(trainer)
+    assert held and misplaced(held, truth) == []
 
 
 @distributed(nproc=2)
@@ -84,19 +85,14 @@ def adapter_steps_on_2(root: Path) -> None:
                 assert trainer.state.step == 0
                 assert_holds_part_of(truth, trainer)
                 trainer.train()
-                trained = {n: p.clone() for part in trainer.model_parts for n, p in part.state_dict().items()}
+                trained = {name: value.clone() for name, value in tensors_of(trainer).items()}
             with built(config, lora, load=True) as trainer:
                 assert trainer.state.step == 2
-                tensors = {n: p for part in trainer.model_parts for n, p in part.state_dict().items()}
-                for name, value in tensors.items():
-                    for block, expected in zip(blocks_of(value), blocks_of(trained[name]), strict=True):
-                        assert torch.equal(block.data, expected.data), name
+                assert same(tensors_of(trainer), trained)
         with merged_into_base(root, layout, step) as trainer:
-            tensors = {fqn: value for part in trainer.model_parts for fqn, value in part.state_dict().items()}
-            for fqn, value in tensors.items():
+            for fqn, value in tensors_of(trainer).items():
                 for block in blocks_of(value):
-                    part = merged[fqn][block.chunk.within(Chunk.whole(merged[fqn].shape))]
-                    torch.testing.assert_close(block.data, part, rtol=1e-6, atol=1e-7)
+                    torch.testing.assert_close(block.data, part(merged[fqn], block.chunk), rtol=1e-6, atol=1e-7)
 
 
 def assert_loads_and_trains(root: Path, model: str, layout: str) -> None:

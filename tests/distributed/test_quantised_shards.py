@@ -11,11 +11,10 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.layouts import split_converted
-from tests.world import assert_same_bytes, llama, shard
+from tests.world import assert_same_bytes, convert, llama, part, shard
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, StateDictTransforms
-from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ExportError
-from titan_ckpt.geometry.chunks import Chunk, blocks_of
+from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.models.llama3 import Llama3Config
 from titan_ckpt.testing import distributed
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -44,8 +43,7 @@ class Run:
     def __init__(self, name: str, layout: str, folder: Path) -> None:
         dtype, tables = SETS[name]
         self.model: Any = llama(SHAPE).to(dtype)
-        self.converters = from_tables(tables)
-        self.converters.convert(self.model)
+        self.converters = convert(self.model, *tables)
         if layout == "rows":
             shard(self.model)
         elif layout == "tensors":
@@ -54,7 +52,7 @@ class Run:
             if self.converters.key_filter(fqn):
                 whole = torch.rand(value.shape, generator=torch.Generator().manual_seed(sum(fqn.encode()))) / 8
                 for block in blocks_of(value):
-                    block.data.copy_(whole[block.chunk.within(Chunk.whole(whole.shape))])
+                    block.data.copy_(part(whole, block.chunk))
         self.manager = CheckpointManager(
             CheckpointConfig(export=(ExportConfig("hf", quantised=True, max_shard_bytes=30_000),)),
             model_parts=[self.model],

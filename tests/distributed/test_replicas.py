@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.world import Value, heard, manager
+from tests.world import Value, gathered, heard, manager
 from titan_ckpt.errors import LoadMismatchError, ReplicaMismatchError, SaveError
 from titan_ckpt.testing import distributed
 
@@ -126,9 +126,7 @@ def states_and_statistics(root: Path) -> None:
         assert torch.equal(found["own"].value["queue"], torch.arange(9.0))
         assert torch.equal(found["alike"].value["average"], torch.ones(700_000))
         for name in ("1", "3"):
-            mine = [b.tolist() for b in model.get_submodule(name).buffers()]
-            of_ranks: list[object] = [None, None]
-            dist.all_gather_object(of_ranks, mine)
+            of_ranks = gathered([b.tolist() for b in model.get_submodule(name).buffers()])
             assert [b.tolist() for b in other.get_submodule(name).buffers()] in of_ranks, name
 
 

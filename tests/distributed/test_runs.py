@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.forked import Program
 from tests.tiny_run import Gradients, losses, rows, settings
 from tests.unit.training.test_runs import CONSTANT, LENGTH, Tiny, epochs
+from tests.world import gathered
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import llama3
 from titan_ckpt.models.registry import Architecture
@@ -220,8 +221,7 @@ def run_on_two(tmp_path: Path) -> None:
 
     by_epochs = Tiny(epochs(tmp_path / "epochs", accumulation=1))
     by_epochs.run()
-    taken: list[Any] = [None, None]
-    dist.all_gather_object(taken, by_epochs.taken)
+    taken = gathered(by_epochs.taken)
     order = [number for step in zip(*taken, strict=True) for pair in zip(*step, strict=True) for number in pair]
     assert [sorted(order[first : first + 10]) for first in (0, 10, 20)] == [[*range(10)]] * 3
 

@@ -16,13 +16,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from tests.faults.test_hf_export import CONFIG
-from tests.world import llama
+from tests.world import llama, write_hf
 from tests.world import manager as build
-from titan_ckpt import ExportConfig, StateDictTransforms
+from titan_ckpt import ExportConfig
 from titan_ckpt.config import InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.huggingface.export import export_huggingface
 
 ALONE = Coordinator(0, 1, None, "", 60.0)
 _LORA = {"kind": "lora", "rank": 2, "target_modules": ["wq", "wo"]}
@@ -32,10 +31,7 @@ _WHOLE = {f"w{i}": torch.arange(1000 * 70).float().view(1000, 70) + i for i in r
 def prepare(root: Path) -> None:
     """Make what an export only reads: a Hugging Face folder with a tokenizer, as root/base."""
     model = llama(CONFIG, 1)
-    groups = StateDictTransforms(model.key_map()).to_file(dict(model.state_dict()), None, None)
-    export_huggingface(
-        root / "base", groups, config=model.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=ALONE
-    )
+    write_hf(root / "base", dict(model.state_dict()), model.key_map(), config=model.hf_config(), line=ALONE)
     (root / "base" / "tokenizer.json").write_text("{}")
 
 
@@ -56,16 +52,8 @@ def _shards(dim: Literal[0, 1], root: Path, line: Coordinator) -> Callable[[], N
         for name in ("w0", "w1", "w2"):
             part = _WHOLE[name].chunk(line.world_size, dim)[line.rank].contiguous()
             state[name] = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
-    groups = StateDictTransforms().to_file(state, None, None)
-    config = {"model_type": "x", "architectures": ["X"]}
-
-    def export() -> None:
-        export_huggingface(
-            root / "exports" / "step-1", groups, config=config, assets=root / "base", max_shard_bytes=600_000,
-            coordinator=line,
-        )  # fmt: skip
-
-    return export
+    about = {"assets": root / "base", "max_shard_bytes": 600_000}
+    return lambda: write_hf(root / "exports" / "step-1", state, line=line, **about)
 
 
 def _run(mode: Literal["disabled", "thread"], root: Path, line: Coordinator) -> Callable[[], None]:

@@ -30,7 +30,7 @@ from tests.faults.test_half_loaded import (
     refused,
     settle,
 )
-from tests.world import same
+from tests.world import gathered, same
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, PeerError
 from titan_ckpt.testing import distributed
@@ -120,8 +120,7 @@ def test_a_rank_that_falls_silent_in_the_middle_leaves_the_mark_on_the_others(tm
     rank, root = dist.get_rank(), tmp_path
     run = Run(root)
     history = run.save(2)
-    pids: list[Any] = [None, None]
-    dist.all_gather_object(pids, os.getpid())
+    pids = gathered(os.getpid())
 
     def stand_still(line: Coordinator) -> None:
         """Stop rank 1; let rank 0 go on, and be impatient, when that has happened: a busy machine takes its time."""

@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.faults.test_half_loaded import ROLLED_BACK_OR_RESUMED, WARM_OR_COLD, Values, refused
-from tests.interop.test_merge_sources import LORA, manager_of, write_adapter, write_base
+from tests.interop.test_merge_sources import LORA, manager_of, write_adapter
 from tests.unit.formats.native.test_native import drop_from_page_cache
-from tests.world import TINY, same
+from tests.world import TINY, convert, same, write_llama
 from tests.world import manager as build
 from titan_ckpt import CheckpointManager
-from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import PeerError
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.loading.external import ExternalLoad
@@ -74,8 +73,7 @@ class MergedRun(Run):
         torch.manual_seed(0)
         model = Llama3(TINY)
         model.init_weights()
-        self.hooks = from_tables([LORA])
-        self.hooks.convert(model)
+        self.hooks = convert(model, LORA)
         return model
 
     def manager(self) -> CheckpointManager:
@@ -120,7 +118,7 @@ class DeliveredRun(Run):
 
 
 def prepare(root: Path) -> None:
-    write_adapter(write_base(root / "base"), root / "adapter")
+    write_adapter(write_llama(root / "base"), root / "adapter")
 
 
 def fails_and_recovers(run: Run, expected: Values, *, is_failing: bool, cold: bool) -> None:

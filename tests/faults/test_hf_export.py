@@ -12,13 +12,10 @@ import pytest
 
 from tests.faults.scenarios import kill_at, quick_folder
 from tests.faults.shim import FailAt, Moment, count_operations, intercepted
-from tests.world import contents, llama, names_in
+from tests.world import contents, llama, names_in, write_hf
 from titan_ckpt.disk.unpublished_folder import StagedFolder
-from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
-from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.models.llama3 import FLAVORS
-from titan_ckpt.weights.transforms import StateDictTransforms
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=64, num_layers=1, dim=32, num_heads=2, num_kv_heads=1, head_dim=16,
                  ffn_dim=32, max_seq_len=16)  # fmt: skip
@@ -33,11 +30,8 @@ def export(root: Path) -> None:
     assets.mkdir(exist_ok=True)
     (assets / "tokenizer.json").write_text("{}")
     model = llama(CONFIG)
-    groups = StateDictTransforms(model.key_map()).to_file(model.state_dict(), None, None)
-    export_huggingface(
-        root / "exports" / "step-1", groups, config=model.hf_config(), assets=assets, max_shard_bytes=16_000,
-        coordinator=Coordinator.current(),
-    )  # fmt: skip
+    about = {"config": model.hf_config(), "assets": assets, "max_shard_bytes": 16_000}
+    write_hf(root / "exports" / "step-1", model.state_dict(), model.key_map(), **about)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,8 @@ from titan_ckpt.disk import posix
 
 Save = tuple[int, int]
 """(step, value): the value is what every byte of the save is made of."""
+Told = Callable[[Save], None]
+"""Is told of each save that is durable."""
 
 
 class Writer(Protocol):
@@ -30,12 +32,7 @@ class Writer(Protocol):
     def name(self) -> str: ...
 
     def run(
-        self,
-        root: Path,
-        saves: Sequence[Save],
-        acknowledge: Callable[[Save], None],
-        resume: int | None = None,
-        keep: int | None = 2,
+        self, root: Path, saves: Sequence[Save], acknowledge: Told, resume: int | None = None, keep: int | None = 2
     ) -> None:
         """Be one process that goes on from step `resume`, makes the saves, and acknowledges each when it is durable."""
 
@@ -50,12 +47,7 @@ class DirectoryWriter:
     name: str = "directory"
 
     def run(
-        self,
-        root: Path,
-        saves: Sequence[Save],
-        acknowledge: Callable[[Save], None],
-        resume: int | None = None,
-        keep: int | None = 2,
+        self, root: Path, saves: Sequence[Save], acknowledge: Told, resume: int | None = None, keep: int | None = 2
     ) -> None:
         directory = small.open_directory(root)
         try:
@@ -82,12 +74,7 @@ class NaiveWriter:
     name: str = "naive"
 
     def run(
-        self,
-        root: Path,
-        saves: Sequence[Save],
-        acknowledge: Callable[[Save], None],
-        resume: int | None = None,
-        keep: int | None = 2,
+        self, root: Path, saves: Sequence[Save], acknowledge: Told, resume: int | None = None, keep: int | None = 2
     ) -> None:
         posix.make_folders(root)
         for step, value in saves:
@@ -144,12 +131,7 @@ class ManagerWriter:
         return f"manager, {self.async_mode}"
 
     def run(
-        self,
-        root: Path,
-        saves: Sequence[Save],
-        acknowledge: Callable[[Save], None],
-        resume: int | None = None,
-        keep: int | None = 2,
+        self, root: Path, saves: Sequence[Save], acknowledge: Told, resume: int | None = None, keep: int | None = 2
     ) -> None:
         model, optimizer = _model_and_optimizer(self.num_rows)
         keeping = {} if keep is None else {"keep": KeepConfig(latest=keep)}

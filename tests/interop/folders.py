@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,61 +12,36 @@ import torch
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.world import TOKENS
-from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.huggingface.export import export_huggingface
-from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from tests import world
+from tests.world import TOKENS, fill, write_hf
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
-from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 
-def load(model: nn.Module, table: KeyMap, folder: Path) -> None:
-    """Fill the model's live tensors from the folder, with nothing missing, left over or cast."""
-    with HuggingFaceReader(folder) as reader:
-        plan = StateDictTransforms(table).from_file(
-            ModelWrapper([model]).state_dict(), reader.tensors, None, cast=False
-        )
-        assert not (plan.report.missing or plan.report.unexpected or plan.report.mismatched), plan.report
-        reader.read(plan.requests)
+def load(model: Any, folder: Path, table: KeyMap | None = None, **how: Any) -> None:
+    """Fill the model's live tensors from the folder, with nothing missing, left over or, unless asked, cast."""
+    report = fill(ModelWrapper([model]).state_dict(), folder, table or model.key_map(), **how)
+    assert not report.unexpected, report
 
 
-def export(model: nn.Module, table: KeyMap, config: dict[str, Any], folder: Path) -> None:
+def export(model: Any, folder: Path, table: KeyMap | None = None, **options: Any) -> None:
     """Write the model to a new folder; collective where the model is sharded."""
-    groups = StateDictTransforms(table).to_file(ModelWrapper([model]).state_dict("export"), None, None)
-    export_huggingface(
-        folder, groups, config=config, assets=None, max_shard_bytes=1_000_000, coordinator=Coordinator.current()
-    )
-
-
-class Recorder(logging.Handler):
-    """Keeps the messages it is given."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.messages: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.messages.append(record.getMessage())
+    state = options.pop("state", None) or ModelWrapper([model]).state_dict("export")
+    write_hf(folder, state, table or model.key_map(), **{"config": model.hf_config()} | options)
 
 
 @contextmanager
 def without_a_word(*loggers: str) -> Iterator[None]:
     """Make any warning an error, Python's and those that the named loggers get."""
-    recorder = Recorder()
-    for name in loggers:
-        logging.getLogger(name).addHandler(recorder)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT's own
-            yield
-    finally:
-        for name in loggers:
-            logging.getLogger(name).removeHandler(recorder)
-    assert recorder.messages == []
+    with ExitStack() as stack:
+        heard = [stack.enter_context(world.heard(name)) for name in loggers]
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT's own
+        yield
+    assert not any(heard), heard
 
 
 def open_strictly(auto: Any, folder: Path) -> Any:

@@ -12,10 +12,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import ReadRequest
 
@@ -40,39 +38,6 @@ class Evil:
 
     def __reduce__(self) -> Any:
         return (open, (self.marker, "w"))
-
-
-def test_a_dcp_save_opens_here(tmp_path: Path) -> None:
-    """Tensors, parts of tensors and plain items of a dcp.save are read exactly."""
-    dcp.save({**values(), "step": {"n": 5, "lr": [1e-3]}}, checkpoint_id=tmp_path)
-    reader = DcpReader(tmp_path)
-    whole = torch.zeros(6, 4)
-    part = torch.zeros(2, 3)
-    scalar = torch.tensor(0)
-    transposed = torch.zeros(4, 6).t()
-    reader.read(
-        [
-            ReadRequest("layers.0.weight", Chunk.whole((6, 4)), whole),
-            ReadRequest("layers.0.weight", Chunk((3, 1), (2, 3)), part),
-            ReadRequest("layers.0.weight", Chunk.whole((6, 4)), transposed),
-            ReadRequest("count", Chunk((), ()), scalar),
-        ]
-    )
-    weight = values()["layers.0.weight"]
-    assert torch.equal(whole, weight)
-    assert torch.equal(part, weight[3:5, 1:4])
-    assert torch.equal(transposed, weight)
-    assert scalar.item() == 7
-    assert [reader.item(name) for name in reader.items if name == "step.n"] == [5]
-
-
-def test_a_destination_of_another_shape_is_filled_in_row_major_order(tmp_path: Path) -> None:
-    """A view with more dims than its chunk, as PermuteRotary makes them, gets the right elements."""
-    DcpExport(values()).write(tmp_path / "ours", Coordinator.current())
-    native = torch.zeros(6, 4)
-    view = native.unflatten(0, (1, 3, 2)).transpose(1, 2)
-    DcpReader(tmp_path / "ours").read([ReadRequest("layers.0.weight", Chunk.whole((6, 4)), view)])
-    assert torch.equal(view.reshape(6, 4), values()["layers.0.weight"])
 
 
 def test_hostile_metadata_executes_nothing(tmp_path: Path) -> None:

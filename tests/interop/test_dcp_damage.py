@@ -20,7 +20,6 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, ExportError
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.writer import DcpExport
-from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest, StoredValue
 
@@ -220,14 +219,3 @@ def test_lazy_tensors_are_computed_once(tmp_path: Path) -> None:
     lazy = LazyTensor(TensorInfo((2, 2), torch.float32), blocks, like=torch.empty(2, 2))
     DcpExport({"w": lazy}).write(tmp_path / "ours", Coordinator.current())
     assert len(calls) == 1
-
-
-def test_overlap_finds_a_pair_wherever_it_is() -> None:
-    """Cut along any dim, touching is no overlap, empty chunks overlap nothing."""
-    rows = [Chunk((i, 0), (1, 4)) for i in range(50)]
-    columns = [Chunk((0, i), (4, 1)) for i in range(50)]
-    assert overlap(rows) is None and overlap(columns) is None
-    assert overlap([*rows, Chunk((50, 0), (0, 4)), Chunk((50, 0), (0, 4))]) is None
-    assert overlap([*rows, Chunk((30, 3), (1, 1))]) is not None
-    assert overlap([*columns, Chunk((3, 10), (1, 2))]) is not None
-    assert overlap([Chunk((), ()), Chunk((), ())]) is not None

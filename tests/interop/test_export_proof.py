@@ -13,7 +13,6 @@ import pytest
 from tests import world
 from tests.interop.test_models_hf import CONFIGS
 from titan_ckpt import ExportConfig
-from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.huggingface import export as huggingface_export
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
@@ -53,8 +52,7 @@ def test_a_flipped_bit_in_any_tensor_is_found(
     export, tables = EXPORTS[form]
     model = MODELS[name]()
     model.init_weights()
-    converters = from_tables(tables)
-    converters.convert(model)
+    converters = world.convert(model, *tables)
     damaged: list[str] = []
 
     def open_damaged(path: Path, **how: Any) -> HuggingFaceReader:

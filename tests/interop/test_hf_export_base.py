@@ -27,14 +27,19 @@ from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False)
 
 
+def write_mixed(folder: Path, config: Llama3Config, wide: str, **save: Any) -> None:
+    """Write a model of transformers in bfloat16, some of whose weights are in float32."""
+    model: Any = LlamaForCausalLM(LlamaConfig.from_dict(config.to_hf())).bfloat16()
+    for name, parameter in model.named_parameters():
+        if wide in name:
+            parameter.data = parameter.data.float() + torch.rand(parameter.shape) / 3
+    model.save_pretrained(folder, **save)
+
+
 @pytest.fixture
 def base(tmp_path: Path) -> Path:
     """A folder of transformers in several files: bfloat16, but for norms in float32; with a tokenizer's file."""
-    model: Any = LlamaForCausalLM(LlamaConfig.from_dict(CONFIG.to_hf())).bfloat16()
-    for name, parameter in model.named_parameters():
-        if "norm" in name:
-            parameter.data = parameter.data.float() + torch.rand(parameter.shape) / 3
-    model.save_pretrained(tmp_path / "base", max_shard_size="100KB")
+    write_mixed(tmp_path / "base", CONFIG, "norm", max_shard_size="100KB")
     (tmp_path / "base" / "tokenizer.json").write_text("{}")
     return tmp_path / "base"
 
@@ -73,11 +78,7 @@ def test_original_dtypes_are_one_option_and_files_by_size_another(tmp_path: Path
 def test_an_export_with_the_bases_dtypes_opens_as_the_base_does(tmp_path: Path, wide: str) -> None:
     """Weights in bfloat16 and some in float32, be they most bytes: the same dtype in config.json, the same logits."""
     config = replace(CONFIG, vocab_size=3000)
-    model: Any = LlamaForCausalLM(LlamaConfig.from_dict(config.to_hf())).bfloat16()
-    for name, parameter in model.named_parameters():
-        if wide in name:
-            parameter.data = parameter.data.float() + torch.rand(parameter.shape) / 3
-    model.save_pretrained(tmp_path / "base")
+    write_mixed(tmp_path / "base", config, wide)
     path = tmp_path / "base" / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"dtype": "bfloat16"}))
     out = run(tmp_path / "base", tmp_path, ExportConfig("hf", dtype="original"), config)

@@ -22,7 +22,6 @@ from tests import world
 from tests.interop.folders import disturb, gap, theirs, tuned
 from tests.world import assert_same_bytes
 from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
-from titan_ckpt.converters import from_tables
 from titan_ckpt.converters.lora.layers import LoRALinear
 from titan_ckpt.converters.parallel import ConvertedParallel
 from titan_ckpt.converters.stack import stack_adapters
@@ -66,8 +65,7 @@ def adapted(
     model: Any, folder: Path, *sources: Path, exports: tuple[ExportConfig, ...] = EXPORTS, **lora: Any
 ) -> CheckpointManager:
     """Return the manager of a model with adapters; its last step exports them, merged and apart."""
-    converters = from_tables([{"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": PARTS, **lora}])
-    converters.convert(model)
+    converters = world.convert(model, {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": PARTS, **lora})
     if dist.is_initialized():
         for layer in model.layers.children():
             fully_shard(layer, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -241,13 +239,16 @@ class FusedQwen3(Qwen3):
         return KeyMap((mine, *(rule for rule in super().key_map().rules if rule.file[0] not in parts)))
 
 
+def fused_qwen3() -> FusedQwen3:
+    return FusedQwen3(Qwen3Config(**{**SHAPE, "tie_embeddings": False}))
+
+
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True}], ids=["lora", "dora"])
 def test_a_matrix_that_is_fused_here_alone_has_a_pair_per_part(lora: dict[str, Any], tmp_path: Path) -> None:
     """PEFT's three adapters of q, k and v, of other A's and lengths, go in and out bit for bit, and merge."""
-    shape = Qwen3Config(**{**SHAPE, "tie_embeddings": False})
-    base = theirs(shape.to_hf(), tmp_path / "base")
+    model = fused_qwen3().eval()
+    base = theirs(model.hf_config(), tmp_path / "base")
     adapted_there = tuned(base, tmp_path / "adapter", "q_proj", "k_proj", "v_proj", **lora)
-    model = FusedQwen3(shape).eval()
     targets = {"target_modules": ["wqkv"], **lora}
     world.finish(adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **targets))
     assert gap(model, adapted_there) <= 1e-5
@@ -257,8 +258,8 @@ def test_a_matrix_that_is_fused_here_alone_has_a_pair_per_part(lora: dict[str, A
 
 def test_a_cut_across_the_parts_of_a_fused_weight_is_refused() -> None:
     """Tensor parallelism would give a rank some parts of the adapter whole and others not at all."""
-    model = FusedQwen3(Qwen3Config(**{**SHAPE, "tie_embeddings": False}))
-    from_tables([{"kind": "lora", "target_modules": ["wqkv"], "rank": 2}]).convert(model)
+    model = fused_qwen3()
+    world.convert(model, {"kind": "lora", "target_modules": ["wqkv"], "rank": 2})
     (fused, *_) = [m for m in model.modules() if isinstance(m, LoRALinear) and m.adapter.rows]
     mesh: Any = None  # refused before it is looked at
     with pytest.raises(ConverterError, match="cut across the parts"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM
 
 from tests import world
 from tests.interop.folders import gap, tuned
 from tests.world import TINY as SHAPE
-from tests.world import same, shard, whole
+from tests.world import convert, llama, same, shard, whole, write_llama
 from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
-from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import BaseMismatchError, CorruptCheckpointError, HalfLoadedError, LoadMismatchError
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Transpose
@@ -34,12 +34,6 @@ from titan_ckpt.testing import distributed
 from titan_ckpt.weights.low_rank import LowRank
 
 LORA: dict[str, Any] = {"kind": "lora", "target_modules": ["wq", "w2"], "rank": 4, "alpha": 8.0}
-
-
-def write_base(folder: Path, seed: int = 0, **changes: Any) -> Path:
-    torch.manual_seed(seed)
-    LlamaForCausalLM(LlamaConfig.from_dict(SHAPE.to_hf() | changes)).save_pretrained(folder)
-    return folder
 
 
 def open_base(folder: Path) -> Any:
@@ -77,7 +71,7 @@ def load_on_shards(base: Path, folder: Path, adapters: list[Path], expected: dic
 
 def test_a4_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
     """Two merged sources, with patterns, embeddings and a module trained in full: PEFT's logits, and on shards."""
-    base = write_base(tmp_path / "base")
+    base = write_llama(tmp_path / "base")
     first = write_adapter(base, tmp_path / "first", rank_pattern={"k_proj": 2}, modules_to_save=["norm"])
     second = write_adapter(
         base, tmp_path / "second", 2, target_modules=["q_proj", "embed_tokens", "o_proj"], use_rslora=True, r=8
@@ -93,13 +87,11 @@ def test_a4_adapters_are_merged_one_after_another(tmp_path: Path) -> None:
 
 def test_a4_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
     """The merged base is the new adapter's base: saves hold the adapter, a resume merges again, and both know it."""
-    base = write_base(tmp_path / "base")
+    base = write_llama(tmp_path / "base")
     adapter = write_adapter(base, tmp_path / "adapter")
 
     def run(sources: list[Path]) -> tuple[Llama3, CheckpointManager]:
-        model, hooks = Llama3(SHAPE), from_tables([LORA])
-        model.init_weights()
-        hooks.convert(model)
+        hooks = convert(model := llama(), LORA)
         return model, manager_of(model, tmp_path / "run", sources, len(sources) - 1, hooks)
 
     model, manager = run([base, adapter])
@@ -132,8 +124,7 @@ def test_a4_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
         ([exported], "Name the base of this adapter"),
         ([base, exported, other], "or merge all adapters but one"),
     ):
-        hooks = from_tables([LORA])
-        hooks.convert(fresh := Llama3(SHAPE))
+        hooks = convert(fresh := Llama3(SHAPE), LORA)
         world.load_fails(manager_of(fresh, tmp_path / "f", given, 0, hooks), LoadMismatchError, fault)
 
 
@@ -141,7 +132,7 @@ def test_a_merge_that_fails_in_the_middle_leaves_nothing_to_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Some matrices have the product added and others not: until a load succeeds nothing is kept."""
-    base = write_base(tmp_path / "base")
+    base = write_llama(tmp_path / "base")
     adapter = write_adapter(base, tmp_path / "adapter")
     model, expected = Llama3(SHAPE), load(base, tmp_path / "whole", adapter).state_dict()
     real = LowRank.merged
@@ -167,8 +158,8 @@ def test_a_merge_that_fails_in_the_middle_leaves_nothing_to_save(
 
 def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path) -> None:
     """DoRA of other lengths, zeros, tied embeddings, strange modules, NaN, and what is no adapter: each is named."""
-    base = write_base(tmp_path / "base")
-    tied = write_base(tmp_path / "tied", tie_word_embeddings=True)
+    base = write_llama(tmp_path / "base")
+    tied = write_llama(tmp_path / "tied", replace(SHAPE, tie_embeddings=True))
     good = write_adapter(base, tmp_path / "good")
 
     def changed(name: str, change: Any, source: Path = good) -> Path:
@@ -205,7 +196,7 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
         (base, broken, CorruptCheckpointError, "not finite"),
         (
             base,
-            write_base(tmp_path / "second"),
+            write_llama(tmp_path / "second"),
             LoadMismatchError,
             "is hf and holds whole weights, and only an adapter can be merged",
         ),
@@ -221,7 +212,7 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
 
 def test_dora_over_cut_rows_is_refused_before_anything_is_changed(tmp_path: Path) -> None:
     """A rank that has some columns of a weight cannot know how long its rows are."""
-    base = write_base(tmp_path / "base")
+    base = write_llama(tmp_path / "base")
     adapter = write_adapter(base, tmp_path / "dora", use_dora=True, target_modules=["down_proj"])
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())  # a mesh needs one; nothing is sent
     try:
@@ -235,7 +226,7 @@ def test_dora_over_cut_rows_is_refused_before_anything_is_changed(tmp_path: Path
 
 def test_dora_is_merged_as_peft_merges_it(tmp_path: Path) -> None:
     """Rows get their lengths, on whole rows of shards too; a bfloat16 base is rounded once, not at every step."""
-    base = write_base(tmp_path / "base")
+    base = write_llama(tmp_path / "base")
     adapter = write_adapter(base, tmp_path / "dora", use_dora=True, use_rslora=True, rank_pattern={"k_proj": 2})
     theirs = PeftModel.from_pretrained(open_base(base), str(adapter)).merge_and_unload()
     ours = load(base, tmp_path / "run", adapter)
@@ -331,7 +322,7 @@ def test_a_table_that_transposes_a_square_weight_says_how_the_other_tool_stores_
 
 def test_an_adapter_that_names_another_base_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A load compares the base that the adapter's config names with the one that it is merged into."""
-    base, other = write_base(tmp_path / "base"), write_base(tmp_path / "other")
+    base, other = write_llama(tmp_path / "base"), write_llama(tmp_path / "other")
     file = write_adapter(base, tmp_path / "adapter") / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": str(other)}))
     load(base, tmp_path / "run", file.parent)

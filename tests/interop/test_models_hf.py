@@ -41,11 +41,11 @@ def test_a_folder_gives_its_logits_and_comes_back_byte_for_byte(name: str, tmp_p
     with torch.device("meta"):
         model = hf.build(tmp_path / "theirs")
     model.to_empty(device="cpu").eval()
-    load(model, model.key_map(), tmp_path / "theirs")
+    load(model, tmp_path / "theirs")
     tokens = torch.randint(3, 64, (2, 30))
     assert logits(twin, tokens).abs().max() > 0.1
     assert gap(model, twin, tokens) <= 1e-5
-    export(model, model.key_map(), model.hf_config(), tmp_path / "ours")
+    export(model, tmp_path / "ours")
     assert_same_bytes(tmp_path / "theirs", tmp_path / "ours")
     again = open_strictly(auto, tmp_path / "ours")
     assert torch.equal(logits(again, tokens), logits(twin, tokens))
@@ -83,12 +83,12 @@ def _read_and_write(folder: Path) -> None:
         model = hf.build(folder / "theirs")
     shard(model)
     model.to_empty(device="cpu")
-    load(model, model.key_map(), folder / "theirs")
+    load(model, folder / "theirs")
     assert all(isinstance(p, DTensor) for p in model.parameters())
     tied = model.config.tie_word_embeddings
     assert tied == (model.get_parameter("lm_head.weight") is model.get_parameter("model.embed_tokens.weight"))
     assert (logits(model, tokens) - expected).abs().max() <= 1e-5
-    export(model, model.key_map(), model.hf_config(), folder / "ours")
+    export(model, folder / "ours")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     mine = tokens[dist.get_rank()].unsqueeze(0)
     for _ in range(2):
@@ -96,4 +96,4 @@ def _read_and_write(folder: Path) -> None:
         torch.nn.functional.cross_entropy(predicted.flatten(0, 1), mine[:, 1:].flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
-    export(model, model.key_map(), model.hf_config(), folder / "trained")
+    export(model, folder / "trained")

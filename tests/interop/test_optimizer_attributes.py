@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from tests import world
-from tests.interop.test_optimizer_content import Plain
+from tests.interop.test_optimizer_content import Plain, Returned
 from tests.zoo.optimizer_runs import Case, comparable, judge
 from titan_ckpt import CheckpointManager
 from titan_ckpt.errors import SaveError, StateEncodingError
@@ -90,14 +90,8 @@ class SlowAlone(Lookahead):
     )
 
 
-class WholeLookahead(Lookahead):
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"slow": self.slow, "count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        rest = dict(state_dict)
-        self.slow, self.count = rest.pop("slow"), rest.pop("count")
-        super().load_state_dict(rest)
+class WholeLookahead(Returned, Lookahead):
+    names = ("slow", "count")
 
 
 class Lion(Plain):
@@ -107,10 +101,9 @@ class Lion(Plain):
         super().__init__(params)
         self.momenta: dict[torch.Tensor, torch.Tensor] = {}
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
         momentum = self.momenta.setdefault(p, torch.zeros_like(p))
-        return momentum.lerp_(p.grad, 0.1).sign()
+        return momentum.lerp_(grad, 0.1).sign()
 
 
 class Trace(Plain):
@@ -123,9 +116,8 @@ class Trace(Plain):
     def begin(self) -> None:
         self.trace += 1
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
-        return p.grad * self.trace[0]
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
+        return grad * self.trace[0]
 
 
 class Large(Trace):
@@ -146,9 +138,8 @@ class Calls(Plain):
     def begin(self) -> None:
         self.count += 1
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
-        return p.grad / self.count
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
+        return grad / self.count
 
 
 class Constant(Plain):
@@ -159,9 +150,8 @@ class Constant(Plain):
         self.all = [p for group in self.param_groups for p in group["params"]]
         self.factor, self.eye = 0.5, torch.eye(2)
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
-        return p.grad * self.factor * self.eye[0, 0]
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
+        return grad * self.factor * self.eye[0, 0]
 
 
 class Rare(Plain):
@@ -177,19 +167,12 @@ class Rare(Plain):
         if group["count"] % 15 == 0:
             self.factor /= 2
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
-        return p.grad * self.factor
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
+        return grad * self.factor
 
 
-class WholeRare(Rare):
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"factor": self.factor}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        rest = dict(state_dict)
-        self.factor = rest.pop("factor")
-        super().load_state_dict(rest)
+class WholeRare(Returned, Rare):
+    names = ("factor",)
 
 
 class HalfRare(WholeRare):
@@ -220,12 +203,11 @@ class Scratch(Plain):
         super().__init__(params)
         self.overflow, self.work = torch.zeros(1, dtype=torch.int32), None
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
         if self.work is None:
             self.work = torch.zeros(64)  # type: ignore[assignment]  # it was None
         self.overflow.zero_()
-        return p.grad + self.work[:1].copy_(p.grad.reshape(-1)[:1])  # type: ignore[index]  # as above
+        return grad + self.work[:1].copy_(grad.reshape(-1)[:1])  # type: ignore[index]  # as above
 
 
 class SetAside(Plain):

@@ -39,15 +39,14 @@ class Plain(Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.add_(self.direction(p, self.state[p]), alpha=-group["lr"])
+                    p.add_(self.direction(p, p.grad, self.state[p]), alpha=-group["lr"])
 
     def begin(self) -> None:
         """Change state that belongs to no parameter."""
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
         """Return the direction of a step."""
-        assert p.grad is not None
-        return p.grad
+        return grad
 
 
 class StringKeys(Plain):
@@ -58,16 +57,32 @@ class StringKeys(Plain):
         kept["step"] = kept.get("step", 0) + 1
         kept.setdefault("noise", {"mean": torch.ones(3)})["mean"].mul_(0.5)
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
         kept: Any = self.state
-        state[0] = state.get(0, torch.zeros_like(p)) + p.grad
+        state[0] = state.get(0, torch.zeros_like(p)) + grad
         state["of.step"] = torch.full((2,), kept["step"])
         return state[0] * kept["noise"]["mean"][0] / kept["step"]
 
 
-class Counts(Plain):
+class Returned(Optimizer):
+    """Has some attributes in its state dict."""
+
+    names: tuple[str, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        return super().state_dict() | {name: getattr(self, name) for name in self.names}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        rest = dict(state_dict)
+        for name in self.names:
+            setattr(self, name, rest.pop(name))
+        super().load_state_dict(rest)
+
+
+class Counts(Returned, Plain):
     """Keeps a count and a tensor in attributes, which its state dict includes."""
+
+    names = ("count", "trace")
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -77,18 +92,9 @@ class Counts(Plain):
         self.count += 1
         self.trace = self.trace * 0.5 + self.count
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
         momentum = state.setdefault("momentum", torch.zeros_like(p, dtype=torch.float32))
-        return (momentum.mul_(0.9).add_(p.grad, alpha=float(self.trace[0]) / self.count)).to(p.dtype)
-
-    def state_dict(self) -> dict[str, Any]:
-        return super().state_dict() | {"count": self.count, "trace": self.trace}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        rest = dict(state_dict)
-        self.count, self.trace = rest.pop("count"), rest.pop("trace")
-        super().load_state_dict(rest)
+        return (momentum.mul_(0.9).add_(grad, alpha=float(self.trace[0]) / self.count)).to(p.dtype)
 
 
 class Opaque(Counts):
@@ -107,9 +113,8 @@ class Opaque(Counts):
 class History(Plain):
     """Keeps the last gradients in a deque, and text."""
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
-        state.setdefault("last", deque(maxlen=2)).append(p.grad.clone())
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
+        state.setdefault("last", deque(maxlen=2)).append(grad.clone())
         state["kind"] = "history"
         return sum(state["last"], torch.zeros_like(p)) / len(state["last"])
 
@@ -123,11 +128,10 @@ class OwnHistory(Counts, History):
 class Columns(Plain):
     """Keeps factors in column-major memory, as a preconditioner by torch.linalg does."""
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
         if p.dim() < 2:
-            return p.grad
-        flat = p.grad.reshape(p.shape[0], -1)
+            return grad
+        flat = grad.reshape(p.shape[0], -1)
         state["factor"] = (flat @ flat.T).T.contiguous().T
         state["factors"] = deque([state["factor"][:, :2].T, state["factor"].clone()])
         return (state["factor"] @ flat).reshape(p.shape)
@@ -136,25 +140,23 @@ class Columns(Plain):
 class SharedStep(Plain):
     """Has one tensor as the step count of all parameters, and one buffer in two places."""
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
         first = self.state[self.param_groups[0]["params"][0]]
         state["step"] = first.setdefault("step", torch.zeros(()))
         state.setdefault("a", torch.zeros_like(p))
         state.setdefault("b", state["a"])
         state["step"] += 1
-        state["a"] += p.grad
+        state["a"] += grad
         return state["b"] / state["step"]
 
 
 class Zeros(Plain):
     """Has numbers that are equal and not the same: 0.0 and -0.0."""
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
         state["zero"] = -0.0 if p.dim() > 1 else 0.0
         state["zero_tensor"] = torch.tensor(state["zero"])
-        return p.grad + torch.atan2(state["zero_tensor"], torch.tensor(-1.0)) + state["zero"]
+        return grad + torch.atan2(state["zero_tensor"], torch.tensor(-1.0)) + state["zero"]
 
 
 class Around(Optimizer):
@@ -194,12 +196,11 @@ class Around(Optimizer):
 class Rows(Plain):
     """Keeps a factor for each row of a matrix."""
 
-    def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-        assert p.grad is not None
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
         if p.dim() != 2:
-            return p.grad
-        state["row"] = state.get("row", 1.0) * 0.5 + p.grad.square().mean(-1)
-        return p.grad / (1 + state["row"].unsqueeze(-1))
+            return grad
+        state["row"] = state.get("row", 1.0) * 0.5 + grad.square().mean(-1)
+        return grad / (1 + state["row"].unsqueeze(-1))
 
 
 def hooked(model: nn.Module) -> Optimizer:
@@ -276,10 +277,9 @@ def test_state_that_cannot_be_stored_is_refused_before_the_first_step(name: str,
     """One error names the optimizer, the entry and its type; the run has taken no step and changed no generator."""
 
     class Keeps(Plain):
-        def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
-            assert p.grad is not None
+        def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
             state["kept"] = KEEPS[name](p)
-            return p.grad
+            return grad
 
     model = nn.Linear(2, 2)
     before = comparable([dict(model.state_dict()), torch.get_rng_state()])
@@ -314,7 +314,7 @@ def test_state_of_an_optimizer_that_cannot_be_rehearsed_is_refused_after_its_fir
             super().__init__(model.parameters())
             self.model = model
 
-        def direction(self, p: torch.Tensor, state: dict[Any, Any]) -> Any:
+        def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
             state["kept"] = Statistics()
             return torch.ones_like(p)
 

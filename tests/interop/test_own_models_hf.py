@@ -60,10 +60,10 @@ def test_a_folder_gives_the_same_logits_and_comes_back_byte_for_byte(name: str, 
     with torch.device("meta"):
         model = build(config)
     model.to_empty(device="cpu").eval()
-    load(model, model.key_map(), tmp_path / "theirs")
+    load(model, tmp_path / "theirs")
     assert logits(twin, TOKENS).abs().max() > 0.1
     assert gap(model, twin, TOKENS) <= 1e-5
-    export(model, model.key_map(), model.hf_config(), tmp_path / "ours")
+    export(model, tmp_path / "ours")
     assert_same_bytes(tmp_path / "theirs", tmp_path / "ours")
 
 
@@ -73,7 +73,7 @@ def test_an_export_opens_in_transformers_with_the_native_logits(name: str, tmp_p
     torch.manual_seed(2)
     model = build(SHAPES[name]).eval()
     model.init_weights()
-    export(model, model.key_map(), model.hf_config(), tmp_path / "ours")
+    export(model, tmp_path / "ours")
     twin = open_strictly(auto, tmp_path / "ours")
     assert gap(model, twin, TOKENS) <= 1e-5
 
@@ -83,7 +83,7 @@ def test_in_bfloat16_over_float32_weights_the_logits_are_those_of_transformers(n
     """Under autocast norms keep the wider dtype, as theirs do; what is left is less than bfloat16 rounds by."""
     twin = theirs(SHAPES[name].to_hf(), tmp_path)
     model = build(SHAPES[name]).eval()
-    load(model, model.key_map(), tmp_path)
+    load(model, tmp_path)
     exact = logits(twin, TOKENS)
     with torch.autocast("cpu", torch.bfloat16):
         here, there = logits(model, TOKENS), logits(twin, TOKENS)
@@ -95,7 +95,7 @@ def test_experts_are_stacked_in_memory_and_apart_on_disk(tmp_path: Path) -> None
     theirs(SPARSE.to_hf(), tmp_path)
     names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
     model = Qwen3Moe(SPARSE)
-    load(model, model.key_map(), tmp_path)
+    load(model, tmp_path)
     files = tensors(tmp_path)
     for fqn, value in model.state_dict().items():
         if ".experts." in fqn:

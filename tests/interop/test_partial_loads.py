@@ -15,7 +15,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from tests import world
 from titan_ckpt import CheckpointConfig, ExportConfig, InitialLoadConfig
 from titan_ckpt.config import from_dict
-from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model
@@ -120,8 +119,7 @@ def test_a_new_head_under_adapters_is_saved_with_them(tmp_path: Path) -> None:
     for seed, resumed in ((3, 0), (4, 1)):
         torch.manual_seed(seed)
         model = construct(lambda: build_model("hf", folder=tmp_path / "base"))
-        hooks = from_tables([{"kind": "lora", "rank": 2, "target_modules": ["q_proj"]}])
-        hooks.convert(model)
+        hooks = world.convert(model, {"kind": "lora", "rank": 2, "target_modules": ["q_proj"]})
         materialise(model, "cpu")
         source = part(tmp_path / "base", initialise=(HEAD,))
         with world.manager(

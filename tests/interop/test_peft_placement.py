@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from tests import world
 from tests.zoo.model_runs import Outcome, lora_outcomes, write_base
 from tests.zoo.tiny_models import species, tiny_config
-from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig, converters
+from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
 from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.huggingface.peft import PREFIX
@@ -56,8 +56,7 @@ class Run:
         self.base.save_pretrained(folder / "base")
         self.model = hf.build(folder / "base")
         table = {"kind": "lora", "rank": 2, "alpha": 8.0, "target_modules": list(targets), **settings}
-        self.converters = converters.from_tables([table])
-        self.converters.convert(self.model.eval())
+        self.converters = world.convert(self.model.eval(), table)
 
     def manager(self, *exports: ExportConfig, sources: tuple[InitialLoadConfig, ...] = ()) -> CheckpointManager:
         base = InitialLoadConfig(str(self.folder / "base"))
@@ -184,8 +183,7 @@ def test_without_peft_the_names_are_judged(monkeypatch: pytest.MonkeyPatch) -> N
     expected = ["PEFT fuses gate_proj and up_proj of experts, and up_proj has no adapter"]
     for targets, faults in ((["experts.w1"], expected), (["wq", "experts.w2"], []), (["w1", "w2", "w3"], [])):
         model = qwen3_moe.Qwen3Moe(shape)
-        made = converters.from_tables([{"kind": "lora", "target_modules": targets}])
-        made.convert(model)
+        made = world.convert(model, {"kind": "lora", "target_modules": targets})
         adapter: Any = made.state_dict_adapter()
         assert adapter.misplaced(model.key_map(), {}, model.hf_config()) == faults
 
@@ -213,10 +211,7 @@ class Nested(nn.Module):
 def test_peft_adapts_the_same_modules_with_the_same_ranks(targets: list[str], rank_pattern: dict[str, int]) -> None:
     """A short name such as "0" would also mean layers, and a full name may be the end of another one."""
     model = Nested()
-    made = converters.from_tables(
-        [{"kind": "lora", "rank": 2, "target_modules": targets, "rank_pattern": rank_pattern}]
-    )
-    made.convert(model)
+    made = world.convert(model, {"kind": "lora", "rank": 2, "target_modules": targets, "rank_pattern": rank_pattern})
     ours = {name: tuple(p.shape) for name, p in model.named_parameters() if name.endswith("lora_a.weight")}
     adapter: Any = made.state_dict_adapter()
     fields = {

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from safetensors import safe_open
 from torch import nn
 from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
@@ -20,16 +19,16 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 from tests import world
 from tests.interop.folders import gap, logits
+from tests.unit.converters.test_qat import TOKENS, train
 from tests.world import TINY as SHAPE
-from tests.world import read_all, same
+from tests.world import convert, read_all, same
 from titan_ckpt import ExportConfig
-from titan_ckpt.converters import QATConfig, from_tables
+from titan_ckpt.converters import QATConfig
 from titan_ckpt.converters.qat.converter import _torchao_config
 from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.models import hf, llama3, qwen3_moe
 
-TOKENS = torch.arange(20).reshape(2, 10)
 INT4: dict[str, Any] = {"kind": "qat", "scheme": "int4_weight_only"}
 FLOAT8: dict[str, Any] = {"kind": "float8", "emulate": True}
 
@@ -47,27 +46,6 @@ def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     torch.manual_seed(0)
     return hf.build(SHAPE.to_hf() | changes, dtype)
-
-
-def train(model: nn.Module, steps: int = 4) -> None:
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    losses = []
-    for _ in range(steps):
-        out: Any = model(TOKENS)
-        predicted = out if isinstance(out, torch.Tensor) else out.logits
-        loss = F.cross_entropy(predicted.float().flatten(0, 1), TOKENS.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    model.eval()
-
-
-def convert(model: nn.Module, *tables: dict[str, Any]) -> Any:
-    converters = from_tables(list(tables))
-    converters.convert(model)
-    return converters
 
 
 def export(model: Any, converters: Any, folder: Path, *, step: int = 1, **settings: Any) -> Path:

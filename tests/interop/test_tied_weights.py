@@ -34,18 +34,18 @@ def test_copies_become_one_file_tensor_and_are_both_filled_from_it(tmp_path: Pat
     """An export has no lm_head, and opens in a model with one tensor, in one with an alias, and in one with two."""
     table, config = Llama3(TIED).key_map(), Llama3(TIED).hf_config()
     truth = with_copies(1)
-    export(truth, table, config, tmp_path / "out")
+    export(truth, tmp_path / "out", table, config=config)
     assert "lm_head.weight" not in tensors(tmp_path / "out")
     assert truth.tok_embeddings is not None
     one, alias, two = Llama3(TIED), with_copies(2), with_copies(3)
     assert alias.output is not None and alias.tok_embeddings is not None
     alias.output.weight = alias.tok_embeddings.weight
     for model in (one, alias, two):
-        load(model, table, tmp_path / "out")
+        load(model, tmp_path / "out", table)
         for name, value in model.state_dict().items():
             assert torch.equal(value, truth.state_dict()[name]), name
     assert alias.output.weight is alias.tok_embeddings.weight
-    export(alias, table, config, tmp_path / "again")
+    export(alias, tmp_path / "again", table, config=config)
     assert tensors(tmp_path / "again").keys() == tensors(tmp_path / "out").keys()
 
 
@@ -56,7 +56,7 @@ def test_copies_that_have_come_apart_are_not_exported(tmp_path: Path) -> None:
     model.output.weight.data[-1, -1] += 1
     tied = r"model\.embed_tokens\.weight \(tied, and not equal: tok_embeddings\.weight, output\.weight\)"
     with pytest.raises(ExportError, match=tied):
-        export(model, Llama3(TIED).key_map(), Llama3(TIED).hf_config(), tmp_path / "out")
+        export(model, tmp_path / "out", Llama3(TIED).key_map(), config=Llama3(TIED).hf_config())
     assert list(tmp_path.iterdir()) == []
 
 
@@ -65,7 +65,7 @@ def test_a_converted_folder_has_the_first_name_alone(tmp_path: Path) -> None:
     model = Llama3(TIED)
     model.init_weights()
     table, config = model.key_map(), model.hf_config()
-    export(model, table, config, tmp_path / "hf")
+    export(model, tmp_path / "hf")
     convert(tmp_path / "hf", tmp_path / "native", "native", key_map=table)
     convert(tmp_path / "native", tmp_path / "back", "hf", key_map=table, hf_config=config)
     assert_same_bytes(tmp_path / "hf", tmp_path / "back")

@@ -85,8 +85,7 @@ def test_a_converted_adapter_is_a_source_of_a_run_and_of_a_merge(root: Path, exo
     native = tmp_path / "native"
     assert call("convert", exotic, native, "--to", "native", "--config", root / "hf") == 0
     (settings,) = json.loads((native / "MANIFEST.json").read_text())["converters"]
-    converters, model = from_tables([settings]), Llama3(SHAPE)
-    converters.convert(model)
+    converters = world.convert(model := Llama3(SHAPE), settings)
     sources = (InitialLoadConfig(str(root / "hf")), InitialLoadConfig(str(native)))
     assert not world.load(
         world.manager(tmp_path / "run", model, initial_load=sources, model_converters=converters)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from functools import partial
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def model() -> nn.Module:
 
 @dataclass(frozen=True)
 class Settings:
-    kind: Literal["probe"] = "probe"
+    kind: str
 
 
 class Probe(ModelConverter):
@@ -46,9 +47,12 @@ class Probe(ModelConverter):
         claim: Callable[[str], bool] = lambda fqn: False,
         factor: float = 1.0,
         addend: float = 0.0,
+        kind: str = "probe",
+        **attributes: Any,
     ) -> None:
-        super().__init__(Settings())
+        super().__init__(Settings(kind))
         self.change, self.claim, self.factor, self.addend = change, claim, factor, addend
+        vars(self).update(attributes)
 
     def convert(self, model: nn.Module) -> None:
         self.change(model)
@@ -59,11 +63,9 @@ class Probe(ModelConverter):
     def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
         return {fqn: value * self.factor + self.addend for fqn, value in state_dict.items()}
 
-
-class OtherProbe(Probe):
-    @property
-    def kind(self) -> str:
-        return "other"
+    def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:
+        for part in model_parts:
+            part.get_parameter("up.weight").detach().mul_(self.factor).add_(self.addend)
 
 
 def test_a3_wrong_order_is_answered_with_the_right_one() -> None:
@@ -95,14 +97,6 @@ def test_two_replacements_of_one_module_are_refused() -> None:
         build([Float8Config(emulate=True, exclude_modules=("up",)), QATConfig("int8_weight_only")]).convert(model())
 
 
-class _Replacing(Probe):
-    stage: ClassVar[Stage] = "replace"
-
-
-class _AlsoReplacing(OtherProbe):
-    stage: ClassVar[Stage] = "replace"
-
-
 def test_a_second_replacement_by_anyone_is_refused() -> None:
     """Also for converters that do not look: which modules changed their type is compared after each."""
 
@@ -110,7 +104,7 @@ def test_a_second_replacement_by_anyone_is_refused() -> None:
         m.get_submodule("up").__class__ = type("Swapped", (type(m.get_submodule("up")),), {})
 
     with pytest.raises(ConverterError, match="'other' replaces what 'probe' has replaced: up"):
-        ModelConverters([_Replacing(swap), _AlsoReplacing(swap)]).convert(model())
+        ModelConverters([Probe(swap, stage="replace", kind=kind) for kind in ("probe", "other")]).convert(model())
 
 
 def test_two_replacements_of_different_modules_work() -> None:
@@ -135,7 +129,7 @@ class _NoFilter(ModelConverter):
 def test_a3_adapter_without_filter_is_an_error() -> None:
     """Names for added keys mean nothing where nothing says which keys were added."""
     with pytest.raises(ConverterError, match="'probe' has a state_dict_adapter and no key_filter"):
-        ModelConverters([_NoFilter(Settings())])
+        ModelConverters([_NoFilter(Settings("probe"))])
 
 
 def rename(m: nn.Module) -> None:
@@ -162,29 +156,15 @@ def test_a_converter_that_breaks_a_law_is_named(probe: Probe, fault: str) -> Non
 
 def test_a3_a_key_has_one_owner() -> None:
     """An added key that another converter claims too is refused."""
-    greedy = OtherProbe(claim=lambda fqn: fqn == "extra")
+    greedy = Probe(claim=lambda fqn: fqn == "extra", kind="other")
     with pytest.raises(ConverterError, match="added keys that another converter claims too: extra"):
         ModelConverters([Probe(add, lambda fqn: fqn == "extra"), greedy]).convert(model())
 
 
 def test_a3_transforms_are_undone_last_first() -> None:
     """The last converter applied is the first whose transform runs."""
-    converters = ModelConverters([Probe(factor=10.0), OtherProbe(addend=1.0)])
+    converters = ModelConverters([Probe(factor=10.0), Probe(addend=1.0, kind="other")])
     assert converters.state_dict_transform({"x": torch.tensor(1.0)}, last_step=True)["x"] == 20.0
-
-
-class _Hooked(Probe):
-    """Notes when its hook runs."""
-
-    def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:
-        for part in model_parts:
-            part.get_parameter("up.weight").detach().mul_(self.factor).add_(self.addend)
-
-
-class _OtherHooked(_Hooked):
-    @property
-    def kind(self) -> str:
-        return "other"
 
 
 def test_hooks_run_after_the_optimizer_in_order() -> None:
@@ -192,7 +172,7 @@ def test_hooks_run_after_the_optimizer_in_order() -> None:
     parts = [model(), model()]
     for part in parts:
         nn.init.ones_(part.get_parameter("up.weight"))
-    ModelConverters([_Hooked(factor=10.0), _OtherHooked(addend=1.0)]).post_optimizer_hook(parts)
+    ModelConverters([Probe(factor=10.0), Probe(addend=1.0, kind="other")]).post_optimizer_hook(parts)
     assert all(bool((part.get_parameter("up.weight") == 11.0).all()) for part in parts)
 
 
@@ -210,20 +190,10 @@ class _Table:
         return [] if found["name"] == self.name else [f"it is {found['name']}'s"]
 
 
-class _WithTable(Probe):
-    def state_dict_adapter(self) -> StateDictAdapter:
-        return _Table(self.kind)
-
-
-class _OtherWithTable(_WithTable):
-    @property
-    def kind(self) -> str:
-        return "other"
-
-
 def test_a3_adapters_are_joined_and_one_folder_holds_one() -> None:
     """The tables of several converters serve one checkpoint; a folder for another tool has one adapter's settings."""
-    adapter = ModelConverters([_WithTable(), _OtherWithTable()]).state_dict_adapter()
+    converters = [Probe(kind=kind, state_dict_adapter=partial(_Table, kind)) for kind in ("probe", "other")]
+    adapter = ModelConverters(converters).state_dict_adapter()
     assert adapter is not None
     table = adapter.key_map(KeyMap())
     assert table.group_of_fqn("native.probe").keys == ("file.probe",)

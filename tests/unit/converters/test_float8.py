@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests import world
 from tests.world import llama
-from titan_ckpt.converters import ModelConverters, from_tables
+from titan_ckpt.converters import ModelConverters
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.types import StateDictMode
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -18,8 +19,7 @@ TOKENS = torch.arange(20).reshape(2, 10)
 
 
 def convert(model: nn.Module, **settings: Any) -> ModelConverters:
-    converters = from_tables([{"kind": "float8", "emulate": True, **settings}])
-    converters.convert(model)
+    converters: ModelConverters = world.convert(model, {"kind": "float8", "emulate": True, **settings})
     return converters
 
 

@@ -19,7 +19,7 @@ from tests.world import TINY
 from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConverters, build, from_tables
 from titan_ckpt.errors import ConverterError, ExportError, KeyMapError
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of
-from titan_ckpt.geometry.keymap import Chain, KeyMap, KeyRule, PermuteRotary, Split, Unstack
+from titan_ckpt.geometry.keymap import Chain, KeyMap, KeyRule, Split, Unstack
 from titan_ckpt.models import qwen3_moe
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.types import StateDict
@@ -58,16 +58,6 @@ def test_a_fresh_adapter_changes_nothing() -> None:
         model = copy.deepcopy(base)
         converted(model, "wq", "w1", "tok_embeddings" if exact else "w2", **settings)
         torch.testing.assert_close(model(TOKENS), base(TOKENS), rtol=0, atol=0 if exact else 1e-5)
-
-
-def test_only_adapters_train_and_in_their_own_dtype() -> None:
-    """The base is frozen and keeps bfloat16; A and B are float32, and the output has the base's dtype."""
-    model = llama().to(torch.bfloat16)
-    converters = converted(model)
-    for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == converters.key_filter(name)
-        assert parameter.dtype == (torch.float32 if converters.key_filter(name) else torch.bfloat16)
-    assert model(TOKENS).dtype == torch.bfloat16
 
 
 def test_initial_values_depend_on_name_and_seed_alone() -> None:
@@ -359,33 +349,6 @@ def test_wrapped_and_compiled_models_keep_their_names() -> None:
 # names in other tools' files
 
 
-def names(converters: ModelConverters, base: KeyMap) -> dict[str, tuple[str, ...]]:
-    adapter = converters.state_dict_adapter()
-    assert adapter is not None
-    return {fqn: group.keys for group in map(adapter.key_map(base).group_of_fqn, OWNED) for fqn in group.fqns}
-
-
-OWNED = ("layers.1.attention.wq.lora_a.weight", "layers.1.attention.wq.lora_b.weight")
-
-
-def test_peft_names_come_from_the_base_table() -> None:
-    """A and B take the Hugging Face module's name; B's rows are permuted as the base's are, A's are not."""
-    model = llama()
-    converters = converted(model, "wq", "wv", "tok_embeddings", modules_to_save=("norm",))
-    hf = "base_model.model.model.layers.1.self_attn.q_proj"
-    base = model.key_map()
-    assert list(names(converters, base).values()) == [(f"{hf}.lora_A.weight",), (f"{hf}.lora_B.weight",)]
-    adapter = converters.state_dict_adapter()
-    assert adapter is not None
-    table = adapter.key_map(base)
-    assert table.group_of_fqn(OWNED[1]).op == PermuteRotary(4)
-    assert table.group_of_fqn(OWNED[0]).op != PermuteRotary(4)
-    assert table.group_of_fqn("tok_embeddings.lora_a.weight").keys == (
-        "base_model.model.model.embed_tokens.lora_embedding_A",
-    )
-    assert table.group_of_key("base_model.model.model.norm.weight").fqns == ("norm.trained.weight",)
-
-
 def test_peft_config_says_everything() -> None:
     """adapter_config.json names every field that a reader would otherwise fill with a default of its own."""
     model = llama()
@@ -434,14 +397,6 @@ def test_factors_change_places_where_the_file_has_experts_transposed() -> None:
     left, right = (pieces[name].reshape(-1, 2) if "_B" in name else pieces[name].reshape(2, -1) for name in names)
     delta = (left @ right) * 8.0
     torch.testing.assert_close(model.get_parameter("experts.down")[1].t() + delta, merged[1].t())
-
-
-def test_peft_targets_are_full_names_where_a_short_one_means_more() -> None:
-    """A short name would have PEFT put an untrained adapter on the other layer as well."""
-    model = llama()
-    adapter = converted(model, "layers.1.attention.wq", "output").state_dict_adapter()
-    assert adapter is not None
-    assert adapter.file_config(model.key_map())["target_modules"] == ["lm_head", "model.layers.1.self_attn.q_proj"]
 
 
 @pytest.mark.parametrize("op", [Unstack(32), Chain(Unstack(2), Split((8, 8)))])

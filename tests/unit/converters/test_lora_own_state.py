@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from tests import world
 from tests.own_state_models import DIM, FusedHeads
@@ -42,11 +41,6 @@ def adapted(seed: int, shard: bool) -> tuple[nn.Module, ModelConverters]:
     return model, converters
 
 
-def whole(model: nn.Module) -> dict[str, torch.Tensor]:
-    named = model.named_parameters()
-    return {name: (v.full_tensor() if isinstance(v, DTensor) else v).detach() for name, v in named}
-
-
 def adapter_saves_and_merged_exports(folder: Path, *, shard: bool) -> None:
     base = plain(0)
     world.finish(world.manager(folder / "base", base, export=(ExportConfig("dcp"),)))
@@ -62,13 +56,13 @@ def adapter_saves_and_merged_exports(folder: Path, *, shard: bool) -> None:
         for name, parameter in model.named_parameters():
             if "lora_b" in name:
                 parameter.add_(0.5)
-        before = whole(model)
+        before = world.weights_and_moments(model)
         m.save(1)
         m.save(2, last_step=True)
-        assert all(torch.equal(value, before[name]) for name, value in whole(model).items())
+        assert all(torch.equal(value, before[name]) for name, value in world.weights_and_moments(model).items())
     other, converters = adapted(2, shard)
     assert world.load(manager(other, converters)).step == 2
-    assert all(torch.equal(value, before[name]) for name, value in whole(other).items())
+    assert all(torch.equal(value, before[name]) for name, value in world.weights_and_moments(other).items())
     merged: Any = plain(3)
     world.load(world.manager(folder / "merged", merged, initial_load=[folder / "run/exports/step-2"]))
     a, b = (before[f"0.wqkv.lora_{name}.weight"] for name in "ab")
@@ -121,7 +115,7 @@ def test_peft_has_an_adapter_for_each_part_of_a_fused_weight(tmp_path: Path) -> 
         for name, parameter in model.named_parameters():
             if "lora_b" in name:
                 parameter.normal_()
-        trained = whole(model)
+        trained = world.weights_and_moments(model)
         m.save(1, last_step=True)
     peft = tmp_path / "run/exports/step-1-peft"
     stored = load_file(peft / "adapter_model.safetensors")
@@ -131,7 +125,7 @@ def test_peft_has_an_adapter_for_each_part_of_a_fused_weight(tmp_path: Path) -> 
         torch.testing.assert_close(b @ a, rows.reshape(-1, DIM))
     other, converters = adapted(2, shard=False)
     world.load(manager(other, converters, "again", peft))
-    assert all(torch.equal(value, trained[name]) for name, value in whole(other).items())
+    assert all(torch.equal(value, trained[name]) for name, value in world.weights_and_moments(other).items())
     stored["base_model.model.v_proj.lora_A.weight"] += 1
     save_file(stored, peft / "adapter_model.safetensors", {"format": "pt"})
     with manager(other, converters, "refused", peft) as m, pytest.raises(LoadMismatchError) as error:

@@ -131,19 +131,6 @@ def test_an_error_on_one_rank_is_raised_on_all_and_named() -> None:
             assert failed[2].startswith("write:")
 
 
-def test_errors_of_several_ranks_arrive_in_one_message() -> None:
-    """Rank 0 learns of both failures at once; a failing rank 0 is carried as well."""
-
-    def body(line: Coordinator) -> Any:
-        return outcome(lambda: line.barrier("t", ValueError(f"bad {line.rank}") if line.rank != 1 else None))
-
-    results = run(3, body)
-    assert results[0] == ["ValueError", "bad 0"]
-    assert results[2] == ["ValueError", "bad 2"]
-    assert results[1][:2] == ["PeerError", [0, 2]]
-    assert "rank 0 failed: ValueError: bad 0" in results[1][2] and "rank 2 failed: ValueError: bad 2" in results[1][2]
-
-
 def test_one_cause_on_several_ranks_is_told_once() -> None:
     """The ranks that failed alike are in one line, and those that failed otherwise in another."""
 

@@ -11,7 +11,6 @@ import pathlib
 import random
 import struct
 from collections import Counter, OrderedDict, defaultdict, deque, namedtuple
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -134,18 +133,9 @@ def test_any_value_comes_back_with_its_types_and_bits(value: Any) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        None,
-        True,
-        1,
-        1.0,
-        0.0,
-        -0.0,
-        "",
-        "1",
         math.nan,
         math.inf,
-        -math.inf,
-        5e-324,
+        -0.0,
         2**63 - 1,
         2**63,
         -(2**200),
@@ -153,44 +143,28 @@ def test_any_value_comes_back_with_its_types_and_bits(value: Any) -> None:
         {1: "a", "1": "b"},
         {True: 1},
         {None: 1},
-        {(1, "x"): [2]},
         {"$tuple": [1]},
         {"$": 1},
         {"a": {"$x": {}}},
-        [],
-        (),
-        {},
-        set(),
-        pytest.param(frozenset({1, "a"}), id="frozenset of two"),  # its repr changes with the hash seed
         pytest.param({math.nan: 1, float("nan"): 2}, id="two keys that are NaN"),
         pytest.param({math.nan, float("nan")}, id="a set of two NaN"),
-        b"",
-        b"\x00\xff",
-        bytearray(b"ab"),
         complex(-0.0, math.nan),
         range(3, 10, 2),
         "\ud800",
         "\ud83d\ude00",
         {"\ud800": 1},
         "line\nbreak \u2028 \x00",
-        Counter({"a": 2, "b": -1}),
-        deque([1, 2], maxlen=5),
-        deque(),
         defaultdict(int, {"a": 1}),
         defaultdict(None, {1: 2}),
-        OrderedDict([("b", 1), ("a", 2)]),
         NAIVE,
         datetime.datetime(2026, 11, 21, 2, 30, 0, 7, tzinfo=datetime.UTC),
         datetime.datetime(2024, 1, 1, tzinfo=datetime.timezone(datetime.timedelta(hours=5, minutes=30))),
-        datetime.date(1, 1, 1),
         datetime.time(23, 59, 59, 999999),
-        datetime.timedelta(-1, 5, 7),
         torch.float8_e4m3fn,
         torch.Size([2, 3]),
         torch.Size([]),
         torch.device("cuda:1"),
         torch.device("cpu"),
-        pathlib.Path("/a/b"),
         pathlib.PurePosixPath("x"),
         np.float64(0.1),
         np.int8(-3),
@@ -201,13 +175,12 @@ def test_any_value_comes_back_with_its_types_and_bits(value: Any) -> None:
         np.float16("nan"),
         np.datetime64("2024-01-01T00:00:00.123"),
         np.array(["a", "bc"]),
-        np.zeros((0, 3)),
         np.array(5, ">i4"),
     ],
     ids=lambda value: ascii(value)[:60] if type(value) is not int else f"{value.bit_length()} bits",
 )
 def test_each_kind_of_value_comes_back(value: Any) -> None:
-    """One example of each type and of each trap: signed zeros, key types, `$` keys, lone surrogates, time zones."""
+    """Of each type and trap that is not drawn above: numpy's scalars, key types, `$` keys, NaN as a key, time zones."""
     assert_round_trip(value)
     assert_round_trip({"here": [value]})
 
@@ -289,29 +262,6 @@ def test_random_generators_continue_where_they_were() -> None:
     copy = torch.Generator()
     copy.set_state(loads(dumps({"torch": source.get_state()}))["torch"])
     assert torch.equal(torch.rand(9, generator=source), torch.rand(9, generator=copy))
-
-
-def test_schedulers_and_dataloaders_continue_where_they_were() -> None:
-    """Real state dicts of chained LR schedulers and of torchdata's StatefulDataLoader, with workers, round-trip."""
-    StatefulDataLoader = import_module("torchdata.stateful_dataloader").StatefulDataLoader  # noqa: N806 - a class.
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))], lr=torch.tensor(0.1))
-    schedule = torch.optim.lr_scheduler.SequentialLR(
-        optimizer,
-        [torch.optim.lr_scheduler.LinearLR(optimizer), torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)],
-        milestones=[3],
-    )
-    assert_round_trip(schedule.state_dict())
-
-    for workers in (0, 2):
-        loader = StatefulDataLoader(list(range(32)), batch_size=2, shuffle=True, num_workers=workers)
-        batches = iter(loader)
-        for _ in range(3):
-            next(batches)
-        state = loader.state_dict()
-        rest = [batch.tolist() for batch in batches]
-        again = StatefulDataLoader(list(range(32)), batch_size=2, shuffle=True, num_workers=workers)
-        again.load_state_dict(loads(dumps(state)))
-        assert [batch.tolist() for batch in again] == rest
 
 
 def test_plain_values_are_plain_json() -> None:

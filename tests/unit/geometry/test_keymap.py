@@ -147,23 +147,6 @@ def test_every_value_lands_once_where_it_belongs_and_comes_back(data: st.DataObj
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize("rows", [(0, 5), (3, 4), (5, 13), (7, 8), (1, 24), (9, 23)])
-@pytest.mark.parametrize("tail", [(), (3,)])
-def test_rotary_rows_that_start_and_stop_inside_heads(rows: tuple[int, int], tail: Shape) -> None:
-    """A shard that cuts heads at odd places, of a matrix or of a bias, still lands row by row in the right halves."""
-    start, stop = rows
-    op, shape = PermuteRotary(3), (24, *tail)
-    (native,) = numbered([shape])
-    (expected,) = reference(op, [native])
-    found = torch.full(shape, -1)
-    chunk = Chunk((start, *(0 for _ in tail)), (stop - start, *tail))
-    for piece in op.pieces(0, [shape], chunk, native[start:stop]):
-        found[piece.chunk.within(Chunk.whole(shape))] = piece.view.reshape(piece.chunk.sizes)
-    rows_of = {int(v) for v in native[start:stop].flatten()}
-    assert {int(v) for v in found[found >= 0]} == rows_of
-    assert torch.equal(found[found >= 0], expected[found >= 0])
-
-
 def test_whole_heads_make_one_piece() -> None:
     """A shard of whole heads is a single region of the file, so it is written in one run."""
     pieces = list(PermuteRotary(4).pieces(0, [(32, 8)], Chunk((8, 0), (16, 8)), torch.zeros(16, 8)))

@@ -66,17 +66,7 @@ def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def different(model: nn.Module, expected: nn.Module) -> list[str]:
     """Return the tensors of which this rank holds anything but the expected values."""
-    whole = tensors(expected)
-    return [
-        fqn
-        for fqn, value in tensors(model).items()
-        for block in blocks_of(value)
-        if not torch.equal(block.data, whole[fqn][tuple(map(slice, block.chunk.offsets, ends(block.chunk)))])
-    ]
-
-
-def ends(chunk: Any) -> list[int]:
-    return [o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)]
+    return world.misplaced(tensors(model), tensors(expected))
 
 
 def spoil(model: nn.Module) -> None:

@@ -26,24 +26,6 @@ class Tied(nn.Module):
         self.register_buffer("cache", torch.ones(2), persistent=False)
 
 
-class OwnsAdapters:
-    """Owns names that end in lora, as a converter would."""
-
-    def key_filter(self, fqn: str) -> bool:
-        return fqn.endswith("lora")
-
-    def state_dict_transform(self, state_dict: dict[str, Any], last_step: bool) -> dict[str, Any]:
-        return {k: v for k, v in state_dict.items() if not (last_step and self.key_filter(k))}
-
-    def state_dict_adapter(self) -> None:
-        return None
-
-    def initialize(self, model_parts: Any, fqns: Any = None) -> None: ...
-
-    def describe(self) -> list[dict[str, Any]]:
-        return []
-
-
 def test_a2_values_alias_the_live_parameters() -> None:
     """A load fills the model by filling these tensors."""
     model = nn.Linear(2, 2)
@@ -72,6 +54,16 @@ def test_wrappers_leave_no_trace_in_names(wrap: str) -> None:
     assert sorted(wrapper.parameter_names().values()) == ["0.bias", "0.weight"]
 
 
+class OwnsAdapters(world.Bare):
+    """Owns names that end in lora, and leaves them out of exports."""
+
+    def key_filter(self, fqn: str) -> bool:
+        return fqn.endswith("lora")
+
+    def state_dict_transform(self, state_dict: dict[str, Any], last_step: bool) -> dict[str, Any]:
+        return {k: v for k, v in state_dict.items() if not (last_step and self.key_filter(k))}
+
+
 def test_a2_modes_split_what_converters_own() -> None:
     """full = base + owned, disjoint; export is what the transform leaves."""
     model = nn.Linear(2, 2)
@@ -88,28 +80,6 @@ def test_parts_that_share_a_name_are_refused() -> None:
     """Two pipeline stages with the same parameter name would overwrite each other."""
     with pytest.raises(ConverterError, match=r"'weight'"):
         ModelWrapper([nn.Linear(2, 2), nn.Linear(2, 2)]).state_dict()
-
-
-def test_extra_state_goes_round() -> None:
-    """A module gets back the state that it keeps beside tensors."""
-
-    class Counts(nn.Module):
-        def __init__(self, count: int) -> None:
-            super().__init__()
-            self.count = count
-
-        def get_extra_state(self) -> dict[str, int]:
-            return {"count": self.count}
-
-        def set_extra_state(self, state: dict[str, int]) -> None:
-            self.count = state["count"]
-
-    model = nn.Sequential(Counts(3))
-    extra = ModelWrapper([model]).extra_state()
-    assert extra == {"0._extra_state": {"count": 3}}
-    other = nn.Sequential(Counts(0))
-    ModelWrapper([other]).load_extra_state(extra)
-    assert other[0].count == 3
 
 
 UNFIT: dict[str, Callable[[], torch.Tensor]] = {

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.interop.folders import a_box
 from titan_ckpt.formats.quantised import tables
 from titan_ckpt.formats.quantised.reading import cut
 from titan_ckpt.formats.quantised.values import (
@@ -51,11 +52,6 @@ def load_from(stored: Stored) -> Load:
 
 def whole(value: Values, stored: Stored) -> torch.Tensor:
     return value.read(Chunk.whole(value.shape), load_from(stored))
-
-
-def a_box(data: st.DataObject, shape: Shape) -> Chunk:
-    starts = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
-    return Chunk(starts, tuple(data.draw(st.integers(1, n - a)) for n, a in zip(shape, starts, strict=True)))
 
 
 def check_box(value: Values, stored: Stored, box: Chunk) -> None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.distributed.layouts import LAYOUTS, assert_true_values, zeroed
+from tests.distributed.layouts import LAYOUTS, assert_true_values, true_values, zeroed
 from tests.world import gathered, on_ranks, same, whole
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError, StateEncodingError
@@ -57,6 +57,21 @@ def every_layout_into_every_other(root: Path) -> None:
 def test_any_layout_loads_into_any_other_bit_for_bit(nproc: int, tmp_path: Path) -> None:
     """Every pair of layouts, with uneven and empty shards, 0-d, fp8, bool and complex tensors."""
     on_ranks(nproc, every_layout_into_every_other, tmp_path)
+
+
+@distributed(nproc=2)
+def load_all_layouts(root: Path) -> None:
+    for make in LAYOUTS.values():
+        target = zeroed(make())
+        load(root, target)
+        assert_true_values(target)
+
+
+def test_two_ranks_read_what_one_process_wrote(tmp_path: Path) -> None:
+    """Into every layout."""
+    tensors = true_values()
+    WritePlan.of(tensors, Coordinator.current()).write(tmp_path, tensors)
+    load_all_layouts(tmp_path)
 
 
 def on_mesh(mesh: DeviceMesh, value: torch.Tensor) -> DTensor:
@@ -124,7 +139,7 @@ def test_a_change_on_one_rank_makes_all_plan_anew(tmp_path: Path) -> None:
 
 
 @distributed(nproc=2)
-def test_ranks_that_disagree_about_a_tensor_fail_gathered() -> None:
+def test_ranks_that_disagree_about_a_tensor_fail_together() -> None:
     """Other shapes under one name, a tensor that one rank cannot store, a shard that one rank does not list."""
     rank = dist.get_rank()
     coordinator = Coordinator.current()

@@ -23,7 +23,6 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from titan_ckpt.directory.open_steps import open_steps
 from torch import nn
 
 import tests.memory_store  # noqa: F401 - it names the scheme
@@ -34,6 +33,7 @@ from tests.run_folder import Disk, RunFolder
 from tests.world import manager as build
 from tests.world import step_with_ones
 from titan_ckpt.config import ExportConfig
+from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.errors import SaveError

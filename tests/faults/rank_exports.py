@@ -52,8 +52,8 @@ def _shards(dim: Literal[0, 1], root: Path, line: Coordinator) -> Callable[[], N
         for name in ("w0", "w1", "w2"):
             part = _WHOLE[name].chunk(line.world_size, dim)[line.rank].contiguous()
             state[name] = DTensor.from_local(part, mesh, [Shard(dim)], run_check=False)
-    about = {"assets": root / "base", "max_shard_bytes": 600_000}
-    return lambda: write_hf(root / "exports" / "step-1", state, line=line, **about)
+    folder, base = root / "exports" / "step-1", root / "base"
+    return lambda: write_hf(folder, state, line=line, assets=base, max_shard_bytes=600_000)
 
 
 def _run(mode: Literal["disabled", "thread"], root: Path, line: Coordinator) -> Callable[[], None]:

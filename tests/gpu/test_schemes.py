@@ -14,8 +14,7 @@ from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 pytest.importorskip("torchao")
 
 from tests.unit.converters.test_float8 import convert as to_float8
-from tests.unit.converters.test_qat import convert as to_qat
-from tests.world import llama
+from tests.world import convert, llama
 
 pytestmark = pytest.mark.gpu(only=True)
 
@@ -66,7 +65,7 @@ def test_schemes_that_the_cpu_refuses_train_and_go_on(
     def made() -> Any:
         torch.manual_seed(0)
         model = llama()
-        to_qat(model, {"kind": "qat", "scheme": scheme})
+        convert(model, {"kind": "qat", "scheme": scheme})
         return model.to(device)
 
     whole = train(made(), device, tmp_path / "whole", 4)

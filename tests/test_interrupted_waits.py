@@ -32,7 +32,7 @@ from tests.faults.shim import intercepted
 from tests.run_folder import Disk
 from tests.world import manager as build
 from titan_ckpt.config import ExportConfig
-from titan_ckpt.directory.open_steps import open_steps
+from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.errors import SaveError

@@ -20,7 +20,8 @@ from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CommitConflictError, SaveError
-from titan_ckpt.formats.publish.publication import exports_at, published
+from titan_ckpt.formats.publish.publication import published
+from titan_ckpt.formats.publish.record import exports_at
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place, Store
 

@@ -40,6 +40,11 @@ def there(steps: Steps) -> list[int]:
     return [step.step for step in steps.survey().steps]
 
 
+def being_removed(steps: Steps) -> list[str]:
+    """Return the marks of removals that have not ended; a disk has none."""
+    return [name for name in store_of(steps.root).names_in(steps.root / "commits") if name.endswith(".removal")]
+
+
 def cut(files: Place) -> None:
     """Let a file have another size."""
     store_of(files).remove([files / "state.json"])
@@ -94,7 +99,9 @@ class StepsTests(ABC):
         steps.close()
         assert steps.has(5) and steps.left_over() == ()
 
-    def test_a_rollback_sets_newer_steps_aside_whole_or_not(self, steps: Steps) -> None:
+    def test_a_rollback_sets_newer_steps_aside_whole_or_not(
+        self, steps: Steps, caplog: pytest.LogCaptureFixture
+    ) -> None:
         """Going on from 10 gives 20 and 30 other names at the first save; they can be deleted, but not a pinned one."""
         save(steps, 10, 20, 30)
         steps.pin(20)
@@ -103,6 +110,7 @@ class StepsTests(ABC):
         assert there(steps) == [10, 20] and steps.set_aside() == {}
         save(steps, 15, 20)
         assert there(steps) == [10, 15, 20] and steps.inspect(20).foreign == ()
+        assert caplog.text.count("went back to step 10") == 2
         aside = steps.set_aside()
         assert sorted(name.partition(".")[0] for name in aside) == ["step-20", "step-30"] and all(aside.values())
         pinned, other = sorted(aside)
@@ -138,6 +146,7 @@ class StepsTests(ABC):
         steps.resume_from(3)
         assert steps.expire(keep) == [2, 4, 5, 7] and steps.expire(None) == []
         assert there(steps) == [1, 3, 6, 8] and store_of(second).names_in(second) == []
+        assert being_removed(steps) == []
         with pytest.raises(SaveError, match=r"(?i)pinned"):
             steps.remove(steps.inspect(1))
         steps.unpin(1)
@@ -154,7 +163,7 @@ class StepsTests(ABC):
         with pytest.raises(SaveError, match=r"(?i)pinned"):
             steps.remove(listed)
         steps.close()
-        assert steps.inspect(1).foreign == ("PINNED",)
+        assert steps.inspect(1).foreign == ("PINNED",) and being_removed(steps) == []
 
     def test_one_process_writes_and_another_that_takes_over_clears_away_its_save(
         self, steps: Steps, monkeypatch: pytest.MonkeyPatch

@@ -27,6 +27,7 @@ from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.exporting.checks import check_folders
 from titan_ckpt.formats.publish import record as export_records
 from titan_ckpt.formats.publish.record import MadeExports
+from titan_ckpt.tools.listing import list_run
 from titan_ckpt.tools.retention import prune
 
 
@@ -173,6 +174,24 @@ def test_two_exports_that_end_at_one_moment_both_expire_the_same_one(
     (tmp_path / "exports" / "step-1" / "results.tmp").write_text("half")
     export(tmp_path, 2, 3)
     assert names(tmp_path) == ["step-3"]
+
+
+def test_a_list_leaves_out_the_export_that_its_run_removes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It expires while its files are compared with their record."""
+    export(tmp_path, 1)
+    (tmp_path / "checkpoints" / ".staging").mkdir(parents=True)
+    why_foreign = MadeExports.why_foreign
+
+    def late(exports: MadeExports, name: str) -> str | None:
+        monkeypatch.setattr(MadeExports, "why_foreign", why_foreign)
+        why = why_foreign(exports, name)
+        export(tmp_path, 2)
+        return why
+
+    monkeypatch.setattr(MadeExports, "why_foreign", late)
+    assert list_run(tmp_path).exports == ()
 
 
 def test_a_kill_at_any_operation_of_an_export_leaves_none_that_never_expires() -> None:

@@ -102,13 +102,15 @@ class BucketSteps(Steps):
         """Check the lease, and list the commits at the same time, unless that comes too early."""
         lease.check_process()  # in a forked process the client may never answer
         looks: list[Look] = []
-        is_settled = not self._has_leftovers and self._rolled_back_to is None
+        is_settled = not (self._has_leftovers or self._in_doubt) and self._rolled_back_to is None
         with meanwhile(lambda: looks.extend([self._commits.look()] if is_settled else [])):
             lease.check()
         return looks[0] if looks else None
 
     def _make_place(self, attempt: Attempt, num_bytes: int, seen: Look | None) -> None:
         look = seen or self._commits.look()
+        if look.is_empty:  # since this run has opened it, so what it clears away later would be whole steps
+            self._recover(self.open())
         self._refuse_step_beside(attempt.step, [commit.step for commit in look.commits if commit.is_current])
 
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:

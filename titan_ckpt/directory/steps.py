@@ -161,13 +161,14 @@ class Steps(ABC):
         lease = self.open()
         attempt = self.attempt_at(step, uuid.uuid4().hex)
         seen = self._check(lease)
-        if self._has_leftovers:
+        if self._has_leftovers or self._in_doubt:
             self._has_leftovers = False
             try:
                 self._recover(lease)
-            except CommitConflictError:
-                raise
-            except OSError as error:
+            except BaseException as error:
+                self._has_leftovers = True  # also after an interrupt, and where it refused to delete
+                if not isinstance(error, OSError) or isinstance(error, CommitConflictError):
+                    raise
                 self._report([f"leftovers: {error}"])
                 if self._in_doubt:  # a commit that arrives later could be of the step that is saved now
                     raise

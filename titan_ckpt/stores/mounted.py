@@ -115,6 +115,9 @@ class Posix(Store):
         """Write the content, or copy the bytes of a file, but no metadata; a link becomes a file."""
         if not place.parent.exists():
             posix.mkdir(place.parent)
+        if not isinstance(content, bytes) and not (store := store_of(content)).is_mounted:
+            # one answer is of one object, and ranges may be of two
+            content = store.read_whole(content, store.size(content))
         if isinstance(content, bytes):
             posix.write_file(place, content)
             return

@@ -276,10 +276,11 @@ def _exports(run: Path) -> Iterator[ExportFacts]:
     beside = [f"{_EXPORTS}/{name}" for name in names if not name.startswith(".")]
     for name in sorted({*recorded, *beside}, key=_by_step):
         path = run / name
-        if path.is_dir():
-            changed = exports.why_foreign(name) if name in recorded else "there is no record that a run made it"
-            num_bytes = store_of(path).folder_bytes(path)
-            yield ExportFacts(str(path), _format(path), num_bytes, path.stat().st_mtime, changed)
+        with contextlib.suppress(FileNotFoundError):  # its run removes it meanwhile
+            if path.is_dir():
+                changed = exports.why_foreign(name) if name in recorded else "there is no record that a run made it"
+                num_bytes = store_of(path).folder_bytes(path)
+                yield ExportFacts(str(path), _format(path), num_bytes, path.stat().st_mtime, changed)
 
 
 def _by_step(name: str) -> tuple[str, int, str]:

@@ -126,6 +126,16 @@ def test_a_commit_leaves_the_step_and_nothing_else(tmp_path: Path) -> None:
     directory.close()
 
 
+def test_an_abandoned_attempt_is_removed_at_once(tmp_path: Path, directory: CheckpointDirectory) -> None:
+    """After a failed write nothing of the attempt is left, and the same step can be saved again."""
+    attempt = directory.begin(5)
+    write_files(attempt, 0)
+    directory.abandon(attempt)
+    directory.abandon(attempt)
+    assert is_tidy(tmp_path)
+    commit_step(directory, 5)
+
+
 def test_a_step_that_is_in_the_way_and_not_ours_is_named(tmp_path: Path, directory: CheckpointDirectory) -> None:
     """A torchtitan folder of the same name is a conflict found before anything is written."""
     (tmp_path / "step-10").mkdir()
@@ -336,6 +346,26 @@ def test_retention_looks_at_the_files_of_new_steps_alone(tmp_path: Path, directo
     (tmp_path / "step-10" / "state.json").unlink()
     calls_of_expire(KeepConfig(latest=1), [1, *range(3, 10)])
     assert directory.steps() == [2, 11]
+
+
+def test_a_file_that_a_user_adds_while_a_step_expires_keeps_the_step(
+    tmp_path: Path, directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The step is looked at again when it has left its place, and goes back there whole."""
+    for step in (1, 2):
+        commit_step(directory, step)
+    rename = posix.rename_noreplace
+
+    def pinned(source: Any, target: Any) -> None:
+        if os.fspath(source).endswith("step-1"):
+            (Path(source) / "PINNED").touch()
+        rename(source, target)
+
+    monkeypatch.setattr(posix, "rename_noreplace", pinned)
+    assert directory.expire(KeepConfig(latest=1)) == []
+    assert "step-1: holds what is not ours: PINNED" in caplog.text
+    assert directory.steps() == [1, 2]
+    assert open_steps(tmp_path).expired(KeepConfig(latest=1)) == []
 
 
 def test_a_deletion_that_fails_is_reported_and_finished_later(

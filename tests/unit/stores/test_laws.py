@@ -120,6 +120,32 @@ def test_an_object_has_the_bytes_that_were_written_and_no_others(num_bytes: int)
     assert store.names_in(place) == []
 
 
+def test_a_companion_that_is_replaced_while_it_is_copied_is_one_of_the_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tokenizer of ten megabytes comes from a bucket to a disk; another one of that size is uploaded meanwhile."""
+    place = open_location(f"ram://box/{uuid.uuid4().hex}")
+    store, old, new = store_of(place), b"a" * (10 << 20), b"b" * (10 << 20)
+    store.put_companion(place / "tokenizer.json", old)
+    answers: list[str] = []
+
+    def replaced(verb: str) -> Callable[..., Any]:
+        ask = getattr(store, verb)
+
+        def answer(*arguments: Any) -> Any:
+            answers.append(verb)
+            found = ask(*arguments)
+            store.put_companion(place / "tokenizer.json", new) if len(answers) == 1 else None
+            return found
+
+        return answer
+
+    for verb in ("read", "read_head", "read_range"):
+        monkeypatch.setattr(store, verb, replaced(verb))
+    store_of(tmp_path).put_companion(tmp_path / "tokenizer.json", place / "tokenizer.json")
+    assert answers and (tmp_path / "tokenizer.json").read_bytes() in (old, new)
+
+
 @pytest.mark.parametrize(("scheme", "mode"), [("ram", "disabled"), ("ram", "thread"), ("dir", "process")])
 def test_a_run_in_a_third_store_resumes_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, mode: Any

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, ExportError
 from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
@@ -231,3 +235,20 @@ def test_overlap_finds_a_pair_wherever_it_is() -> None:
     assert overlap([*rows, Chunk((30, 3), (1, 1))]) is not None
     assert overlap([*columns, Chunk((3, 10), (1, 2))]) is not None
     assert overlap([Chunk((), ()), Chunk((), ())]) is not None
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_what_ends_a_write_is_raised_and_not_what_torch_makes_of_it(tmp_path: Path, error: BaseException) -> None:
+    """torch.save ends its archive after an error, too, and the error of that hides a full disk or a Ctrl-C."""
+
+    class Refusing(DigestedFile):
+        def write(self, data: Any) -> int:
+            if self.num_bytes:
+                raise error
+            return super().write(data)
+
+    with closing(Refusing(tmp_path / "a", 1 << 20)) as file:
+        file.open()
+        with pytest.raises(type(error)) as raised:
+            file.append("w", partial(torch.save, torch.zeros(100_000)))
+    assert raised.value is error

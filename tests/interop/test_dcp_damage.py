@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import pickle
 import time
 from collections.abc import Callable
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,7 @@ from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, ExportError
 from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest, StoredValue
@@ -219,3 +223,20 @@ def test_lazy_tensors_are_computed_once(tmp_path: Path) -> None:
     lazy = LazyTensor(TensorInfo((2, 2), torch.float32), blocks, like=torch.empty(2, 2))
     DcpExport({"w": lazy}).write(tmp_path / "ours", Coordinator.current())
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "No space left on device"), KeyboardInterrupt()], ids=repr)
+def test_what_ends_a_write_is_raised_and_not_what_torch_makes_of_it(tmp_path: Path, error: BaseException) -> None:
+    """torch.save ends its archive after an error, too, and the error of that hides a full disk or a Ctrl-C."""
+
+    class Refusing(DigestedFile):
+        def write(self, data: Any) -> int:
+            if self.num_bytes:
+                raise error
+            return super().write(data)
+
+    with closing(Refusing(tmp_path / "a", 1 << 20)) as file:
+        file.open()
+        with pytest.raises(type(error)) as raised:
+            file.append("w", partial(torch.save, torch.zeros(100_000)))
+    assert raised.value is error

@@ -40,12 +40,14 @@ def test_steps_and_exports_are_listed_shown_and_verified(
     with run.manager(tmp_path, folder=str(folder), store=place.bucket.settings, save=SaveConfig(interval=1)) as saves:
         run.train(saves, 2)
     made = export(Llama3(CONFIG), place / "exports", tmp_path)
+    beside_hf = export(Llama3(CONFIG), place / "exports" / "dcp", tmp_path, format="dcp")
     code, found = said(capsys, "ls", place)
     assert code == 0 and found["checkpoints"] == str(folder)
     assert [(step["step"], step["kind"], step["path"]) for step in found["steps"]] == [
         (n, "full", f"{folder}/step-{n}") for n in (1, 2)
     ]
-    assert [(e["path"], e["format"], e["changed"]) for e in found["exports"]] == [(str(made), "hf", None)]
+    exports = [(e["path"], e["format"], e["changed"]) for e in found["exports"]]
+    assert exports == [(str(beside_hf), "dcp", None), (str(made), "hf", None)]
     assert said(capsys, "ls", folder)[1]["steps"] == found["steps"]
     assert main(["ls", str(place)]) == 0 and "exports/step-1" in capsys.readouterr().out
     code, content = said(capsys, "inspect", folder / "step-2")

@@ -20,10 +20,11 @@ from safetensors.torch import load_file, save_file
 
 from tests.forked import answer
 from tests.tools.steps import LORA, save_step
-from titan_ckpt import progress
+from titan_ckpt import ExportConfig, progress
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import from_tables
 from titan_ckpt.formats.native import reader
+from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.stores.answers import StoreError
 
 FORMATS = {
@@ -88,6 +89,8 @@ def test_ls_says_everything_about_a_step(root: Path, tmp_path: Path, ask: Answer
     shutil.copytree(root / "titan/step-1", run / "checkpoints/step-9")
     (run / "checkpoints/step-7").mkdir()
     shutil.copytree(root / "hf", run / "exports/step-1")
+    beside_hf = Path(shutil.copytree(root / "dcp", run / "exports/dcp/step-1"))
+    MadeExports(run).record(ExportConfig("dcp", folder="exports/dcp"), 1, what=beside_hf)
     (run / "checkpoints/step-1/PINNED").touch()
     for folder in (run, run / "checkpoints"):
         code, listing = ask("ls", folder)
@@ -98,7 +101,8 @@ def test_ls_says_everything_about_a_step(root: Path, tmp_path: Path, ask: Answer
         assert (theirs["step"], theirs["kind"]) == (9, "dcp")
         assert listing["rejected"][0][0] == "step-7"
         assert "no MANIFEST.json" in listing["rejected"][0][1]
-        assert [export["format"] for export in listing["exports"]] == (["hf"] if folder == run else [])
+        exports = [(export["format"], export["path"]) for export in listing["exports"]]
+        assert exports == ([("hf", str(run / "exports/step-1")), ("dcp", str(beside_hf))] if folder == run else [])
 
 
 def test_inspect_shows_the_sharding_and_the_state(root: Path, ask: Answer) -> None:

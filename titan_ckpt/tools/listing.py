@@ -7,7 +7,7 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from titan_ckpt.directory.lease import LEASE_NAME, LEASE_OBJECT
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
@@ -154,6 +154,8 @@ def _exports_in_bucket(root: Place) -> Iterator[ExportFacts]:
         if format_ is not None:
             created = records.published_unix_seconds(path.name)
             yield ExportFacts(str(path), format_, store.folder_bytes(path), created, records.why_foreign(path.name))
+        elif (path / RECORDS).is_dir():  # exports/dcp, beside hf exports
+            yield from _exports_in_bucket(root / path.name)
 
 
 def find_checkpoints(folder: Place) -> Place:
@@ -273,8 +275,9 @@ def _exports(run: Path) -> Iterator[ExportFacts]:
     exports = MadeExports(run)
     recorded = exports.recorded()
     names = posix.list_folder(run / _EXPORTS) if (run / _EXPORTS).is_dir() else []
-    beside = [f"{_EXPORTS}/{name}" for name in names if not name.startswith(".")]
-    for name in sorted({*recorded, *beside}, key=_by_step):
+    beside = {f"{_EXPORTS}/{name}" for name in names if not name.startswith(".")}
+    holders = {str(folder) for name in recorded for folder in PurePath(name).parents}  # exports/dcp, beside hf exports
+    for name in sorted({*recorded, *(beside - holders)}, key=_by_step):
         path = run / name
         with contextlib.suppress(FileNotFoundError):  # its run removes it meanwhile
             if path.is_dir():

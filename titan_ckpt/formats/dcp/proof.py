@@ -51,10 +51,18 @@ class DigestedFile(io.RawIOBase):
         self._file = store_of(self._path).new_file(self._path, self._expected_bytes)
 
     def append(self, item: str, write: Callable[[IO[bytes]], object]) -> tuple[str, int, int]:
-        """Let `write` put an item at the end of the file; return the file's name, the first byte and the length."""
+        """Let `write` put an item at the end of the file; return the file's name, the first byte and the length.
+
+        Raises: what `self.write` raises, such as OSError.
+        """
         start = self.num_bytes
         self._item = item
-        write(cast(IO[bytes], self))
+        try:
+            write(cast(IO[bytes], self))
+        except RuntimeError as error:  # after an error torch.save ends its archive, which fails and hides the error
+            if error.__context__ is not None:
+                raise error.__context__ from None
+            raise
         self._cut()
         return self._path.name, start, self.num_bytes - start
 

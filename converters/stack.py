@@ -45,7 +45,14 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
             raise ConverterError(
                 f"{', '.join(dora)}: DoRA scales whole rows by its own norm, so its effects do not add up"
             )
-        by_site = [{update.site: update for update in adapter.updates()} for adapter in adapters]
+        found = [adapter.updates() for adapter in adapters]
+        names = {update.site: update.a for updates in found for update in updates}
+        if other := next((u.a for updates in found for u in updates if u.a != names[u.site]), None):
+            raise ConverterError(
+                f"{other} is for a module of another kind than a pair that the adapters have for the same module: they "
+                "are not of one model. Name others"
+            )
+        by_site = [{update.site: update for update in updates} for updates in found]
         scale = next((u.scaling for updates in by_site for u in updates.values() if u.scaling), None)
         if scale is None:
             raise ConverterError(f"{', '.join(map(str, folders))}: every pair is scaled by 0, or there is none")

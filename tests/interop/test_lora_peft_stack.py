@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from tests.interop.folders import gap, theirs, tuned
@@ -69,6 +70,17 @@ def test_what_does_not_add_up_is_refused(tmp_path: Path) -> None:
     ]
     foreign = write_adapter(stranger, tmp_path / "foreign", r=2, target_modules=["q_proj"])
     out = tmp_path / "stack"
+    table = write_adapter(base, tmp_path / "table", r=2, target_modules=["embed_tokens"])
+    named = load_file(table / "adapter_model.safetensors")
+    renamed = {k.replace("embedding_A", "A.weight").replace("embedding_B", "B.weight"): v for k, v in named.items()}
+    linear = tmp_path / "linear"
+    shutil.copytree(table, linear)
+    save_file(renamed, linear / "adapter_model.safetensors")
+    with pytest.raises(ConverterError, match=r"embed_tokens\.lora_embedding_A is for a module of another kind"):
+        stack_adapters([table, linear], out)
+    save_file(named | {k: v.clone() for k, v in renamed.items()}, linear / "adapter_model.safetensors")
+    with pytest.raises(ConverterError, match=r"embed_tokens\.lora_.* is for a module of another kind"):
+        stack_adapters([plain, linear], out)
     with pytest.raises(ConverterError, match="DoRA scales whole rows"):
         stack_adapters([plain, dora], out)
     with pytest.raises(ConverterError, match=r"lm_head\.weight was trained in full by two"):

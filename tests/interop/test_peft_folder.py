@@ -223,6 +223,16 @@ def reconfigure(folder: Path, **fields: Any) -> None:
             "base is 'x'",
         ),
         (
+            lambda f: (f / "titan_ckpt.json").write_text('{"titan_ckpt_base": {"dtype": [1]}}'),
+            CorruptCheckpointError,
+            "titan_ckpt_base is .*, expected what an export writes",
+        ),
+        (
+            lambda f: (f / "titan_ckpt.json").write_text('{"titan_ckpt_parts": {"digest": "x"}}'),
+            CorruptCheckpointError,
+            "titan_ckpt_parts is .*, expected what an export writes",
+        ),
+        (
             lambda f: (f / "titan_ckpt.json").write_text('{"titan_ckpt_parts": {"q": ["a"]}}'),
             CorruptCheckpointError,
             "expected what an export writes",

@@ -32,6 +32,7 @@ from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
 from titan_ckpt.stores.store import Place
+from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.low_rank import LowRank, Operation
 from titan_ckpt.weights.transforms import CASTABLE
 
@@ -290,7 +291,7 @@ def _read_adapter_config(path: Place) -> dict[str, Any]:
     if faults := [*_pattern_faults(config), *wrong_types(config)]:
         raise CorruptCheckpointError(f"{file}: {listed(faults)}. {_AGAIN}", str(file))
     own = read_config(path / RECORD)
-    if faults := [f"{name} is {value!r:.80}" for name, value in own.items() if not _is_record(value)]:
+    if faults := [f"{name} is {value!r:.80}" for name, value in own.items() if not _is_record(name, value)]:
         raise CorruptCheckpointError(
             f"{path / RECORD}: {listed(faults)}, expected what an export writes. Without the file the adapter opens, "
             "with less known of it",
@@ -299,14 +300,15 @@ def _read_adapter_config(path: Place) -> dict[str, Any]:
     return config | own
 
 
-def _is_record(value: object) -> bool:
-    """Return whether this is the identity of a base, or a map from modules to ranks of their parts."""
+def _is_record(name: str, value: object) -> bool:
+    """Return whether this is the identity of a base, or under any other name a map from modules to ranks of parts."""
     if not isinstance(value, dict):
         return False
-    ranks = all(isinstance(v, list) and all(type(rank) is int for rank in v) for v in value.values())
+    if name != BASE_RECORD:
+        return all(isinstance(v, list) and all(type(rank) is int for rank in v) for v in value.values())
     merged = value.get("merged", [])
-    if ranks or not isinstance(value.get("digest"), str) or not isinstance(merged, list):
-        return ranks
+    if not isinstance(value.get("digest"), str) or not isinstance(merged, list):
+        return False
     texts = [text for name, text in value.items() if name != "merged" and text is not None] + merged
     return all(isinstance(text, str) for text in texts)
 

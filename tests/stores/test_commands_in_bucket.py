@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from tests.stores.test_exports_in_bucket import export
 from tests.test_manager import Run
 from titan_ckpt import ResumeConfig, SaveConfig
 from titan_ckpt.cli.main import main
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.models.llama3 import Llama3
 
 
@@ -95,6 +98,16 @@ def test_steps_are_pinned_and_pruned(server: Server, tmp_path: Path, capsys: pyt
     code, found = said(capsys, "prune", place, "--keep", "latest = 1", "--set-aside")
     assert (code, found["deleted"], found["kept"], found["set_aside"]) == (0, [], [1, 3, 4], [])
     assert main(["verify", str(folder / "step-4")]) == 0
+
+
+def test_a_run_that_has_saved_nothing_is_listed_as_empty(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """As on a disk; a run that was interrupted before its first commit leaves a folder without steps."""
+    place = place_in(server)
+    with closing(CheckpointDirectory(place / "checkpoints", Coordinator.current())) as directory:
+        directory.begin(1)
+    for named in (place, place / "checkpoints"):
+        code, found = said(capsys, "ls", named)
+        assert (code, found["steps"], found["exports"], found["writer"]) == (0, [], [], None)
 
 
 def test_what_is_not_there_is_one_line(server: Server, capsys: pytest.CaptureFixture[str]) -> None:

@@ -107,7 +107,7 @@ def list_run(folder: Place) -> Listing:
         exports = [] if made is None else [*_exports_in_bucket(made)]
     store = steps_at(checkpoints)
     found, holder = store.survey(), store.holder()
-    if on_disk is None and made is None and not found.steps and not found.rejected and holder is None:
+    if on_disk is None and made is None and checkpoints == folder and not (_has_commits(names) or found.rejected):
         raise NotACheckpointError(f"{folder} holds no checkpoints, only {', '.join(names[:6])}; name a run's place")
     resumed = resumed_from(step.manifest for step in found.steps)
     losses = {s.step: loss for s in found.steps if (loss := s.manifest.metrics.get("loss")) is not None}

@@ -255,7 +255,7 @@ class Run:
             self.slow.stand_still()
             return
         before, manager = self.values(), self.manager
-        self.may_fail = True  # torch's writer of archives makes an error of its own of an interrupt
+        self.may_fail = True  # a library on the way may make an error of its own of an interrupt
         try:
             with interrupted(self.slow, act.interrupt):
                 acts[name]()

@@ -207,7 +207,7 @@ class ObjectLease(Lease):
     epoch = 0
     _version: Version | None = None
     _content = b""
-    """What the object holds while this process is named."""
+    """The bytes of the object while it names this process; empty before."""
 
     @staticmethod
     def named_in(root: BucketPath) -> Holder | None:

@@ -118,7 +118,7 @@ class StoreTests(ABC):
         assert store.names_in(place) == ["deep"]
 
     def test_a_name_is_not_what_begins_with_it(self) -> None:
-        """Of step-1 and step-10, one is listed, measured and removed without the other; several files go at once."""
+        """The store lists, measures and removes step-1 without step-10; it removes several files at once."""
         store, place = self._begin()
         names = ("step-1", "step-10", "a b", "x%20y", "\u00fc~+&=\u65e5")
         for number, name in enumerate(names, 1):
@@ -196,7 +196,7 @@ class StoreTests(ABC):
         reader.close()
 
     def test_a_file_that_is_not_finished_is_given_up(self) -> None:
-        """Of what comes without a folder of its own, nothing is left, whatever was sent of it."""
+        """An upload that nobody finishes leaves nothing, whatever was sent of it; a folder keeps such a file."""
         store, place = self._begin()
         with store.new_file(place / "f.bin", len(_DATA)) as file:
             file.write(memoryview(_DATA), 0)

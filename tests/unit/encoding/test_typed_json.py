@@ -180,7 +180,7 @@ def test_any_value_comes_back_with_its_types_and_bits(value: Any) -> None:
     ids=lambda value: ascii(value)[:60] if type(value) is not int else f"{value.bit_length()} bits",
 )
 def test_each_kind_of_value_comes_back(value: Any) -> None:
-    """Of each type and trap that is not drawn above: numpy's scalars, key types, `$` keys, NaN as a key, time zones."""
+    """Numpy's scalars, key types, `$` keys, NaN as a key and time zones: the drawn values have none of them."""
     assert_round_trip(value)
     assert_round_trip({"here": [value]})
 

@@ -59,11 +59,16 @@ def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
             yield from _modules(child, f"{path}.{name}".lstrip("."))
 
 
-def _kinds(module: nn.Module) -> list[type]:
+def _kinds(module: nn.Module) -> tuple[type, ...]:
     """Return the user's own classes of a module; none if its integration judges it."""
-    kinds = type(module).__mro__
-    is_judged = any(package_of(kind) in _JUDGED for kind in kinds)
-    return [] if is_judged else [kind for kind in kinds if is_own_kind(kind)]
+    kind: type = type(module)
+    return _own_kinds(kind)
+
+
+@cache
+def _own_kinds(kind: type) -> tuple[type, ...]:
+    is_judged = any(package_of(base) in _JUDGED for base in kind.__mro__)
+    return () if is_judged else tuple(base for base in kind.__mro__ if is_own_kind(base))
 
 
 def _gives(module: nn.Module, *methods: str) -> bool:

@@ -54,7 +54,7 @@ class Staged:
     """An export that is being written, on rank 0."""
 
     path: Place
-    """Where its files are written."""
+    """The place that takes the files of the export."""
     publish: Callable[[Record, tuple[str, bytes] | None], None]
     """Gives it its name; the second is its last file in a bucket. Raises: FileExistsError; ExportError; OSError."""
     abandon: Callable[[], None]

@@ -75,6 +75,7 @@ class CheckpointManager:
     ```
     """
 
+    @gc_paused()
     def __init__(
         self,
         config: CheckpointConfig,
@@ -507,6 +508,7 @@ class CheckpointManager:
             self.save_step(DueSave(mark.step, last=True, mark=mark))
         self.wait()
 
+    @gc_paused()
     def _expected_bytes(self) -> int:
         """Estimate this rank's bytes in a save.
 

@@ -144,6 +144,7 @@ class RunState:
         }
         return [name for name in COMPONENTS if has.get(name, True) and name not in self.left_out]
 
+    @gc_paused()
     def rehearse(self, allow: Collection[str] = ()) -> None:
         """Check before the first step that the model has memory, and that all other state can be saved and resumed.
 
@@ -169,6 +170,7 @@ class RunState:
         if faults:
             raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
 
+    @gc_paused()
     def watch_modules(self, allow: Collection[str] = ()) -> None:
         """Watch, after a load, what the model's own modules keep beside its state."""
         if "model" not in self.left_out:
@@ -184,7 +186,6 @@ class RunState:
         if (optimizer := self.optimizer) is not None:
             typed_json.encode(optimizer.split()[1], "optimizer")
 
-    @gc_paused()
     def optimizer_bytes(self) -> int:
         """Estimate this rank's bytes of optimizer state: two float32 moments for parameters not yet stepped."""
         total = 0

@@ -244,8 +244,9 @@ class ModelWrapper:
                 if isinstance(module, FSDPModule):
                     module.reshard()  # after a forward without a backward it holds gathered parameters
                 for kind in kinds:
-                    own = getattr(module, kind)  # named_parameters takes several times as long
-                    of_part.update({prefix + name: v for name, v in own.items() if v is not None})
+                    for name, value in getattr(module, kind).items():  # named_parameters takes several times as long
+                        if value is not None:
+                            of_part[prefix + name] = value
             if twice := [fqn for fqn in of_part if fqn in live and isinstance(of_part[fqn], nn.Parameter)]:
                 raise _held_by_two_parts(twice)
             live |= of_part

@@ -29,7 +29,7 @@ from titan_ckpt.distributed.peer_groups import PeerGroups, Ranks
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.formats.publish import columns as export_columns_module
+from titan_ckpt.formats.publish import exchange as exchange_module
 from titan_ckpt.formats.publish import write as export_writer
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, info_of, local_tensor
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Tie
@@ -403,7 +403,7 @@ def test_columns_that_are_not_those_of_their_owner_are_found(tmp_path: Path) -> 
     """
     for then, message in (
         (lambda received: received[1000].add_(4), "read back differ from what was written"),
-        (breaks_off, "the exchange of columns between ranks 0, 1 broke off: Connection reset by peer"),
+        (breaks_off, "the exchange between ranks 0, 1 broke off: Connection reset by peer"),
     ):
         with tampered(then), pytest.raises(ExportError, match=message):
             export_columns(lasting_columns(), tmp_path / "out", Coordinator.current(60.0))
@@ -414,7 +414,7 @@ def test_columns_that_are_not_those_of_their_owner_are_found(tmp_path: Path) -> 
         return whole[:, 512 - columns : 1024 - columns]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(export_columns_module, "_part_of", mirrored)
+        patch.setattr(exchange_module, "_place", mirrored)
         with pytest.raises(ExportError) as caught:
             export_columns(lasting_columns(), tmp_path / "out", Coordinator.current(60.0))
     assert "read back differ from what was written" in str(caught.value)
@@ -473,7 +473,7 @@ def test_an_export_needs_little_memory(tmp_path: Path) -> None:
         before = status("VmRSS")
         with pytest.MonkeyPatch.context() as patch:
             if mapped:  # as where gloo cannot connect the ranks
-                patch.setattr(export_writer.ExportWriter, "strided", lambda *_: {})
+                patch.setattr(export_writer, "row_peers", lambda _: {})
             export_huggingface(
                 tmp_path / f"{dim}-{mapped}", groups, config={"model_type": "x", "architectures": ["X"]}, assets=None,
                 max_shard_bytes=10**9, coordinator=Coordinator.current(60.0),

@@ -172,7 +172,7 @@ def test_a_stopped_or_dead_rank_ends_the_exchange_of_columns_in_time(victim: int
             exchange, number = line.peers.exchange, itertools.count()
 
             def stopped(*arguments: Any) -> Any:
-                if line.rank == victim and next(number) == 2:  # after two for the tables
+                if line.rank == victim and next(number) == 1:  # after one for the sizes
                     os.kill(os.getpid(), how)
                 return exchange(*arguments)
 

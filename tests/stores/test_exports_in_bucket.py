@@ -33,13 +33,12 @@ from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.formats.publish import bucket_record, upload
+from titan_ckpt.formats.publish import bucket_record
 from titan_ckpt.formats.publish.bucket_record import BucketExports
+from titan_ckpt.formats.publish.exchange import Exchange, Filled
 from titan_ckpt.formats.publish.plan import ExportFiles
 from titan_ckpt.formats.publish.record import RECORDS
 from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
-from titan_ckpt.formats.publish.upload import Uploads
-from titan_ckpt.formats.safetensors.container import Layout
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
@@ -48,7 +47,7 @@ from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.stores.store import Place
 from titan_ckpt.training.run_data import find_tokenizer
-from titan_ckpt.weights.transforms import file_group
+from titan_ckpt.weights.transforms import FilePiece, file_group
 
 DENIED = refusal("403 Forbidden", "AccessDenied", "Access Denied")
 """A store that is too busy is asked again, for a time in which a slow machine must answer all other requests."""
@@ -96,43 +95,47 @@ def test_an_object_is_uploaded_while_it_is_written_in_any_order(s3: Server) -> N
     assert names(place) == ["a"]
 
 
-def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server) -> None:
     """Rank 0 uploads, and has its half of each MiB at once; it holds no more than its lead over the other half."""
-    monkeypatch.setattr(upload, "_LEAD_BYTES", 10 << 20)
-    place, store = place_in(s3, part_mib=5), dist.HashStore()
-    layout = Layout(b"", {}, 40 << 20)
-    half, go_on, held, errors = bytes(range(256)) * (2 << 10), threading.Event(), list[int](), list[BaseException]()
-
-    writers: list[Any] = []
-
-    def look() -> None:
-        held.append(len(writers[0]._parts))
-        go_on.set()
+    place, store, ranks = place_in(s3, part_mib=5), dist.HashStore(), (0, 1)
+    info, half = TensorInfo((40 << 20,), torch.uint8), torch.arange(1 << 19).to(torch.uint8)
+    go_on, held = threading.Event(), list[int]()
 
     def run(rank: int) -> None:
-        try:
-            uploads = Uploads(place, {"f": layout}, Coordinator(rank, 2, store, "pace", 30.0))
-            writers.extend(uploads._own.values())
-            uploads.connect()
-            uploads.begin()
-            for number in range(40):
-                if rank == 1 and number == 3:
-                    assert go_on.wait(30)
-                if uploads.is_ahead(uploads.position("f", number << 20)):
-                    if not held:
-                        held.append(0)
-                        threading.Timer(0.5, look).start()
-                    uploads.wait_for_others()
-                uploads.write("f", memoryview(half), (number << 20) + (rank << 19))
-            uploads.end()
-            uploads.sync()
-        except BaseException as error:
-            errors.append(error)
+        line = Coordinator(rank, 2, store, "pace", 30.0)
+        assert line.peers.connect(line, lambda: {ranks}) == [ranks]
+        writer = ObjectWriter(place / "f", 40 << 20)
+
+        def write(filled: Filled) -> None:
+            writer.write(filled.values.numpy().data, filled.chunk.offsets[0])
+
+        made = Exchange(
+            line, ranks, {"f": info}, lambda _, c: (c.offsets[0], c.offsets[0]), lambda *_: 0, write, 5 << 19, 10 << 20
+        )
+        made.start()
+        made.begin()
+
+        def look() -> None:
+            held.append(len(made._runs) + len(writer._parts))
+            go_on.set()
+
+        for number in range(40):
+            if rank == 1 and number == 3:
+                assert go_on.wait(30)
+            if rank == 0 and number == 8:
+                threading.Timer(0.5, look).start()
+            piece = FilePiece("f", Chunk(((number << 20) + (rank << 19),), (1 << 19,)), half)
+            for position, part in made.runs_in(piece):
+                made.reach(position)
+                made.put(piece, part)
+        made.finish()
+        if rank == 0:
+            writer.finish(40 << 20)
 
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(run, range(2))]
-    assert not errors and len(held) == 2 and max(held) <= 4
-    assert (place / "f").read(len(half) * 80) == half * 80
+    assert len(held) == 1 and max(held) <= 4
+    assert (place / "f").read(40 << 20) == half.numpy().tobytes() * 80
 
 
 class LongHeader(FolderFormat):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,67 +16,88 @@ from torch.distributed import HashStore
 from titan_ckpt import progress
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ExportError, PeerError
+from titan_ckpt.errors import ExportError
 from titan_ckpt.exporting.exporter import ExportJob
 from titan_ckpt.formats.dcp.writer import DcpExport
-from titan_ckpt.formats.publish.plan import pack_model_files, plan_export
-from titan_ckpt.formats.publish.upload import Courier, UploadedFile, Uploads
+from titan_ckpt.formats.publish.exchange import Exchange
+from titan_ckpt.formats.publish.outputs import OutputFiles
+from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, pack_model_files, plan_export
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, Split, Unstack
 from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.stores.settings import StoreConfig
-from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
+
+
+def exchange_of(coordinator: Any, ranks: tuple[int, ...]) -> Exchange:
+    """Return one that writes nothing."""
+    return Exchange(coordinator, ranks, {}, lambda *_: (0, 0), lambda *_: 0, lambda _: None, 32 << 20, 128 << 20)
 
 
 def test_a_rank_whose_writing_is_stuck_holds_up_no_other_for_longer_than_the_timeout() -> None:
-    """Its courier goes on with the rounds and never says that it has finished."""
+    """Its exchange goes on with the rounds and never says that it has ended."""
 
     def exchange(ranks: object, send: torch.Tensor, sizes: object, into: torch.Tensor, *_: object) -> Any:
-        into.copy_(send)  # the other rank sends empty frames, too
+        into.copy_(send)  # the other rank sends nothing, too
         if into.dtype == torch.int64:
             into[1, 1] = 0
         return SimpleNamespace(wait=lambda: None)
 
     coordinator: Any = SimpleNamespace(timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
-    courier = Courier(coordinator, (0, 1), lambda number, offset, view: None)
-    courier.start()
-    courier.begin()
-    closing = threading.Thread(target=courier.close, daemon=True)
+    made = exchange_of(coordinator, (0, 1))
+    made.start()
+    made.begin()
+    closing = threading.Thread(target=made.close, daemon=True)
     closing.start()
     closing.join(30)
     assert not closing.is_alive()
 
 
-def test_a_rank_that_can_start_no_thread_stops_the_export_on_all_ranks_at_once(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_rank_that_can_start_no_thread_is_known_to_all_ranks_at_once(
+    monkeypatch: pytest.MonkeyPatch, is_shared: bool, tmp_path: Path
 ) -> None:
-    """Rank 1 has no thread for the exchange; rank 0 hears of it, and its own thread has sent nothing and ends."""
-    start, couriers = threading.Thread.start, list[threading.Thread]()
+    """Rank 1 has no thread for the exchange; the one of rank 0 has sent nothing and ends.
+
+    A bucket needs the exchange. On a disk, as at the exit of a process, each rank writes what it has.
+    """
+    start, started = threading.Thread.start, list[threading.Thread]()
 
     def start_but_not_of_rank_1(thread: threading.Thread) -> None:
-        if thread.name == "titan_ckpt-courier":
+        if thread.name == "titan_ckpt-exchange":
             if refused and threading.current_thread() is refused[0]:
                 raise RuntimeError("can't start new thread")
-            couriers.append(thread)
+            started.append(thread)
         start(thread)
 
     refused: list[threading.Thread] = []
+    place: Any = tmp_path if is_shared else BucketPath(Bucket("s3", "box", StoreConfig()), "e")
 
     def connect(coordinator: Coordinator) -> None:
         if coordinator.rank == 1:
             refused.append(threading.current_thread())
         coordinator.peers = cast("Any", SimpleNamespace(connect=lambda *_: [(0, 1)], discard=lambda: None))
-        Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), {}, coordinator).connect()
+        outputs = OutputFiles(place, {}, coordinator)
+        plan = ExportPlan(ExportFiles({}, {}, {}, {}), {})
+        writer = ExportWriter(outputs, plan, coordinator, progress.uncounted)
+        writer.connect([])
+        try:
+            writer.create()
+        finally:
+            writer.close()
 
     monkeypatch.setattr(threading.Thread, "start", start_but_not_of_rank_1)
     errors = on_two_ranks(connect)
-    assert isinstance(errors[1], ExportError) and isinstance(errors[0], PeerError)
-    assert "can't start new thread. Raise the limit of processes" in str(errors[0]), errors
-    (courier,) = couriers
-    courier.join(100.0)
-    assert not courier.is_alive()
+    if is_shared:
+        assert not errors
+    else:
+        assert isinstance(errors[1], ExportError) and isinstance(errors[0], ExportError)
+        assert "can't start new thread. Raise the limit of processes" in str(errors[0]), errors
+    (thread,) = started
+    thread.join(100.0)
+    assert not thread.is_alive()
 
 
 def test_an_object_for_which_no_thread_can_be_started_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,42 +125,55 @@ def test_a_rank_that_does_not_go_on_is_named_after_the_timeout() -> None:
         return SimpleNamespace(wait=lambda: None)
 
     coordinator: Any = SimpleNamespace(timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
-    courier = Courier(coordinator, (0, 3), lambda number, offset, view: None)
-    courier.start()
-    courier.begin()
-    assert courier.is_ahead(1 << 30)
-    while courier._slowest_rank != 3:
-        time.sleep(0.001)
+    made = exchange_of(coordinator, (0, 3))
+    made.start()
+    made.begin()
     with pytest.raises(ExportError, match=r"rank 3 has not gone on .* 0\.1 s, .* 1,073,741,819 bytes ahead"):
-        courier.wait_for_others()
-    courier.close()
+        made.reach(1 << 30)
+    made.close()
+
+
+def fail(*_: object) -> None:
+    raise OSError("full")
+
+
+def fake_exchange(writer: ExportWriter, **verbs: Callable[..., object]) -> None:
+    """Give a writer an exchange of all tensors with another rank."""
+    keys = writer._plan.files.infos
+    verbs = {"reach": lambda _: None, "put": lambda *_: None, "end": lambda: None, "finish": lambda: None, **verbs}
+    made: Any = SimpleNamespace(runs_in=lambda piece: [(0, 0)], **verbs)
+    writer._exchanges[0, 1] = made
+    writer._exchange_of.update(dict.fromkeys(keys, made))
 
 
 @pytest.mark.parametrize("error", [OSError("full"), KeyboardInterrupt()], ids=["OSError", "interrupt"])
 def test_a_rank_whose_last_write_fails_holds_up_no_other(error: BaseException) -> None:
     """It says that it writes nothing more; else ranks that are far ahead of it would wait until the timeout."""
     groups = StateDictTransforms(KeyMap((KeyRule.of("w", "w.weight"),)), {}).to_file({"w": torch.ones(4)}, None, None)
-    alone = Coordinator(0, 1, None, "", 1.0)
-    plan = plan_export(groups, lambda infos: pack_model_files(infos, 256), lambda *_: {}, alone)
+    writer = writer_of(groups)
     told: list[str] = []
 
-    def fail(*_: object) -> None:
+    def put(*_: object) -> None:
         raise error
 
-    uploads: Any = SimpleNamespace(
-        is_sequential=True,
-        position=lambda *_: 0,
-        is_ahead=lambda _: False,
-        file=lambda name: UploadedFile(uploads, name),
-        write=fail,
-        end=lambda: told.append("end"),
-    )
+    fake_exchange(writer, put=put, end=lambda: told.append("end"))
     with pytest.raises(type(error)):
-        ExportWriter(uploads, plan, progress.uncounted).write(groups)
+        writer.write(groups)
     assert told == ["end"]
 
 
-def test_a_rank_whose_write_fails_still_takes_part_in_all_collectives() -> None:
+def writer_of(groups: Sequence[FileGroup], write: Callable[[memoryview, int], object] = fail) -> ExportWriter:
+    """Return the writer of one rank, to a bucket, whose files have this `write`."""
+    alone = Coordinator(0, 1, None, "", 1.0)
+    plan = plan_export(groups, lambda infos: pack_model_files(infos, 1 << 20), lambda *_: {}, alone)
+    outputs = OutputFiles(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), plan.files.layouts, alone)
+    file: Any = SimpleNamespace(write=write, is_direct=False, is_reserved=False, flush=lambda: None)
+    outputs._files = dict.fromkeys(plan.files.layouts, file)
+    return ExportWriter(outputs, plan, alone, progress.uncounted)
+
+
+@pytest.mark.parametrize("failing", ["reach", "put", "write"])
+def test_a_rank_whose_write_fails_still_takes_part_in_all_collectives(failing: str) -> None:
     """Also in those of the group that comes next in the file, and of what is left of the one that it is in."""
     rules = KeyRule.of("a", "a"), KeyRule.of(["q", "k"], "qk", Concat((4, 4))), KeyRule.of("z", "z")
     resolved: list[str] = []
@@ -155,19 +188,12 @@ def test_a_rank_whose_write_fails_still_takes_part_in_all_collectives() -> None:
     groups = StateDictTransforms(KeyMap(rules), {}).to_file(
         {"a": torch.ones(4), **{name: computed(name) for name in "qkz"}}, None, None
     )
-    alone = Coordinator(0, 1, None, "", 1.0)
-    plan = plan_export(groups, lambda infos: pack_model_files(infos, 1 << 20), lambda *_: {}, alone)
-
-    def fail(*_: object) -> None:
-        raise OSError("full")
-
-    for is_ahead in (True, False):  # what lies before the first one is written before it, or with it
-        uploads: Any = Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), plan.files.layouts, alone)
-        uploads.is_ahead, uploads.wait_for_others, uploads.write = lambda _, ahead=is_ahead: ahead, fail, fail
-        with pytest.raises(OSError, match="full"):
-            ExportWriter(uploads, plan, progress.uncounted).write(groups)
-        assert resolved == ["q", "k", "z"]
-        del resolved[:]
+    writer = writer_of(groups)
+    if failing != "write":
+        fake_exchange(writer, **{failing: fail})
+    with pytest.raises(OSError, match="full"):
+        writer.write(groups)
+    assert resolved == ["q", "k", "z"]
 
 
 def test_tensors_in_memory_are_written_in_the_order_of_the_files() -> None:
@@ -183,16 +209,12 @@ def test_tensors_in_memory_are_written_in_the_order_of_the_files() -> None:
     whole = torch.ones(12, 4)
     computed = LazyTensor(TensorInfo((12, 4), torch.float32), lambda: [Block(Chunk.whole((12, 4)), whole)])
     groups = StateDictTransforms(table, {}).to_file({**stacks, "qkv": computed, "o": torch.ones(4, 4)}, None, None)
-    alone = Coordinator(0, 1, None, "", 1.0)
-    plan = plan_export(groups, lambda infos: pack_model_files(infos, 1 << 20), lambda *_: {}, alone)
-    (layout,) = plan.files.layouts.values()
+    written: list[int] = []
+    writer = writer_of(groups, lambda view, offset: written.append(offset))
+    writer.write(groups)
+    (layout,) = writer._plan.files.layouts.values()
     at = {entry.start: key for key, entry in layout.entries.items()}
-    written: list[str] = []
-    uploads = Uploads(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), plan.files.layouts, alone)
-    uploads.write = lambda name, view, offset: written.append(at[offset])  # type: ignore[method-assign]
-    in_turn = sorted(groups, key=lambda group: min(layout.entries[key].start for key in group.infos))
-    ExportWriter(uploads, plan, progress.uncounted).write(in_turn)
-    assert written == [
+    assert [at[offset] for offset in written] == [
         *("attention.q", "attention.v", "attention.k", "attention.o"),
         *(f"e.{i}.{name}" for i in range(3) for name in ("down", "up")),
     ]

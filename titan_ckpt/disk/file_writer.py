@@ -64,6 +64,17 @@ class FileWriter(Writer):
             raise
         return file
 
+    @staticmethod
+    def reserve(path: Path, num_bytes: int, head: bytes) -> None:
+        """Create a file of its final size, all space reserved, into which ranks write. Raises: OSError."""
+        fd = posix.open_exclusive(path)
+        try:
+            posix.fallocate(fd, num_bytes)
+            posix.truncate(fd, num_bytes)
+            posix.pwrite_all(fd, head, 0)
+        finally:
+            posix.close(fd)
+
     @property
     def is_direct(self) -> bool:
         return self._direct_fd >= 0
@@ -107,7 +118,7 @@ class FileWriter(Writer):
             self.flush()
 
     def flush(self) -> None:
-        """Write the collected partial blocks; adjacent ones in one write. Raises: OSError."""
+        """Write the collected partial blocks; adjacent ones in one write."""
         with self._lock:
             parts, self._put_off, self._put_off_bytes = sorted(self._put_off), [], 0
         runs: list[tuple[int, list[bytes]]] = []
@@ -136,14 +147,9 @@ class FileWriter(Writer):
             return False
         return True
 
-    def sync(self) -> None:
-        """Make all written bytes durable. Raises: OSError."""
-        self.flush()
-        posix.fsync(self.fd)
-
     def finish(self, num_bytes: int) -> None:
         self.flush()
-        if round_up(num_bytes) != num_bytes:
+        if os.fstat(self.fd).st_size != num_bytes:
             posix.truncate(self.fd, num_bytes)
         posix.fsync(self.fd)
 

@@ -77,9 +77,21 @@ class Writer(ABC):
         """Return whether whole blocks bypass the page cache, and so must be aligned in memory as in the file."""
         return False
 
+    @property
+    def is_reserved(self) -> bool:
+        """Return whether all its space is reserved, so that it may be mapped and stored to. Raises: OSError."""
+        return False
+
+    def map(self, offset: int, num_bytes: int) -> memoryview:
+        """Return memory that is this part of the file, if it `is_reserved`. Raises: OSError."""
+        raise NotImplementedError
+
     @abstractmethod
     def write(self, view: memoryview, offset: int) -> None:
         """Write bytes, or copy them to be written by `finish`. Raises: OSError of this or an earlier write."""
+
+    def flush(self) -> None:  # noqa: B027
+        """Write what was put off. Raises: OSError."""
 
     @abstractmethod
     def finish(self, num_bytes: int) -> None:

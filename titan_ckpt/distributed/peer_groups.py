@@ -7,16 +7,16 @@ beside training traffic, and an export that has failed throws them away without 
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 from collections.abc import Callable, Collection, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
-import torch
 import xxhash
 
 if TYPE_CHECKING:
+    import torch
+
     from titan_ckpt.distributed.coordinator import Coordinator
 
 logger = logging.getLogger(__name__)
@@ -89,18 +89,6 @@ class PeerGroups:
         options = AllToAllOptions()
         options.timeout = timedelta(seconds=timeout_seconds)
         return self._groups[ranks].alltoall_base(receive, send, list(receive_sizes), list(send_sizes), options)
-
-    def gather(self, ranks: Ranks, value: Any, timeout_seconds: float) -> dict[int, Any]:
-        """Return rank -> its JSON value, for the ranks of a group. Collective over these."""
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-        sizes = torch.empty(len(ranks), dtype=torch.int64)
-        ones = [1] * len(ranks)
-        self.exchange(ranks, torch.full_like(sizes, len(data)), ones, sizes, ones, timeout_seconds).wait()
-        received = torch.empty(int(sizes.sum()), dtype=torch.uint8)
-        send = data.repeat(len(ranks))
-        self.exchange(ranks, send, [len(data)] * len(ranks), received, sizes.tolist(), timeout_seconds).wait()
-        parts = received.split(sizes.tolist())
-        return {rank: json.loads(part.numpy().tobytes()) for rank, part in zip(ranks, parts, strict=True)}
 
     def discard(self) -> None:
         """Close all connections; the next `connect` makes them anew."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 from math import prod
+from operator import add
 
 from titan_ckpt.geometry.chunks import Chunk, Shape
 
@@ -64,6 +65,13 @@ def boxes_of_range(sizes: Shape, start: int, stop: int) -> Iterator[Chunk]:
 def _in_row(row: int, sizes: Shape, start: int, stop: int) -> Iterator[Chunk]:
     for box in boxes_of_range(sizes[1:], start, stop):
         yield Chunk((row, *box.offsets), (1, *box.sizes))
+
+
+def hull(chunks: Sequence[Chunk]) -> Chunk:
+    """Return the smallest box that holds all of these."""
+    starts = [min(offsets) for offsets in zip(*(chunk.offsets for chunk in chunks), strict=True)]
+    ends = zip(*(map(add, chunk.offsets, chunk.sizes) for chunk in chunks), strict=True)
+    return Chunk(tuple(starts), tuple(max(end) - start for start, end in zip(starts, ends, strict=True)))
 
 
 def overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:

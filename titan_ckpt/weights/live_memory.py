@@ -14,7 +14,7 @@ from titan_ckpt.encoding import typed_json
 from titan_ckpt.geometry.chunks import local_tensor
 
 
-class Writes(TorchDispatchMode):
+class WriteRecorder(TorchDispatchMode):
     """Records the memory that torch's operations write to."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ from titan_ckpt.errors import LoadMismatchError, StateEncodingError, listed
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.live_memory import Writes, is_live, is_same
+from titan_ckpt.weights.live_memory import WriteRecorder, is_live, is_same
 from titan_ckpt.weights.names import EXTRA_STATE, children_in_reverse, clean_fqn, named_modules
 
 _LOADING = ("load_state_dict", "_load_from_state_dict", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
@@ -197,7 +197,7 @@ class OwnState:
             entries[name] = entries[name].redistribute(placements=placements)
         before = {fqn: (value, local_tensor(value).data_ptr()) for fqn, value in self.hidden.items()}
         try:
-            with Writes() as writes:
+            with WriteRecorder() as writes:
                 # frozen parameters that the state dict leaves out are not missed
                 self.module.load_state_dict(entries, **({} if self.made or not self.hidden else {"strict": False}))
         except Exception as error:

@@ -17,7 +17,7 @@ from titan_ckpt.disk import descriptors, file_writer
 from titan_ckpt.disk.file_writer import FileWriter
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.publish.outputs import SharedFiles
+from titan_ckpt.formats.publish.outputs import OutputFiles
 from titan_ckpt.formats.safetensors.container import Layout
 
 
@@ -41,7 +41,7 @@ def test_every_byte_lands_where_it_belongs(tmp_path: Path, direct: bool, first: 
         buffer.view[at : at + length] = expected[offset : offset + length]
         writers[number % 2].write(buffer.view[at : at + length], offset)
     for writer in writers:
-        writer.sync()
+        writer.finish(len(expected))
         writer.close()
         writer.close()
     assert path.read_bytes()[first:] == expected[first:]
@@ -90,7 +90,7 @@ def test_no_descriptor_is_left_open(tmp_path: Path) -> None:
 def test_a_close_that_fails_leaves_no_other_descriptor_open(tmp_path: Path) -> None:
     """Network file systems report late errors there: the first of two descriptors of the first of two files does."""
     names = ["a", "b"]
-    outputs = SharedFiles(tmp_path, {name: Layout(b"", {}, 2 * ALIGNMENT) for name in names}, Coordinator.current())
+    outputs = OutputFiles(tmp_path, {name: Layout(b"", {}, 2 * ALIGNMENT) for name in names}, Coordinator.current())
     outputs.begin()
     before = set(os.listdir("/proc/self/fd"))
     for name in names:

@@ -36,10 +36,15 @@ from titan_ckpt.errors import ExportError, counted, listed
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.metadata import METADATA
 from titan_ckpt.formats.dcp.proof import DigestedFile
-from titan_ckpt.formats.publish.plan import coverage_faults
-from titan_ckpt.formats.publish.publication import Unpublished, published
-from titan_ckpt.formats.publish.record import Record
-from titan_ckpt.formats.publish.run import compare_infos, log_export, refuse_changed
+from titan_ckpt.formats.publish.publication import (
+    Unpublished,
+    compare_infos,
+    coverage_faults,
+    log_export,
+    published,
+    refuse_changed,
+)
+from titan_ckpt.formats.publish.record import RecordExport
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.stores.mounted import store_of
@@ -64,7 +69,7 @@ class DcpExport:
         """Return no group: shards are written as they are."""
         return set()
 
-    def write(self, folder: Place, coordinator: Coordinator, record: Record = lambda _: None) -> None:
+    def write(self, folder: Place, coordinator: Coordinator, record: RecordExport = lambda _: None) -> None:
         """Write, prove and record the folder, and publish it atomically. Collective.
 
         Lazy tensors are resolved one at a time.

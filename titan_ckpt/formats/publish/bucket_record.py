@@ -18,7 +18,7 @@ from functools import partial
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import ExportError
-from titan_ckpt.formats.publish.record import RECORDS, Exports, Record, Staged, steps_among, why_changed
+from titan_ckpt.formats.publish.record import RECORDS, Exports, RecordExport, Staged, steps_among, why_changed
 from titan_ckpt.stores.bucket import BucketPath, ObjectFacts
 
 LOADABLE = ("config.json", "adapter_config.json", ".metadata")
@@ -76,7 +76,7 @@ class BucketExports(Exports):
             raise FileExistsError(f"{self.root / name} is there already; remove it or choose another folder")
         return there
 
-    def _publish(self, name: str, attempt: str, record: Record, last: tuple[str, bytes] | None) -> None:
+    def _publish(self, name: str, attempt: str, record: RecordExport, last: tuple[str, bytes] | None) -> None:
         """Write the last file, if the place is this attempt's before and after that."""
         assert last is not None, "some file makes an export loadable"
         self._require_own(name, attempt)

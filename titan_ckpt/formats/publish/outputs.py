@@ -1,108 +1,79 @@
-"""Outputs: the files of one export while all ranks fill them. Knows no tensors.
+"""The files of one export while all ranks fill them. Knows no tensors.
 
-Owns who creates a file. On a mounted file system a rank creates it at its final size and all write into it; where a
-file has one writer, `upload` brings it the bytes of the others.
+Owns who creates a file, and its end. On a mounted file system a rank creates it at its final size and all write into
+it; in a bucket one rank uploads it while it is written, in about that order.
 """
 
 from __future__ import annotations
 
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from itertools import accumulate
 
-from titan_ckpt.disk import posix
 from titan_ckpt.disk.file_writer import FileWriter
+from titan_ckpt.disk.files import Writer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.safetensors.container import Layout
-
-if TYPE_CHECKING:
-    from titan_ckpt.formats.publish.upload import UploadedFile
-
-
-class Outputs(ABC):
-    """The files of one export, in the order of its plan."""
-
-    is_sequential: ClassVar[bool]
-    """Whether each is written from its beginning, in steps that all ranks keep, and can be read when it is finished."""
-
-    def connect(self) -> None:  # noqa: B027
-        """Connect the ranks that bring each other bytes. Collective. Raises: ExportError; PeerError."""
-
-    @abstractmethod
-    def begin(self) -> None:
-        """Create this rank's files, with their headers. Raises: OSError."""
-
-    @abstractmethod
-    def file(self, name: str) -> FileWriter | UploadedFile:
-        """Return a file that any rank has created. Threads may call it. Raises: OSError."""
-
-    def position(self, name: str, offset: int) -> int:
-        """Return a number by which all bytes are ordered."""
-        return offset
-
-    def is_ahead(self, position: int) -> bool:
-        """Note how far this rank is; return whether it should wait (`wait_for_others`) before it writes there."""
-        return False
-
-    def wait_for_others(self) -> None:  # noqa: B027
-        """Wait until this rank is not too far ahead of the slowest one. Raises: OSError; ExportError."""
-
-    def end(self) -> None:  # noqa: B027
-        """Note that this rank writes nothing more, so that no other one waits for it."""
-
-    def flush(self) -> None:  # noqa: B027
-        """Write what was put off. Raises: OSError."""
-
-    @abstractmethod
-    def sync(self) -> None:
-        """Make what this rank has written durable; may be called again. Raises: OSError; ExportError."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """End what is under way; idempotent. Raises: OSError if a network file system reports a late error."""
+from titan_ckpt.stores.mounted import local_path, store_of
+from titan_ckpt.stores.store import Place
 
 
-class SharedFiles(Outputs):
-    """Files that the ranks create, each some of them, and into which all write their own bytes."""
+def is_shared(place: Place) -> bool:
+    """Return whether ranks write into one file of a folder. Else one rank uploads each, and it is there when synced."""
+    return local_path(place) is not None
 
-    is_sequential = False
 
-    def __init__(self, folder: Path, layouts: Mapping[str, Layout], coordinator: Coordinator) -> None:
+class OutputFiles:
+    """The files of one export, in the order of its plan: rank n creates the files n, n + ranks, and so on."""
+
+    def __init__(self, place: Place, layouts: Mapping[str, Layout], coordinator: Coordinator) -> None:
         """Create nothing yet."""
-        self._folder = folder
-        self._own = {name: layouts[name] for name in [*layouts][coordinator.rank :: coordinator.world_size]}
-        self._files: dict[str, FileWriter] = {}
+        self._place = place
+        self._folder = local_path(place)
+        self.is_shared = is_shared(place)
+        self._layouts = layouts
+        self.owners = {name: number % coordinator.world_size for number, name in enumerate(layouts)}
+        self._own = {name: layout for name, layout in layouts.items() if self.owners[name] == coordinator.rank}
+        self._files: dict[str, Writer] = {}
         self._opening = threading.Lock()
+        beside = 1 if self.is_shared else coordinator.world_size
+        sizes = [layout.num_bytes for layout in layouts.values()]
+        starts = [0, *accumulate(max(sizes[first : first + beside]) for first in range(0, len(sizes), beside))]
+        self.starts = {name: starts[number // beside] for number, name in enumerate(layouts)}
+        """How many bytes lie before each file. As many files as there are ranks are uploaded side by side."""
 
     def begin(self) -> None:
-        """Create files of their final size, all space reserved. Raises: OSError, also for a full disk."""
+        """Create this rank's files, with their headers. Raises: OSError, also for a full disk."""
         for name, layout in self._own.items():
-            fd = posix.open_exclusive(self._folder / name)
-            try:
-                posix.fallocate(fd, layout.num_bytes)
-                posix.truncate(fd, layout.num_bytes)
-                posix.pwrite_all(fd, layout.header, 0)
-            finally:
-                posix.close(fd)
+            if self._folder is not None:
+                FileWriter.reserve(self._folder / name, layout.num_bytes, layout.header)
+            else:
+                self.file(name).write(memoryview(layout.header), 0)
 
-    def file(self, name: str) -> FileWriter:
+    def file(self, name: str) -> Writer:
+        """Return a file that is there, or that this rank uploads. Threads may call it. Raises: OSError."""
         with self._opening:
             if name not in self._files:
-                self._files[name] = FileWriter(self._folder / name, direct=True)
+                self._files[name] = (
+                    FileWriter(self._folder / name, direct=True)
+                    if self._folder is not None
+                    else store_of(self._place).new_file(self._place / name, self._layouts[name].num_bytes)
+                )
             return self._files[name]
 
     def flush(self) -> None:
+        """Write what was put off. Raises: OSError."""
         for file in self._files.values():
             file.flush()
 
     def sync(self) -> None:
-        for file in self._files.values():
-            file.sync()
+        """Make what this rank has written durable; may be called again. Raises: OSError; EOFError."""
+        for name, file in self._files.items():
+            file.finish(self._layouts[name].num_bytes)
 
     def close(self) -> None:
+        """Close the files; idempotent. Raises: OSError if a network file system reports a late error."""
         with ExitStack() as stack:
-            while self._files:
-                stack.callback(self._files.popitem()[1].close)
+            for file in self._files.values():
+                stack.callback(file.close)

@@ -18,7 +18,6 @@ from titan_ckpt.distributed.sharing import divide
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.formats.safetensors.container import Layout, lay_out
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, dtype_name, info_of, layout_of
 from titan_ckpt.weights.transforms import FileGroup
 
@@ -102,27 +101,6 @@ def plan_export(
     layouts = {name: lay_out({key: infos[key] for key in keys}, metadata) for name, keys in packed.items()}
     file_of = {key: name for name, keys in packed.items() for key in keys}
     return ExportPlan(ExportFiles(infos, layouts, file_of, quantised), shares)
-
-
-def coverage_faults(infos: Mapping[str, TensorInfo], written: Iterable[Mapping[str, Sequence[Any]]]) -> list[str]:
-    """Return one line for each tensor whose parts, written by all ranks, leave a hole or overlap.
-
-    `written`: for each rank, key -> [offsets, sizes] of each part; equal parts of several ranks are replicas.
-    """
-    parts: dict[str, set[Chunk]] = {}
-    for table in written:
-        for key, chunks in table.items():
-            parts.setdefault(key, set()).update(Chunk(tuple(offsets), tuple(sizes)) for offsets, sizes in chunks)
-    faults = []
-    for key, boxes in parts.items():
-        number = sum(box.numel for box in boxes)
-        total = Chunk.whole(infos[key].shape).numel
-        if number != total or overlap([*boxes]) is not None:
-            faults.append(
-                f"{key}: {number} elements in {len(boxes)} parts were written of {total}. Its lazy tensor does not "
-                "say whose layout it has (LazyTensor.like), and the blocks of all ranks do not make it up"
-            )
-    return faults
 
 
 def pack_model_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:

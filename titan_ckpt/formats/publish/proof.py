@@ -25,7 +25,7 @@ from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class WrittenRegion:
     """A region of a file tensor, and digests of its values, block by block in the order of its elements."""
 
     key: str
@@ -51,7 +51,7 @@ class Written:
 class _Block(NamedTuple):
     """A block to compare: byte `at` of the buffer receives its values, which begin at byte `first` of the region."""
 
-    written: Written
+    written: WrittenRegion
     at: int
     first: int
     num_bytes: int
@@ -63,7 +63,7 @@ def digest(data: memoryview) -> bytes:
 
 
 @gc_paused()
-def differing(regions: Sequence[Written], reader: TensorReader, count: progress.Count) -> dict[str, set[Chunk]]:
+def differing(regions: Sequence[WrittenRegion], reader: TensorReader, count: progress.Count) -> dict[str, set[Chunk]]:
     """Read every region back and compare it with what was written; return the regions that differ, by key."""
     wrong: dict[str, set[Chunk]] = {}
 
@@ -89,7 +89,7 @@ def _is_as_written(block: _Block, buffer: Buffer) -> bool:
     return all(digest(bytes_at(part.data_ptr(), part.nbytes)) == expected for part, expected in parts)
 
 
-def _batches(regions: Sequence[Written]) -> Iterator[list[_Block]]:
+def _batches(regions: Sequence[WrittenRegion]) -> Iterator[list[_Block]]:
     """Yield lists of blocks that fit a buffer together, each aligned in the buffer as it is in the file."""
     batch: list[_Block] = []
     end = 0

@@ -1,4 +1,4 @@
-"""How an export comes to have its name: all at once, by a rename, or in a bucket by its last file.
+"""What all exports share: how one comes to have its name, by a rename or by its last file, and what is checked before.
 
 Owns the order of these steps. Knows no format: the caller says which file makes a folder loadable.
 """
@@ -6,17 +6,23 @@ Owns the order of these steps. Knows no format: the caller says which file makes
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.formats.publish.record import Record, Staged, exports_at
+from titan_ckpt.errors import ExportError, counted, listed
+from titan_ckpt.formats.publish.record import RecordExport, Staged, exports_at
+from titan_ckpt.geometry.boxes import overlap
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
 _Prepared = TypeVar("_Prepared")
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -63,13 +69,13 @@ def published(
     coordinator: Coordinator,
     tag: str,
     prepare: Callable[[], _Prepared],
-    record: Record = lambda _: None,
+    record: RecordExport = lambda _: None,
 ) -> Iterator[Unpublished[_Prepared]]:
     """Give all ranks an empty folder to fill, and publish it as `folder` after the block, if all succeed. Collective.
 
-    `prepare` is called on rank 0 first, and `record` (see Record) there too. In a bucket the block sets `last` on rank
-    0. After an error nothing has the folder's name, or in a bucket no loadable folder has, unless another rank fell
-    silent after the publication.
+    `prepare` is called on rank 0 first, and `record` there too. In a bucket the block sets `last` on rank 0. After an
+    error nothing has the folder's name, or in a bucket no loadable folder has, unless another rank fell silent after
+    the publication.
     Raises: FileExistsError; OSError; PeerError; the errors of `prepare`.
     """
     exports = exports_at(folder.parent)
@@ -94,3 +100,48 @@ def published(
             with contextlib.suppress(OSError):  # a later export removes what is left
                 unpublished.staged.abandon()
         raise
+
+
+def log_export(num_tensors: int, num_bytes: int, folder: Place, started: float, coordinator: Coordinator) -> None:
+    """Log, on rank 0, an export that is published. `started`: by time.perf_counter()."""
+    if coordinator.rank == 0:
+        what, seconds = counted(num_tensors, "tensor"), time.perf_counter() - started
+        logger.info("exported %s, %s bytes, to %s in %.2f s", what, f"{num_bytes:,}", folder, seconds)
+
+
+def refuse_changed(names: Sequence[str]) -> None:
+    """Raises: ExportError if there are names: those of live tensors that an export has read, and that have changed."""
+    if names:
+        raise ExportError(
+            f"{listed(names, ', ', ' ')} of the frozen base changed while the export was reading "
+            f"{'it' if len(names) == 1 else 'them'}. Call wait() before code that changes the base"
+        )
+
+
+def compare_infos(expected: Mapping[str, TensorInfo], found: Mapping[str, TensorInfo]) -> list[str]:
+    """Return one line for each tensor that is missing, unexpected, or has a different shape or dtype."""
+    faults = [f"{key} is missing" for key in expected if key not in found]
+    faults += [f"{key} is not the model's" for key in found if key not in expected]
+    both = [key for key in expected if key in found]
+    return faults + [f"{k}: expected {expected[k]}, found {found[k]}" for k in both if expected[k] != found[k]]
+
+
+def coverage_faults(infos: Mapping[str, TensorInfo], written: Iterable[Mapping[str, Sequence[Any]]]) -> list[str]:
+    """Return one line for each tensor whose parts, written by all ranks, leave a hole or overlap.
+
+    `written`: for each rank, key -> [offsets, sizes] of each part; equal parts of several ranks are replicas.
+    """
+    parts: dict[str, set[Chunk]] = {}
+    for table in written:
+        for key, chunks in table.items():
+            parts.setdefault(key, set()).update(Chunk(tuple(offsets), tuple(sizes)) for offsets, sizes in chunks)
+    faults = []
+    for key, boxes in parts.items():
+        number = sum(box.numel for box in boxes)
+        total = Chunk.whole(infos[key].shape).numel
+        if number != total or overlap([*boxes]) is not None:
+            faults.append(
+                f"{key}: {number} elements in {len(boxes)} parts were written of {total}. Its lazy tensor does not "
+                "say whose layout it has (LazyTensor.like), and the blocks of all ranks do not make it up"
+            )
+    return faults

@@ -44,7 +44,7 @@ _SET_ASIDE = re.compile(r"\.abandoned-[0-9a-f]{8}$")
 logger = logging.getLogger(__name__)
 
 
-Record = Callable[[Any], None]
+RecordExport = Callable[[Any], None]
 """Records an export: right before it is published, with its folder on a disk, or with its last file in a bucket; there
 once more after that, with None."""
 
@@ -55,7 +55,7 @@ class Staged:
 
     path: Place
     """The place that takes the files of the export."""
-    publish: Callable[[Record, tuple[str, bytes] | None], None]
+    publish: Callable[[RecordExport, tuple[str, bytes] | None], None]
     """Gives it its name; the second is its last file in a bucket. Raises: FileExistsError; ExportError; OSError."""
     abandon: Callable[[], None]
     """Removes it. Raises: OSError; a later export then removes the rest."""
@@ -99,7 +99,7 @@ class Exports(ABC):
         """Return whether an export of this name is published, by whomever. Raises: OSError."""
 
     def record(self, config: ExportConfig, step: int, unsaved_in: str | None = None, what: Any = None) -> None:
-        """Record an export right before it is published, or after that: `what` is as of publication.Record.
+        """Record an export right before it is published, or after that: `what` is as of RecordExport.
 
         So after a kill no record is missing. A failure is logged: the export is whole, and it never expires.
         `unsaved_in`: where the run saves, if it has committed no step yet.
@@ -231,7 +231,7 @@ class MadeExports(Exports):
     def begin(self, name: str) -> Staged:
         folder = StagedFolder.begin(self.root / name)
 
-        def publish(record: Record, last: object) -> None:
+        def publish(record: RecordExport, last: object) -> None:
             record(folder.path)
             folder.publish()
 

@@ -1,41 +1,50 @@
-"""Writing the tensor bytes of an export: every rank writes its own slices to the final files, and proves them.
+"""Writing the tensor bytes of an export: every rank writes its runs of the final files, and proves them.
 
-Owns the way from views of memory into shared files, and the record of what was written. Knows none of the folder's
-other files.
+Owns the way from views of memory into the files, and the record of what was written. Knows none of the folder's other
+files.
 
-A slice that is one run of the file is cut into blocks, which several threads cast and write. Strided slices (shards of
-columns) are put together with those of other ranks (columns.py). If that is impossible, or if the values are computed
-while they are written, they are copied through a mapping of the file, which measured twice as fast as a write per row.
-Where a file system cannot reserve space, each row is written: a store to a mapping that finds the disk full would end
-the process. Every byte is digested in memory on its way, so reading the file back proves it.
+A slice that is one run of the file is cut into blocks, which several threads cast and write. Slices of which several
+ranks have parts, and all that goes to another rank's file, go through the exchange (exchange.py). Where that is
+impossible, or if values are computed while they are written, what is no run is copied through a mapping of the file,
+which measured twice as fast as a write per row. Where a file system cannot reserve space, each row is written: a store
+to a mapping that finds the disk full would end the process. Every byte is digested in memory on its way, so reading the
+file back proves it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from operator import add, itemgetter
+from operator import itemgetter
 
 import torch
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer, run_workers
-from titan_ckpt.disk.file_writer import FileWriter
+from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, bounce_buffer, run_workers
+from titan_ckpt.disk.files import Writer
 from titan_ckpt.disk.memory import ALIGNMENT, bytes_at
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError
-from titan_ckpt.formats.publish.columns import Assembled, ColumnExchange, Round, Rows
-from titan_ckpt.formats.publish.outputs import Outputs
+from titan_ckpt.formats.publish.exchange import (
+    Exchange,
+    Filled,
+    cast_on_device,
+    everyone,
+    part_of,
+    row_peers,
+)
+from titan_ckpt.formats.publish.outputs import OutputFiles
 from titan_ckpt.formats.publish.plan import ExportPlan
-from titan_ckpt.formats.publish.proof import Written, differing
-from titan_ckpt.formats.publish.upload import UploadedFile
+from titan_ckpt.formats.publish.proof import WrittenRegion, differing
 from titan_ckpt.formats.safetensors.container import Entry
 from titan_ckpt.formats.safetensors.reader import RUN_BYTES
-from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
-from titan_ckpt.geometry.boxes import boxes_of_range, element_span, is_run, spans
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, is_plain_memory, run_through
+from titan_ckpt.formats.safetensors.regions import boxes, mapped_boxes, windows
+from titan_ckpt.geometry.boxes import element_span, is_run, spans
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, is_plain_memory, run_through
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.transforms import FileGroup, FilePiece
 
@@ -43,31 +52,33 @@ _QUEUED_BYTES = 256 << 20
 """Bytes of live tensors that the workers get at a time; each time all wait for the slowest worker."""
 _FEW_BYTES = 1 << 20
 """One thread writes fewer bytes than this faster than other threads start."""
+_ROUND_BYTES = 32 << 20
+"""Bytes that a rank receives in one round for files in a bucket. On a disk it receives one write."""
 
+_LEAD_ROUNDS = 4
+"""A rank waits that is so many rounds ahead of the slowest one."""
 
 _Blocks = Iterator[tuple[int, Block]]
+_Source = tuple[FileGroup, _Blocks]
+_Item = tuple[int, FilePiece, int]
+"""(Position among all files, piece, number of the run of which it is a part if it is exchanged)."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Values that one worker casts, digests and writes to a run of a file, or copies into a mapping."""
+    """Values of a box that one worker casts, digests and writes; `offset`: their first byte if they are a run."""
 
     view: torch.Tensor
-    target: list[tuple[Output, int, int]] | torch.Tensor
-    """Runs of the file, as (file, offset, number of bytes), or memory that is mapped."""
-    written: Written
+    chunk: Chunk
+    offset: int | None
+    written: WrittenRegion
     number: int
 
 
-Output = FileWriter | UploadedFile
-RegionKey = tuple[str, tuple[int, ...], tuple[int, ...]]
-"""Unique id of a region: (file key, offsets, sizes[1:])."""
-
-
 class ExportWriter:
-    """Writes this rank's slices into files that exist already. `close` it, whatever happens."""
+    """Writes this rank's part of the files. `connect` and `create` come first; `close` it, whatever happens."""
 
-    def __init__(self, outputs: Outputs, plan: ExportPlan, count: progress.Count) -> None:
+    def __init__(self, outputs: OutputFiles, plan: ExportPlan, coordinator: Coordinator, count: progress.Count) -> None:
         """Write nothing yet. `count` is called with the bytes that are written, and again with those that are proved.
 
         `outputs`: the files, which `close` closes.
@@ -75,39 +86,97 @@ class ExportWriter:
         self._outputs = outputs
         self._count = count
         self._plan = plan
-        self._written: list[Written] = []
+        self._coordinator = coordinator
+        self._exchanges: dict[Ranks, Exchange] = {}
+        self._exchange_of: dict[str, Exchange] = {}
+        """By key. On a disk a rank writes what has none itself."""
+        self._written: list[WrittenRegion] = []
         self._queue: list[FilePiece] = []
         self._queued_bytes = 0
-        self._done: set[RegionKey] = set()
         self._sources: dict[str, list[str]] = {}
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each written part, for tensors that the plan does not divide among the ranks."""
 
-    def strided(self, groups: Sequence[FileGroup], keys: Container[str]) -> dict[RegionKey, FilePiece]:
-        """Return this rank's pieces of these keys that are in memory and no run of their file, without tied tensors."""
-        pieces: dict[RegionKey, FilePiece] = {}
-        makers = Counter(key for group in groups for key in group.infos)
-        for group in groups:
-            if group.quantised or any(makers[key] > 1 or key not in keys for key in group.infos):
-                continue
-            for index, value in enumerate(group.values):
-                shares = self._plan.shares_of(group.fqns[index])
-                for block in blocks_of(value) if isinstance(value, torch.Tensor) or value.in_memory else ():
-                    for piece in group.cut_shares(index, block, shares):
-                        if not is_run(self._plan.files.infos[piece.key].shape, piece.chunk):
-                            pieces[piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]] = piece
-        return pieces
+    def connect(self, groups: Sequence[FileGroup]) -> None:
+        """Connect the ranks that exchange values of these groups. Collective. Raises: ExportError; PeerError."""
+        coordinator, is_shared = self._coordinator, self._outputs.is_shared
+        if coordinator.world_size == 1:
+            return
+        infos = {k: entry.info for layout in self._plan.files.layouts.values() for k, entry in layout.entries.items()}
+        numbers = {key: number for number, key in enumerate(infos)}
+        peers: dict[str, Ranks] = {}
 
-    def write(self, groups: Sequence[FileGroup], columns: ColumnExchange | None = None) -> None:
+        def wanted() -> set[Ranks]:
+            peers.update(row_peers(groups) if is_shared else dict.fromkeys(infos, everyone(coordinator)))
+            return {*peers.values()}
+
+        connected = coordinator.peers.connect(coordinator, wanted)
+        if not connected and not is_shared:
+            raise ExportError(
+                "the ranks cannot connect to each other by gloo, and an export in a bucket needs it: open the "
+                "network between the hosts, or export to a folder on a file system that they share"
+            )
+        round_bytes = IO_BYTES if is_shared else _ROUND_BYTES
+        for ranks in connected:
+
+            def owner(key: str, number: int, ranks: Ranks = ranks) -> int:
+                if is_shared:
+                    return ranks[(numbers[key] + number) % len(ranks)]
+                return self._outputs.owners[self._plan.files.file_of[key]]
+
+            self._exchanges[ranks] = Exchange(
+                coordinator,
+                ranks,
+                infos,
+                self._place_of,
+                owner,
+                self._write_filled,
+                round_bytes,
+                _LEAD_ROUNDS * round_bytes * (len(ranks) if is_shared else 1),
+            )
+        self._exchange_of = {key: self._exchanges[ranks] for key, ranks in peers.items() if ranks in self._exchanges}
+
+    def create(self) -> None:
+        """Create the files, and begin the exchanges. Collective. Raises: OSError; ExportError; PeerError."""
+
+        def begin() -> list[str]:
+            self._outputs.begin()
+            return [fault for one in self._exchanges.values() if (fault := one.start())]
+
+        faults = [fault for of_rank in self._coordinator.gather_results("export/create", begin) for fault in of_rank]
+        if faults and not self._outputs.is_shared:
+            raise ExportError(f"the files cannot be uploaded: {faults[0]}")
+        if faults:  # each rank writes what it has
+            for one in self._exchanges.values():
+                one.give_up()
+            self._exchanges, self._exchange_of = {}, {}
+        for one in self._exchanges.values():
+            one.begin()
+
+    def write(self, groups: Sequence[FileGroup]) -> None:
         """Resolve the groups one tensor at a time, on this thread, and write this rank's part of them.
 
-        `columns`: rows that are put together with other ranks' parts; they are written first.
-        A group that takes part in collectives is resolved even after an error, so that other ranks do not wait in
-        vain. Raises: the first error of this rank; Lost.
+        What is exchanged comes first. A group that takes part in collectives is resolved even after an error, so that
+        other ranks do not wait in vain. Raises: the first error of this rank; ExchangeBroken.
         """
         blocks = [group.blocks() for group in groups]  # nothing is computed yet
+        makers = Counter(key for group in groups for key in group.infos)
+        for group in groups:
+            for key in group.infos:
+                self._sources.setdefault(key, []).append(", ".join(group.fqns))
+
+        def is_exchanged(group: FileGroup) -> bool:
+            has_exchange = all(key in self._exchange_of for key in group.infos)
+            alone = _is_in_memory(group) and all(makers[key] == 1 for key in group.infos)
+            return has_exchange and (alone or not self._outputs.is_shared)
+
+        exchanged: list[_Source] = []
+        others: list[_Source] = []
+        for pair in zip(groups, blocks, strict=True):
+            (exchanged if is_exchanged(pair[0]) else others).append(pair)
         try:
-            self._write_groups(groups, blocks, columns)
+            self._send(exchanged)
+            self._write_others(others)
         except Exception:
             for group, left in zip(groups, blocks, strict=True):
                 if group.collective:
@@ -115,65 +184,83 @@ class ExportWriter:
             raise
         self._outputs.flush()
 
-    def _write_groups(
-        self, groups: Sequence[FileGroup], blocks: Sequence[_Blocks], columns: ColumnExchange | None
-    ) -> None:
-        """Write the groups by their blocks. However that ends, no other rank waits for this one afterwards."""
+    def _send(self, groups: Sequence[_Source]) -> None:
+        """Send values to the ranks that write them. However that ends, no other rank waits for this one afterwards."""
+        exchanges = self._exchanges.values()
+
+        def runs_of(piece: FilePiece) -> Iterator[_Item]:
+            return ((at, piece, number) for at, number in self._exchange_of[piece.key].runs_in(piece))
+
         try:
-            if columns is not None:
-                columns.run(self._write_rows)
-            ready = self._in_order(groups) if self._outputs.is_sequential else None
-            for group, of_group in zip(groups, blocks, strict=True):
-                for key in group.infos:
-                    self._sources.setdefault(key, []).append(", ".join(group.fqns))
-                if ready is not None:
-                    if _is_in_memory(group):
-                        continue
-                    self._write_ready(ready, min(self._position(key) for key in group.infos))
-                if group.collective or self._plan.writes(group):
-                    for index, block in of_group:
-                        self._add(group, index, block)
-            if ready is not None:
-                self._write_ready(ready, None)
-            self._write_queued()
+            for position, items, _ in self._in_order(groups, self._position, runs_of):
+                for one in exchanges:
+                    one.reach(position)
+                for _, piece, number in items:
+                    self._exchange_of[piece.key].put(piece, number)
         finally:
-            self._outputs.end()
+            for one in exchanges:
+                one.end()
+        for one in exchanges:
+            one.finish()
+        self._exchanges.clear()  # and their memory
+        self._exchange_of.clear()
 
-    def _in_order(self, groups: Iterable[FileGroup]) -> deque[tuple[int, FilePiece]]:
-        """Return the pieces that are in memory, with their positions, in the order of the files in a bucket.
+    def _write_others(self, groups: Sequence[_Source]) -> None:
+        """Write what this rank writes itself, in another order on each rank: writers of one file wait for each other.
 
-        So nothing of a group is held while what lies between its tensors, as between those of experts, is to come.
+        Ranks that compute values together, and those of a bucket, keep the order of the files.
         """
-        pieces = (
-            (self._position(piece.key, piece.chunk), piece)
-            for group in filter(_is_in_memory, groups)
-            for index, block in (group.blocks() if self._plan.writes(group) else ())
+        names = [*self._plan.files.layouts]
+        first = self._coordinator.rank * len(names) // self._coordinator.world_size
+        if not self._outputs.is_shared or any(group.collective for group, _ in groups):
+            first = 0
+        turns = {name: (number - first) % len(names) for number, name in enumerate(names)}
+
+        def position(key: str, chunk: Chunk | None = None) -> int:
+            return (turns[self._plan.files.file_of[key]] << 48) + self._offset(key, chunk)
+
+        def whole(piece: FilePiece) -> Iterator[_Item]:
+            yield position(piece.key, piece.chunk), piece, 0
+
+        for _, items, is_computed in self._in_order(groups, position, whole):
+            for _, piece, _ in items:
+                self._queue_piece(piece)
+            if is_computed:  # values of a lazy tensor are written before the next ones are computed
+                self._write_queued()
+        self._write_queued()
+
+    def _in_order(
+        self,
+        groups: Sequence[_Source],
+        position: Callable[[str], int],
+        cut: Callable[[FilePiece], Iterator[_Item]],
+    ) -> Iterator[tuple[int, Sequence[_Item], bool]]:
+        """Yield this rank's pieces in the order of the files, with their position and whether they are computed.
+
+        What is in memory comes where it lies, so that nothing of a group is held while what lies between its tensors,
+        as between those of experts, is to come. What is computed comes where the first tensor of its group lies.
+        """
+        items = (
+            item
+            for group, blocks in groups
+            if _is_in_memory(group) and self._plan.writes(group)
+            for index, block in blocks
             for piece in self._cut(group, index, block)
+            for item in cut(piece)
         )
-        return deque(sorted(pieces, key=itemgetter(0)))
-
-    def _write_ready(self, ready: deque[tuple[int, FilePiece]], position: int | None) -> None:
-        """Write the pieces before a position, or all of them. Waits where this rank is far ahead of the slowest one."""
-        while ready and (position is None or ready[0][0] < position):
-            start, piece = ready.popleft()
-            self._keep_pace(start)
-            self._queue_piece(piece)
-        if position is not None:
-            self._keep_pace(position)
-
-    def _keep_pace(self, position: int) -> None:
-        if self._outputs.is_ahead(position):
-            self._write_queued()
-            self._outputs.wait_for_others()
-
-    def _position(self, key: str, chunk: Chunk | None = None) -> int:
-        """Return the place of a tensor, or of a part of it, in the order in which a bucket gets all files."""
-        offset = self._entry(key).start if chunk is None else self._offset(key, chunk)
-        return self._outputs.position(self._plan.files.file_of[key], offset)
-
-    def sync(self) -> None:
-        """Make this rank's writes durable; sequential outputs of all ranks are, before anything is read."""
-        self._outputs.sync()
+        ready = deque(sorted(items, key=itemgetter(0)))
+        computed = [(min(map(position, pair[0].infos)), pair) for pair in groups if not _is_in_memory(pair[0])]
+        for start, (group, blocks) in sorted(computed, key=itemgetter(0)):
+            while ready and ready[0][0] < start:
+                yield ready[0][0], [ready.popleft()], False
+            yield start, [], False
+            if group.collective or self._plan.writes(group):
+                for index, block in blocks:
+                    pieces = self._cut(group, index, block)
+                    is_computed = isinstance(group.values[index], LazyTensor)
+                    yield start, [item for piece in pieces for item in cut(piece)], is_computed
+        while ready:
+            yield ready[0][0], [ready.popleft()], False
 
     def prove(self, reader: TensorReader) -> None:
         """Read every region that this rank wrote and compare it. Raises: ExportError naming the tensors that differ."""
@@ -184,12 +271,13 @@ class ExportWriter:
             listed = ", ".join(key + tied.get(key, "") for key in wrong)
             raise ExportError(f"{number} region(s) read back differ from what was written, of {listed}")
 
-    def _add(self, group: FileGroup, index: int, block: Block) -> None:
-        """Queue this rank's pieces of a block. A lazy tensor's values are written before the next ones are computed."""
-        for piece in self._cut(group, index, block):
-            self._queue_piece(piece)
-        if isinstance(group.values[index], LazyTensor):
-            self._write_queued()
+    def _cut(self, group: FileGroup, index: int, block: Block) -> Iterator[FilePiece]:
+        """Cut a block into this rank's pieces."""
+        for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
+            if not self._plan.is_divided(group):
+                chunks = self.undivided.setdefault(piece.key, [])
+                chunks.append([piece.chunk.offsets, piece.chunk.sizes])
+            yield piece
 
     def _queue_piece(self, piece: FilePiece) -> None:
         """Queue a piece. Values of a live tensor need no memory while they are queued."""
@@ -198,52 +286,38 @@ class ExportWriter:
         if self._queued_bytes >= _QUEUED_BYTES:
             self._write_queued()
 
-    def _cut(self, group: FileGroup, index: int, block: Block) -> Iterator[FilePiece]:
-        """Cut a block into this rank's pieces, without those that the exchange of columns has written."""
-        for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
-            if (piece.key, piece.chunk.offsets, piece.chunk.sizes[1:]) in self._done:
-                continue
-            if not self._plan.is_divided(group):
-                chunks = self.undivided.setdefault(piece.key, [])
-                chunks.append([piece.chunk.offsets, piece.chunk.sizes])
-            yield piece
-
-    def columns(
-        self, coordinator: Coordinator, rounds: Sequence[Round], pieces: Mapping[RegionKey, FilePiece]
-    ) -> ColumnExchange:
-        """Return the exchange of this rank's pieces, which `write` then leaves out."""
-        for one in rounds:
-            for rows in one.rows:
-                self._done |= {_place(rows, box) for rank, box in rows.parts if rank == coordinator.rank}
-
-        def put(rows: Rows, box: Chunk, target: torch.Tensor) -> None:
-            _put(pieces[_place(rows, box)], box, target)
-
-        dtypes = {key: info.dtype for key, info in self._plan.files.infos.items()}
-        return ColumnExchange(coordinator, rounds, dtypes, lambda rows: self._offset(rows.key, rows.chunk), put)
-
-    def _write_rows(self, assembled: Assembled) -> None:
-        rows, num_bytes = assembled.rows, len(assembled.data)
-        with assembled.lease:
-            self._output(rows.key).write(assembled.data, assembled.offset)
-        self._count(num_bytes)
-        info = self._plan.files.infos[rows.key]
-        blocks = [(num_bytes, b"")]
-        self._written.append(Written(rows.key, rows.chunk, info, assembled.offset, blocks, assembled.parts))
-
     def _entry(self, key: str) -> Entry:
         return self._plan.files.layouts[self._plan.files.file_of[key]].entries[key]
 
-    def _offset(self, key: str, chunk: Chunk) -> int:
-        """Return the byte of the file at which the first element of a part lies."""
+    def _offset(self, key: str, chunk: Chunk | None = None) -> int:
+        """Return the byte of the file at which the first element of a tensor, or of a part of it, lies."""
         entry = self._entry(key)
-        return entry.start + element_span(entry.info.shape, chunk)[0] * entry.info.dtype.itemsize
+        first = 0 if chunk is None else element_span(entry.info.shape, chunk)[0]
+        return entry.start + first * entry.info.dtype.itemsize
+
+    def _position(self, key: str) -> int:
+        return self._outputs.starts[self._plan.files.file_of[key]] + self._offset(key)
+
+    def _place_of(self, key: str, chunk: Chunk) -> tuple[int, int]:
+        """Return the place of a part of a tensor in the order of all files, and its first byte in its own."""
+        offset = self._offset(key, chunk)
+        return self._outputs.starts[self._plan.files.file_of[key]] + offset, offset
+
+    def _write_filled(self, filled: Filled) -> None:
+        """Write what came through the exchange: a run that is whole, or a box."""
+        entry, num_bytes = self._entry(filled.key), filled.values.nbytes
+        is_one_run = is_run(entry.info.shape, filled.chunk)
+        offset = self._offset(filled.key, filled.chunk) if is_one_run else None
+        _put(self._output(filled.key), entry, filled.chunk, offset, filled.values)
+        self._count(num_bytes)
+        blocks = [(num_bytes, b"")]
+        self._written.append(WrittenRegion(filled.key, filled.chunk, entry.info, offset, blocks, tuple(filled.parts)))
 
     def _write_queued(self) -> None:
         queue, self._queue = self._queue, []
         few, self._queued_bytes = self._queued_bytes < _FEW_BYTES, 0
         blocks = (block for piece in queue for block in self._blocks(piece))
-        run_workers(blocks, lambda block: _write(block, self._count), 1 if few else NUM_WORKERS)
+        run_workers(blocks, self._write_block, 1 if few else NUM_WORKERS)
 
     def _blocks(self, piece: FilePiece) -> Iterator[_Block]:
         """Cut a piece into blocks that fit a bounce buffer, in row-major order; one run is cut at blocks of the file.
@@ -251,73 +325,58 @@ class ExportWriter:
         Not thread-safe: one worker at a time asks for the next block.
         """
         entry = self._entry(piece.key)
-        dtype = entry.info.dtype
-        assert entry.start % dtype.itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
+        itemsize = entry.info.dtype.itemsize
+        assert entry.start % itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
         is_one_run = is_run(entry.info.shape, piece.chunk)
         offset = self._offset(piece.key, piece.chunk)
-        written = Written(piece.key, piece.chunk, entry.info, offset if is_one_run else None)
+        written = WrittenRegion(piece.key, piece.chunk, entry.info, offset if is_one_run else None)
         self._written.append(written)
-        file = self._output(piece.key)
-        step = RUN_BYTES // dtype.itemsize
-        if not is_one_run and not file.is_reserved:
-            yield from self._strided_blocks(piece, entry, file, written)
-            return
         if not is_one_run:
-            for box, memory in mapped_boxes(entry, piece.chunk, piece.view, file.map):
-                for target, window in zip(windows(box, step), windows(memory, step), strict=True):
-                    yield _Block(window, target, written, written.add(window.numel() * dtype.itemsize))
+            for box in boxes(piece.chunk, RUN_BYTES // itemsize):
+                yield _Block(part_of(piece, box), box, None, written, written.add(box.numel * itemsize))
             return
-        for window in _run_windows(piece.view, offset, dtype.itemsize):
-            num_bytes = window.numel() * dtype.itemsize
-            yield _Block(window, [(file, offset, num_bytes)], written, written.add(num_bytes))
+        for window in _run_windows(piece.view, offset, itemsize):
+            num_bytes = window.numel() * itemsize
+            yield _Block(window, piece.chunk, offset, written, written.add(num_bytes))
             offset += num_bytes
 
-    def _strided_blocks(self, piece: FilePiece, entry: Entry, file: Output, written: Written) -> Iterator[_Block]:
-        """Cut a piece that is no run of its file into blocks, each with the runs that it is written to."""
-        itemsize, first = entry.info.dtype.itemsize, 0
-        for window in windows(piece.view, RUN_BYTES // itemsize):
-            runs: list[tuple[Output, int, int]] = []
-            for box in boxes_of_range(piece.chunk.sizes, first, first + window.numel()):
-                there = Chunk(tuple(map(add, box.offsets, piece.chunk.offsets)), box.sizes)
-                for start, stop in spans(entry.info.shape, there, 0):
-                    runs.append((file, entry.start + start * itemsize, (stop - start) * itemsize))
-            yield _Block(window, runs, written, written.add(window.numel() * itemsize))
-            first += window.numel()
+    def _write_block(self, block: _Block) -> None:
+        """Cast, digest and write one block; without a bounce buffer if its own memory can be written as it is."""
+        view, written, dtype = block.view, block.written, block.written.info.dtype
+        num_bytes = view.numel() * dtype.itemsize
+        self._count(num_bytes)
+        file, entry = self._output(written.key), self._entry(written.key)
+        as_it_is = block.offset is not None and view.dtype == dtype and is_plain_memory(view)
+        if as_it_is and (num_bytes < ALIGNMENT or not file.is_direct):
+            written.note(block.number, bytes_at(view.data_ptr(), num_bytes))
+            _put(file, entry, block.chunk, block.offset, view)
+            return
+        first = (block.offset or 0) % ALIGNMENT
+        with bounce_buffer() as bounce:
+            values = bounce.tensor[first : first + num_bytes].view(dtype).view(view.shape)
+            values.copy_(cast_on_device(view, dtype))
+            written.note(block.number, bounce.view[first : first + num_bytes])
+            _put(file, entry, block.chunk, block.offset, values)
 
-    def _output(self, key: str) -> Output:
+    def _output(self, key: str) -> Writer:
         return self._outputs.file(self._plan.files.file_of[key])
 
     def close(self) -> None:
-        """Close the files; idempotent. Raises: OSError if a network file system reports a late error."""
-        self._outputs.close()
+        """End the exchanges, and close the files; idempotent. Collective after an error: rounds end together.
+
+        Raises: OSError if a network file system reports a late error.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._outputs.close)
+            for one in self._exchanges.values():
+                stack.callback(one.close)
+            if not self._outputs.is_shared:  # an upload that is given up holds up no exchange
+                self._outputs.close()
 
 
 def _is_in_memory(group: FileGroup) -> bool:
     """Return whether the pieces of a group are views of memory, so that they cost nothing and may be kept."""
     return not group.quantised and all(isinstance(value, torch.Tensor) or value.in_memory for value in group.values)
-
-
-def _place(rows: Rows, box: Chunk) -> RegionKey:
-    return rows.key, (rows.first, *box.offsets[1:]), box.sizes[1:]
-
-
-def _put(piece: FilePiece, box: Chunk, target: torch.Tensor) -> None:
-    """Cast the rows of a piece that `box` covers into the target, which is one run of memory."""
-    start = box.offsets[0] - piece.chunk.offsets[0]
-    stop = start + box.sizes[0]
-    step = piece.chunk.sizes[0] // len(piece.view)  # a view may have a row per head
-    values = piece.view[start // step : -(-stop // step)]
-    if start % step or stop % step:
-        values = values.reshape(-1, *box.sizes[1:])[start % step :][: box.sizes[0]]
-    target.view(values.shape).copy_(_cast(values, target.dtype))
-
-
-def _cast(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a device's values in this dtype, so that they are cast there; the host's own are cast as they are copied.
-
-    torch would copy the values as they are to fresh host memory that is not page-locked, and cast them there.
-    """
-    return values if values.is_cpu else values.to(dtype)
 
 
 def _run_windows(view: torch.Tensor, offset: int, itemsize: int) -> Iterator[torch.Tensor]:
@@ -333,31 +392,20 @@ def _run_windows(view: torch.Tensor, offset: int, itemsize: int) -> Iterator[tor
         start = stop
 
 
-def _write(block: _Block, count: progress.Count) -> None:
-    """Cast, digest and write one block; without a bounce buffer if the tensor's own memory can be written as it is."""
-    view, target, dtype = block.view, block.target, block.written.info.dtype
-    num_bytes = view.numel() * dtype.itemsize
-    count(num_bytes)
-    if isinstance(target, list) and len(target) == 1:
-        file, offset, _ = target[0]
-        as_it_is = view.dtype == dtype and is_plain_memory(view)
-        if as_it_is and (num_bytes < ALIGNMENT or not file.is_direct):
-            data = bytes_at(view.data_ptr(), num_bytes)
-            block.written.note(block.number, data)
-            file.write(data, offset)
-            return
-        first = offset % ALIGNMENT
+def _put(file: Writer, entry: Entry, chunk: Chunk, offset: int | None, values: torch.Tensor) -> None:
+    """Write values in host memory, in the file's dtype: a run from byte `offset` on, or the rows of a box.
+
+    Rows are stored to a mapping of the file where its space is reserved.
+    """
+    if offset is not None:
+        file.write(bytes_at(values.data_ptr(), values.nbytes), offset)
+    elif file.is_reserved:
+        for target, window in mapped_boxes(entry, chunk, values, file.map):
+            target.copy_(window)
     else:
-        first = 0
-    with bounce_buffer() as bounce:
-        data = bounce.view[first : first + num_bytes]
-        values = bounce.tensor[first : first + num_bytes].view(dtype).view(view.shape)
-        values.copy_(_cast(view, dtype))
-        block.written.note(block.number, data)
-        if isinstance(target, torch.Tensor):
-            target.copy_(values)
-            return
-        at = 0
-        for file, offset, size in target:
-            file.write(data[at : at + size], offset)
-            at += size
+        itemsize, rows = values.dtype.itemsize, values.contiguous()
+        data, at = bytes_at(rows.data_ptr(), rows.nbytes), 0
+        for start, stop in spans(entry.info.shape, chunk, 0):
+            num_bytes = (stop - start) * itemsize
+            file.write(data[at : at + num_bytes], entry.start + start * itemsize)
+            at += num_bytes

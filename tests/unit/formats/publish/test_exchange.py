@@ -1,0 +1,261 @@
+"""Values on their way to the rank that writes their run: which runs, and between which ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from tests.faults.forked_ranks import outcome
+from tests.faults.forked_ranks import run as run_ranks
+from titan_ckpt.disk.direct import IO_BYTES
+from titan_ckpt.disk.memory import ALIGNMENT
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.publish.exchange import Exchange, Filled, part_of, row_peers, runs_of
+from titan_ckpt.formats.publish.proof import digest
+from titan_ckpt.geometry.boxes import element_span, is_run, overlap
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Transpose
+from titan_ckpt.testing import distributed
+from titan_ckpt.weights.transforms import FilePiece, StateDictTransforms
+
+
+@pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3_000_000,), (4101, 512), (40, 4096), (2, 3, 3_000_000), (1, 9)])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32, torch.complex128])
+def test_runs_make_up_a_tensor_and_fit_a_write(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Also those of rows that fit no write. Rows of several heads are cut between heads."""
+    runs = runs_of(TensorInfo(shape, dtype))
+    assert sum(run.numel for run in runs) == Chunk.whole(shape).numel
+    assert overlap(runs) is None
+    for run in runs:
+        assert is_run(shape, run) and run.numel * dtype.itemsize <= IO_BYTES - ALIGNMENT
+    if shape == (4101, 512):
+        assert {run.offsets[0] % 128 for run in runs} == {0}
+
+
+def test_any_part_of_a_piece_is_found(permuted: FilePiece) -> None:
+    """Also one that begins or ends inside of a head, or has some of its columns."""
+    whole = permuted.view.reshape(24, 6)
+    for box in (Chunk((8, 2), (16, 6)), Chunk((9, 3), (5, 4)), Chunk((31, 7), (1, 1)), Chunk((8, 2), (24, 6))):
+        part = part_of(permuted, box)
+        assert torch.equal(part.reshape(box.sizes), whole[box.within(permuted.chunk)])
+
+
+@pytest.fixture
+def permuted() -> FilePiece:
+    """Rows 8 to 31 and columns 2 to 7 of heads of 8 rows, which are mixed in memory."""
+    block = torch.arange(24 * 6).view(24, 6)
+    (piece,) = PermuteRotary(5).pieces(0, [(40, 9)], Chunk((8, 2), (24, 6)), block)
+    return FilePiece("x", piece.chunk, piece.view)
+
+
+class Sent:
+    """An exchange of some tensors among ranks, each in a thread, and what each has written of them."""
+
+    def __init__(self, infos: Mapping[str, TensorInfo], num_ranks: int, round_bytes: int) -> None:
+        self.infos, self.ranks, self.round_bytes = infos, tuple(range(num_ranks)), round_bytes
+        self.written: list[list[Filled]] = [[] for _ in self.ranks]
+
+    def exchange(self, line: Coordinator) -> Exchange:
+        numbers = {key: number for number, key in enumerate(self.infos)}
+
+        def place_of(key: str, chunk: Chunk) -> tuple[int, int]:
+            first = element_span(self.infos[key].shape, chunk)[0] * self.infos[key].dtype.itemsize
+            return (numbers[key] << 30) + first, first
+
+        assert line.peers.connect(line, lambda: {self.ranks}) == [self.ranks]
+        made = Exchange(
+            line,
+            self.ranks,
+            self.infos,
+            place_of,
+            lambda key, number: (numbers[key] + number) % len(self.ranks),
+            lambda filled: self.note(line.rank, filled),
+            self.round_bytes,
+            8 << 20,
+        )
+        assert made.start() is None
+        line.barrier("started")
+        made.begin()
+        return made
+
+    def note(self, rank: int, filled: Filled) -> None:
+        self.written[rank].append(filled._replace(values=filled.values.clone()))  # the memory is used again
+
+    def run(self, act: Callable[[Exchange], None]) -> list[str | None]:
+        """Call `act` on every rank; return the error of each."""
+        store = dist.HashStore()
+
+        def on_rank(rank: int) -> str | None:
+            made = self.exchange(Coordinator(rank, len(self.ranks), store, "exchange", 20.0))
+            try:
+                act(made)
+            except Exception as error:
+                return str(error)
+            finally:
+                made.close()
+            return None
+
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return [*pool.map(on_rank, self.ranks)]
+
+
+def put_all(exchange: Exchange, pieces: Sequence[FilePiece]) -> None:
+    """Send pieces in the order of the files."""
+    items = [(at, number, piece) for piece in pieces for at, number in exchange.runs_in(piece)]
+    for position, number, piece in sorted(items, key=lambda item: item[:2]):
+        exchange.reach(position)
+        exchange.put(piece, number)
+    exchange.finish()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_values_come_to_the_rank_that_writes_their_run(seed: int) -> None:
+    """Of any boxes on any ranks each run is written once, whole, by its owner, with the digest of each part."""
+    chance = random.Random(seed)
+    infos: dict[str, TensorInfo] = {}
+    pieces: list[list[FilePiece]] = [[] for _ in range(3)]
+    values: dict[str, torch.Tensor] = {}
+    for key in "abc":
+        heights = [chance.randint(1, 900) for _ in range(chance.randint(1, 3))]
+        widths = [chance.randint(1, 600) for _ in range(chance.randint(1, 3))]
+        values[key] = torch.randn(sum(heights), sum(widths))
+        infos[key] = TensorInfo(tuple(values[key].shape), torch.float32)
+        for i, j in itertools.product(range(len(heights)), range(len(widths))):
+            box = Chunk((sum(heights[:i]), sum(widths[:j])), (heights[i], widths[j]))
+            pieces[chance.randrange(3)].append(
+                FilePiece(key, box, values[key][box.within(Chunk.whole(infos[key].shape))])
+            )
+    sent = Sent(infos, 3, 1 << 20)
+    assert sent.run(lambda exchange: put_all(exchange, pieces[exchange._coordinator.rank])) == [None] * 3
+    for number, key in enumerate(infos):
+        for i, run in enumerate(runs_of(infos[key])):
+            of_ranks = [[f for f in of_rank if f.key == key and f.chunk == run] for of_rank in sent.written]
+            assert [len(found) for found in of_ranks] == [int(rank == (number + i) % 3) for rank in range(3)]
+            ((found,),) = filter(None, of_ranks)
+            expected = values[key][run.within(Chunk.whole(infos[key].shape))]
+            assert torch.equal(found.values, expected)
+            assert all(mark == digest(memory_of(expected[box.within(run)])) for box, mark in found.parts)
+    assert sum(map(len, sent.written)) == sum(len(runs_of(info)) for info in infos.values())
+
+
+def memory_of(values: torch.Tensor) -> memoryview:
+    return values.contiguous().numpy().data.cast("B")
+
+
+def test_what_makes_up_no_run_and_what_comes_twice_is_written_as_it_is() -> None:
+    """A part that no rank has, as of ranks whose replicas are divided otherwise, is not waited for."""
+    value = torch.randn(6, 8)
+    left, right = (FilePiece("x", Chunk((0, at), (6, 4)), value[:, at : at + 4]) for at in (0, 4))
+    infos = {"x": TensorInfo((6, 8), torch.float32), "y": TensorInfo((6, 8), torch.float32)}
+    sent = Sent(infos, 2, 1 << 20)
+    pieces = [[left, left, FilePiece("y", left.chunk, left.view)], [right]]
+    assert sent.run(lambda exchange: put_all(exchange, pieces[exchange._coordinator.rank])) == [None] * 2
+    boxes = sorted(
+        (filled.key, filled.chunk.offsets, filled.chunk.sizes) for of_rank in sent.written for filled in of_rank
+    )
+    assert boxes == [("x", (0, 0), (6, 4)), ("x", (0, 0), (6, 8)), ("y", (0, 0), (6, 4))]
+    for filled in itertools.chain.from_iterable(sent.written):
+        assert torch.equal(filled.values, value[filled.chunk.within(Chunk.whole((6, 8)))])
+
+
+def test_rows_of_a_run_whose_rest_other_ranks_write_are_one_write() -> None:
+    """As of ranks that have other rows, in a group of their own."""
+    value = torch.randn(600, 1000)
+    pieces = [FilePiece("x", Chunk((50, at), (500, 500)), value[50:550, at : at + 500]) for at in (0, 500)]
+    sent = Sent({"x": TensorInfo((600, 1000), torch.float32)}, 2, 1 << 20)
+    assert sent.run(lambda exchange: put_all(exchange, [pieces[exchange._coordinator.rank]])) == [None] * 2
+    ((found,),) = filter(None, sent.written)
+    assert found.chunk == Chunk((50, 0), (500, 1000)) and torch.equal(found.values, value[50:550])
+    assert min(box.offsets for box, _ in found.parts) == (50, 0)
+
+
+def test_a_rank_that_cannot_write_goes_on_exchanging() -> None:
+    """It raises its error, and the other one writes what it gets and waits for nothing."""
+    value = torch.randn(4096, 1024)
+    infos = {"x": TensorInfo((4096, 1024), torch.float32)}
+    halves = [FilePiece("x", Chunk((0, at), (4096, 512)), value[:, at : at + 512]) for at in (0, 512)]
+    sent = Sent(infos, 2, 1 << 20)
+    note = sent.note
+
+    def full(rank: int, filled: Filled) -> None:
+        if rank == 0 and sent.written[0]:
+            raise OSError("full")
+        note(rank, filled)
+
+    sent.note = full  # type: ignore[method-assign]
+    errors = sent.run(lambda exchange: put_all(exchange, [halves[exchange._coordinator.rank]]))
+    assert errors == ["full", None]
+
+
+@distributed(nproc=4)
+def test_the_ranks_that_share_rows_are_known_from_the_mesh() -> None:
+    """Along an axis that cuts columns of the file, not of the model, and not along copies or rows."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    row, column = divmod(dist.get_rank(), 2)
+
+    def tensor(height: int, width: int, *placements: Any) -> DTensor:
+        return DTensor.from_local(torch.zeros(height, width), mesh, placements, run_check=False)
+
+    state = {
+        "rows": tensor(2, 4, Shard(0), Replicate()),
+        "columns": tensor(4, 2, Replicate(), Shard(1)),
+        "both": tensor(2, 2, Shard(0), Shard(1)),
+        "turned": tensor(2, 2, Shard(0), Shard(1)),
+        "all": tensor(4, 1, Shard(1), Shard(1)),
+    }
+    table = KeyMap(tuple(KeyRule.of(n, n, *([Transpose()] if n == "turned" else [])) for n in state))
+    peers = row_peers(StateDictTransforms(table).to_file(dict(state), None, None))
+    across, down = (2 * row, 2 * row + 1), (column, column + 2)
+    assert peers == {"columns": across, "both": across, "turned": down, "all": (0, 1, 2, 3)}
+
+
+def test_groups_are_connected_once_and_anew_after_an_error() -> None:
+    """Only groups that all of their ranks want; one that is thrown away on one rank is made anew on both."""
+
+    def body(line: Coordinator) -> Any:
+        made = [line.peers.connect(line, lambda: {(0, 1), (0, 1, 2)} if line.rank < 2 else {(1, 2)})]
+        values = []
+        for number in range(3):
+            if line.rank < 2:
+                send = torch.full((2000 * number,), line.rank, dtype=torch.uint8)
+                sizes, received = [1000 * number] * 2, torch.empty_like(send)
+                line.peers.exchange((0, 1), send, sizes, received, sizes, 10.0).wait()
+                values.append(received.tolist())
+            if number == 1 and line.rank == 0:
+                line.peers.discard()
+            made.append(line.peers.connect(line, lambda: {(0, 1)} if line.rank < 2 else set()))
+        return [made, values]
+
+    first, second, third = run_ranks(3, body)
+    assert first == second == [[[[0, 1]]] * 4, [[0] * n + [1] * n for n in (0, 1000, 2000)]]
+    assert third == [[[]] * 4, []]
+
+
+def test_ranks_that_gloo_cannot_connect_are_not_tried_again() -> None:
+    """One rank cannot: all go without, at once, and so they do the next time."""
+
+    def body(line: Coordinator) -> Any:
+        tried = []
+
+        def refused(*arguments: Any) -> None:
+            tried.append(arguments)
+            raise RuntimeError("no route to host")
+
+        line.timeout_seconds = 3.0
+        if line.rank == 0:
+            line.gloo_group = refused  # type: ignore[assignment, method-assign]
+        made = [outcome(lambda: line.peers.connect(line, lambda: {(0, 1)})) for _ in range(2)]
+        return [made, len(tried)]
+
+    first, second = run_ranks(2, body, timeout=30.0)
+    assert first == [[["ok", []]] * 2, 1]
+    assert second[0] == [["ok", []]] * 2

@@ -42,7 +42,6 @@ from titan_ckpt.exporting.exporter import Exporter, ExportJob
 from titan_ckpt.failures import Failures
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
-from titan_ckpt.loading.half_loaded import HalfLoaded
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
 from titan_ckpt.saving.handle import SaveHandle
@@ -136,10 +135,7 @@ class CheckpointManager:
         self.folder = open_location(config.folder, self.base_folder, config.store)
         """The folder, or the place in a bucket, that holds the steps."""
         self._directory = CheckpointDirectory(self.folder, storage_line)
-        self._half_loaded = HalfLoaded()
-        self._restorer = Restorer(
-            config, self._directory, self._run, transforms, external_weights, coordinator, self._half_loaded
-        )
+        self._restorer = Restorer(config, self._directory, self._run, transforms, external_weights, coordinator)
         self._saver = Saver(self._directory, storage_line, config.save, self.telemetry) if config.save else None
         self._exporter = Exporter(
             self.base_folder, self._run, transforms, coordinator, storage_line, config.initial_load, config.store
@@ -163,19 +159,13 @@ class CheckpointManager:
         The forward pass of an embedding with `max_norm` changes its rows, and PEFT's layers merge unseen by versions.
         """
         self._gradients = Gradients(self._run.optimizers, model_parts)
-        self.last_step = LastStep(
-            self._run,
-            self._gradients,
-            self._saver,
-            coordinator,
-            save_mark=self._save_mark,
-            expected_bytes=self._expected_bytes,
-            is_half_loaded=lambda: bool(self._half_loaded),
-            is_watched=bool(self._step_hooks),
-        )
-        """The last completed step; RunGuard and the Trainer use it."""
         self._base = TrackedBase(self._model, coordinator)
         self._content = ModelContent(config, self._model, self._base)
+        self.last_step = LastStep(
+            self, self._run, self._content, self._gradients, self._saver, coordinator,
+            is_watched=bool(self._step_hooks),
+        )  # fmt: skip
+        """The last completed step; RunGuard and the Trainer use it."""
         self._resumed_from: dict[str, Any] | None = None
         self._is_last_save = False
         """Whether no later save can make up for the one in flight."""
@@ -233,7 +223,7 @@ class CheckpointManager:
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             self._run.watch_modules(self.config.allow)
             with event.phase("preflight"):
-                self._directory.preflight(self._expected_bytes())
+                self._directory.preflight(self.last_step.expected_bytes())
         check_folders(self._exporter, self.config.export, fresh=restored.resumed_from is None)
         self._knows_folder = True
         return restored.result
@@ -267,7 +257,7 @@ class CheckpointManager:
         if self._saver is not None and not self._content.is_settled:
             self._coordinator.together("first step", lambda: self._run.check_stepped(step))
             if not self._knows_folder and not self.config.external:  # load() was never called
-                self._base.take_as_it_is()
+                self._base.record_current()
             self._content.settle()
             if not due:  # there is time to make the memory of the first save ready
                 model = self._content.state
@@ -370,10 +360,10 @@ class CheckpointManager:
         for optimizer in self._switches:
             parameters = (p for group in optimizer.param_groups for p in group["params"])
             changed = [names[p] for p in parameters if p in names]  # one that is left out may train others
-            self._half_loaded.begin(f"the weights of {type(optimizer).__name__}.eval()", changed)
+            self._run.half_loaded.begin(f"the weights of {type(optimizer).__name__}.eval()", changed)
             optimizer.eval()
         if self._switches:
-            self._half_loaded.end()
+            self._run.half_loaded.end()
 
     def _timed_export(self, job: ExportJob, coordinator: Coordinator) -> None:
         about = {"step": job.step, "format": job.config.format, "folder": str(job.folder), "background": True}
@@ -475,7 +465,7 @@ class CheckpointManager:
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
-            return take_snapshot(self._run, step, self._content.whole(model_only), model_only=True)
+            return take_snapshot(self._run, step, self._content.whole(model_only), [*filter(None, [self._run.extra])])
         self.watch.refuse(step)
         unused = self._gradients.unused() if mark is None else mark.unused
         held = any(getattr(s, "holds_gradients", False) for s in self._run.states.values())
@@ -500,22 +490,6 @@ class CheckpointManager:
     def _before_optimizer_step(self) -> None:
         self.maybe_wait_for_staging()
         self.last_step.is_changing = True
-
-    def _save_mark(self, mark: Mark | None) -> None:
-        self._half_loaded.refuse("the last completed step is not saved")
-        assert mark is not None and self.last_step.marked is not None
-        if mark.step != self.last_step.saved:
-            self.save_step(DueSave(mark.step, last=True, mark=mark))
-        self.wait()
-
-    @gc_paused()
-    def _expected_bytes(self) -> int:
-        """Estimate this rank's bytes in a save.
-
-        Does not call the dataloader or user states, which might advance generators: their state is small or counted
-        with the model.
-        """
-        return self._content.num_bytes() + self._run.optimizer_bytes()
 
     @property
     def in_flight(self) -> SaveHandle | None:
@@ -601,7 +575,7 @@ class CheckpointManager:
     def _check_keepable(self, what: str) -> None:
         """Raises: CheckpointError once the manager is closed; HalfLoadedError, which begins with `what`."""
         self._check_open()
-        self._half_loaded.refuse(what)
+        self._run.half_loaded.refuse(what)
 
     def _check_open(self) -> None:
         self.telemetry.refuse_in_sink()

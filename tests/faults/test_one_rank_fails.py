@@ -49,7 +49,7 @@ def chunks_of_an_export(line: Coordinator, folder: Path) -> None:
 def a_converters_keys(line: Coordinator, folder: Path) -> None:
     """Ask the model which of its tensors a converter owns."""
     model: Any = SimpleNamespace(owned_state_dict=lambda: of_rank_1(line, {}))
-    TrackedBase(model, line).take_as_it_is()
+    TrackedBase(model, line).record_current()
 
 
 def the_plan_of_a_save(line: Coordinator, folder: Path) -> None:

@@ -37,7 +37,7 @@ from tests.integrations.loader_cases import (
     steps,
 )
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
-from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.components.items.data_position import DataRank
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader

@@ -1,4 +1,4 @@
-"""Decide what a run would load, as a load does (loading/plan.py), from the config and the folders alone.
+"""Decide what a run would load, as a load does (loading/origin.py), from the config and the folders alone.
 
 Opens headers and manifests, and reads no tensor. The model is not built: whether the weights fit it shows at the load.
 """
@@ -7,27 +7,28 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
-from titan_ckpt.directory.names import CommittedStep, Survey, step_name, users_name
+from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.directory.names import Survey, step_name, users_name
 from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.toml import from_dict, read_toml
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
-from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.open import detect_format, locate, open_reader
-from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.loading.origin import CommittedStep, Origin, TorchtitanFolder, describe
+from titan_ckpt.loading.plan import LoadPlan, LoadSource
 from titan_ckpt.models.registry import read_config
-from titan_ckpt.stores.bucket import open_location, open_source
-from titan_ckpt.stores.settings import StoreConfig, split_url
+from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.stores.settings import split_url
 from titan_ckpt.stores.store import Place
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.model_folder import checkpoint_settings
-from titan_ckpt.types import Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,10 @@ def plan_load(config: Path, overrides: Sequence[str] = ()) -> Plan:
     notes = [f"{name} cannot be loaded and is skipped: {reason}" for name, reason in found.rejected]
     problems: list[str] = []
     sources: list[PlannedSource] = []
-    step, plan = None, LoadPlan()
+    origin, plan = Origin(), LoadPlan()
     try:
-        step = _step(settings, found, folder, notes)
-        plan = _resolve(settings, step, found)
+        origin = _origin(settings, found, folder, notes)
+        plan = origin.plan(settings, partial(describe, store=settings.store))
     except CheckpointError as error:
         problems.append(" ".join(str(error).split()))
     for source in plan.sources:
@@ -82,9 +83,8 @@ def plan_load(config: Path, overrides: Sequence[str] = ()) -> Plan:
     action = _action(plan, problems)
     problems += _misfits_of_shape(run)
     problems += _not_installed(run, tables if isinstance(tables, list) else [tables])
-    committed = next((s for s in found.steps if step is not None and s.step == step.step), None)
-    notes += _about(settings, plan, committed, tables if isinstance(tables, list) else [tables])
-    return Plan(str(config), action, step.step if step else 0, tuple(sources), tuple(notes), tuple(problems))
+    notes += _about(settings, plan, origin.manifest, tables if isinstance(tables, list) else [tables])
+    return Plan(str(config), action, origin.step, tuple(sources), tuple(notes), tuple(problems))
 
 
 def _override(text: str) -> tuple[str, str]:
@@ -94,13 +94,13 @@ def _override(text: str) -> tuple[str, str]:
     return f"--{name.removeprefix('--')}", value
 
 
-def _step(settings: CheckpointConfig, found: Survey, folder: Place, notes: list[str]) -> ResumeStep | None:
-    """Return the step that a run resumes: the one asked for, or the newest that holds more than weights.
+def _origin(settings: CheckpointConfig, found: Survey, folder: Place, notes: list[str]) -> Origin:
+    """Return what a run loads: the step asked for, or the newest that holds more than weights, or the sources.
 
     Raises: CheckpointNotFoundError for a step that is asked for and not there, or if no step can be resumed.
     """
-    steps = {s.step: ResumeStep(s.step, s.manifest.kind, s.path) for s in found.steps}
-    steps |= {n: ResumeStep(n, "full", folder / step_name(n)) for n in found.dcp}
+    steps: dict[int, Origin] = {s.step: CommittedStep(s.path, s.manifest) for s in found.steps}
+    steps |= {n: TorchtitanFolder(folder / step_name(n), n) for n in found.dcp}
     wanted = settings.resume.step
     if wanted is not None:
         if wanted not in steps:
@@ -108,7 +108,7 @@ def _step(settings: CheckpointConfig, found: Survey, folder: Place, notes: list[
             raise CheckpointNotFoundError(f"checkpoint.resume.step: step {wanted} is not in {folder}; steps: {listed}")
         return steps[wanted]
     for number in sorted(steps, reverse=True):
-        if steps[number].kind != "model" or number == 0:
+        if steps[number].is_whole:
             return steps[number]
         notes.append(f"step {number} holds the model alone, and no run resumes from it")
     if steps:
@@ -117,26 +117,7 @@ def _step(settings: CheckpointConfig, found: Survey, folder: Place, notes: list[
         raise CheckpointNotFoundError(
             f"{folder} holds no checkpoint that can be loaded, but content that looks like one; the run would stop"
         )
-    return None
-
-
-def _resolve(settings: CheckpointConfig, step: ResumeStep | None, found: Survey) -> LoadPlan:
-    if step is not None and step.step in found.dcp:
-        return LoadPlan(step, (LoadSource(step.path, "dcp", cast=True),), frozenset(settings.resume.exclude) | {"rng"})
-    return resolve(settings, step, lambda source: describe(source, settings.store))
-
-
-def describe(source: InitialLoadConfig, store: StoreConfig) -> tuple[Place, Format, bool]:
-    """Return the place and the format of an initial source, and whether it is an adapter, as far as it says so."""
-    try:
-        path = locate(open_source(source.path, store, source.revision))
-    except CheckpointNotFoundError as error:
-        raise CheckpointNotFoundError(f"checkpoint.initial_load: {error}") from None
-    format_ = source.format or detect_format(path)
-    if format_ != "native":
-        return path, format_, format_ == "peft"
-    with NativeReader(path) as reader:
-        return path, format_, reader.manifest is not None and reader.manifest.kind == "adapter"
+    return Origin()
 
 
 def _opened(source: LoadSource) -> PlannedSource:
@@ -183,20 +164,20 @@ def _not_installed(run: RunConfig, tables: Sequence[Mapping[str, Any]]) -> Itera
 
 
 def _about(
-    settings: CheckpointConfig, plan: LoadPlan, step: CommittedStep | None, tables: Sequence[Mapping[str, Any]]
+    settings: CheckpointConfig, plan: LoadPlan, manifest: Manifest | None, tables: Sequence[Mapping[str, Any]]
 ) -> list[str]:
     """Return remarks about what else a load does with a step."""
     lines: list[str] = []
     if plan.exclude:
         lines.append(f"not loaded: {', '.join(sorted(plan.exclude))}")
-    if step is not None:
-        there = [str(c.get("kind")) for c in step.manifest.converters]
+    if manifest is not None:
+        there = [str(c.get("kind")) for c in manifest.converters]
         here = [str(table.get("kind")) for table in tables]
         if sorted(there) != sorted(here):
             lines.append(
                 f"converters: {', '.join(here) or 'none'} in the config, {', '.join(there) or 'none'} in the step"
             )
-        loaded = [name for name in step.manifest.components if name not in plan.exclude]
+        loaded = [name for name in manifest.components if name not in plan.exclude]
         lines.append(f"loaded: {', '.join(loaded)}")
     if settings.save is None:
         lines.append("without [checkpoint.save] nothing is written")

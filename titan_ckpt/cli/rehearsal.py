@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from torch import nn
 
-from titan_ckpt.cli.planning import describe
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.loading.plan import resolve
+from titan_ckpt.loading.origin import Origin, describe
 from titan_ckpt.loading.sources import prepare_load
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.training.config import RunConfig
@@ -63,7 +63,7 @@ def rehearse(path: str) -> None:
     with _set_up(Trainer(_on_cpu(config), converters)) as trainer:
         trainer.build()
         with trainer.build_manager() as manager:
-            load_plan = resolve(manager.config, None, lambda source: describe(source, manager.config.store))
+            load_plan = Origin().plan(manager.config, partial(describe, store=manager.config.store))
             wrapper, transforms = ModelWrapper(trainer.model_parts, converters), trainer.find_transforms()
             sources = prepare_load(load_plan.sources, wrapper, transforms, Coordinator.current(), require_owned=False)
             with sources:

@@ -1,26 +1,26 @@
-"""The names of a step's state files, and how run state is divided between them.
+"""The names of a step's state files, and how the values of a run's items are divided between them.
 
-State that is equal on all ranks is stored once, in state.json; the rest in each rank's own file (docs/format.md). The
-writer (saving.py) and the reader (loading/training_state.py) both use this module. It opens no file.
+A value that is equal on all ranks is stored once, in state.json; the rest in each rank's own file (docs/format.md). The
+writer (saving) and the reader (loading/origin.py) both use this module. It opens no file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import xxhash
 
-from titan_ckpt.components.optimizer import merge_groups
+from titan_ckpt.components.items.item import STATES, Item
+from titan_ckpt.components.snapshot import DATA_RANK, LAYOUT, Snapshot
 from titan_ckpt.distributed.replicas import digest_of
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.geometry.nested import names_of
+from titan_ckpt.geometry.nested import names_of, rename_tensors
 from titan_ckpt.types import StateDict
 
-STATES = "states."
-"""Prefix of a user state's name."""
 RUN_STATE = "state.json"
 
 
@@ -29,76 +29,73 @@ def rank_state_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-def run_parts(run: dict[str, Any], tensors: StateDict) -> dict[str, Json]:
-    """Return the parts of a run state that ranks compare one by one, as JSON; each user state is a part.
+def as_stored(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the content of a state file, in which user states are one entry. `values`: by keys of items."""
+    content = {key: value for key, value in values.items() if not key.startswith(STATES)}
+    states = {key.removeprefix(STATES): value for key, value in values.items() if key.startswith(STATES)}
+    return content | ({"states": states} if states else {})
 
-    The digest of a user state covers the values of its tensors, except of DTensors, of which each rank has a shard. A
-    part that can be merged is its content, or None if it is absent; of any other part a digest is enough.
+
+def by_key(content: Mapping[str, Any]) -> dict[str, Any]:
+    """Undo `as_stored`."""
+    states = {f"{STATES}{name}": value for name, value in content.get("states", {}).items()}
+    return {key: value for key, value in content.items() if key != "states"} | states
+
+
+def misshapen(content: Any, of_rank: bool, step: int, kinds: Sequence[type[Item]]) -> list[str]:
+    """Return the parts of a state file that no run writes so: a file by another program may have a valid digest."""
+    if not isinstance(content, dict):
+        return [f"a {type(content).__name__}, expected an object"]
+    known = {kind.component: kind for kind in kinds if (not kind.is_merged if of_rank else kind.scope == "run")}
+    names = {*known, *((DATA_RANK, LAYOUT) if of_rank else ("step",))}
+    wrong = [f"{name!r:.80} is none of {', '.join(sorted(names))}" for name in content if name not in names]
+    wrong += [fault for name in content if name in known for fault in known[name].misshapen(content[name])]
+    stored = content.get("step")
+    if not of_rank and (type(stored) is not int or stored != step):
+        wrong.append(f"step is {stored!r:.40}, and the manifest says {step}")
+    return wrong
+
+
+def run_parts(snapshot: Snapshot) -> dict[str, Json]:
+    """Return the values of a run that ranks compare one by one, as JSON.
+
+    The digest of a value covers its tensors, except DTensors, of which each rank has a shard. A value that can be
+    merged is its content, or None if it is absent; of any other value a digest is enough.
     """
-    parts = {name: value for name, value in run.items() if name != "states"}
-    parts |= {f"{STATES}{name}": value for name, value in run.get("states", {}).items()}
-    digests: dict[str, Json] = {}
-    for name, value in parts.items():
-        if name not in MERGE:
-            plain = _plain_tensors(value, tensors) if name.startswith(STATES) else {}
-            of_tensors = [digest_of(tensor) for tensor in plain.values()]
-            digests[name] = xxhash.xxh3_128_hexdigest(typed_json.dumps(value, name) + "".join(of_tensors).encode())
-    return {**digests, **{name: typed_json.encode(parts[name]) if name in parts else None for name in MERGE}}
+    parts: dict[str, Json] = {
+        key: typed_json.encode(snapshot.run[key]) if key in snapshot.run else None for key in snapshot.merge
+    }
+    for key, value in snapshot.run.items():
+        if key not in parts:
+            of_tensors = [digest_of(tensor) for tensor in _plain_tensors(value, snapshot.tensors).values()]
+            parts[key] = xxhash.xxh3_128_hexdigest(typed_json.dumps(value, key) + "".join(of_tensors).encode())
+    return parts
 
 
-def divide(
-    run: dict[str, Any], rank: dict[str, Any], differing: Mapping[str, Sequence[Json]]
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return (run state, rank state); each differing part is merged over the ranks or moved to the rank's state.
+def divided(snapshot: Snapshot, differing: Mapping[str, Sequence[Json]], rank: int) -> Snapshot:
+    """Return the snapshot with each differing value merged over the ranks or moved to the rank's own values.
 
-    `differing`: name -> the distinct values of `run_parts`, those of lower ranks first.
+    The tensors of a value that is moved get names of this rank. `differing`: key -> the distinct values of `run_parts`,
+    those of lower ranks first.
     """
-    run, rank = dict(run), dict(rank)
-    states = dict(run.get("states", {}))
-    for name, values in differing.items():
-        if name in MERGE:
-            run[name] = MERGE[name]([typed_json.decode(value, name) for value in values if value is not None])
-        elif name.startswith(STATES):
-            key = name.removeprefix(STATES)
-            if key in states:
-                rank.setdefault("states", {})[key] = states.pop(key)
-        elif name in run:
-            rank[name] = run.pop(name)
-    if "states" in run:
-        run["states"] = states
-    return run, rank
-
-
-def own_names(states: dict[str, Any], tensors: StateDict, rank: int) -> dict[str, str]:
-    """Return the names under which a rank stores the tensors of states that are its own, by the names they have."""
+    run, own = dict(snapshot.run), dict(snapshot.rank)
     names: dict[str, str] = {}
-    for key, value in states.items():
-        prefix = f"{STATES}{key}."
-        for name in _plain_tensors(value, tensors):
-            own = f"{prefix}rank-{rank}.{name.removeprefix(prefix)}"
-            while own in tensors or own in names.values():
-                own += "'"
-            names[name] = own
-    return names
+    for key, values in differing.items():
+        if key in snapshot.merge:
+            run[key] = snapshot.merge[key]([typed_json.decode(value, key) for value in values if value is not None])
+        elif key in run:
+            for name in _plain_tensors(run[key], snapshot.tensors):
+                renamed = f"{key}.rank-{rank}.{name.removeprefix(f'{key}.')}"
+                while renamed in snapshot.tensors or renamed in names.values():
+                    renamed += "'"
+                names[name] = renamed
+            own[key] = rename_tensors(run.pop(key), names)
+    tensors = {names.get(name, name): value for name, value in snapshot.tensors.items()}
+    volatile = frozenset(names.get(name, name) for name in snapshot.volatile)
+    return replace(snapshot, run=run, rank=own, tensors=tensors, volatile=volatile)
 
 
-def _plain_tensors(state: Any, tensors: StateDict) -> StateDict:
-    """Return the tensors of one user state that are not sharded, and that a checkpoint can hold."""
-    values = {name: tensors[name] for name in names_of(state)}
+def _plain_tensors(value: Any, tensors: StateDict) -> StateDict:
+    """Return the tensors of one value that are not sharded, and that a checkpoint can hold."""
+    values = {name: tensors[name] for name in names_of(value) if name in tensors}
     return {n: v for n, v in values.items() if type(v) is torch.Tensor and v.layout is torch.strided and not v.is_meta}
-
-
-def with_rank_parts(run: dict[str, Any], rank: dict[str, Any] | None) -> dict[str, Any]:
-    """Undo `divide` for one rank: return the run state with the parts that its own file holds."""
-    if rank is None:
-        return run
-    own = {"lr_scheduler": rank["lr_scheduler"]} if "lr_scheduler" in rank else {}
-    return {**run, **own, "states": run.get("states", {}) | rank.get("states", {})}
-
-
-def _joined(of_ranks: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    return {fqn: value for state in reversed(of_ranks) for fqn, value in state.items()}
-
-
-MERGE: dict[str, Callable[[Sequence[Any]], Any]] = {"optimizer": merge_groups, "model": _joined}
-"""Merge functions of the parts that are keyed by parameter or module, of which each pipeline stage has its own."""

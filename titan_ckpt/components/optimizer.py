@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,9 +19,17 @@ from torch.optim import Optimizer
 from titan_ckpt.components import optimizer_content as contents
 from titan_ckpt.components import quantised_state, schedules
 from titan_ckpt.components.optimizer_content import OptimizerContent
-from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, class_names, frozen
+from titan_ckpt.components.optimizer_split import (
+    NOT_STORED,
+    Group,
+    Splitter,
+    class_names,
+    frozen,
+    placements_unlike,
+    room,
+    room_like,
+)
 from titan_ckpt.components.quantised_state import QUANTISED
-from titan_ckpt.components.state_layout import placements_unlike, room, room_like
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError, SaveError, counted, listed
 from titan_ckpt.geometry.chunks import TensorInfo, info_of, plain
@@ -87,7 +95,7 @@ class OptimizerState:
         return tensors, groups
 
     def destinations(
-        self, available: Mapping[str, TensorInfo], groups: Groups | None = None
+        self, available: Mapping[str, TensorInfo], stored: Sequence[Sequence[Group]] = ()
     ) -> tuple[StateDict, list[str]]:
         """Return a tensor to fill for every stored one, and the keys of parameters that this rank does not train.
 
@@ -95,7 +103,6 @@ class OptimizerState:
         make it. Nothing is attached to an optimizer until `apply`.
         Raises: LoadMismatchError for quantised state that this layout cannot take.
         """
-        stored = groups or []
         out = self._quantised_rooms(available, stored)
         beside = dict(layout for optimizer in stored for layout in layouts_of(optimizer[0].get("beside")))
         placements = dict(layout for optimizer in stored for group in optimizer for layout in layouts_of(group["own"]))
@@ -108,7 +115,7 @@ class OptimizerState:
             if key in beside:
                 out[key] = room(info, self._device(), mesh, beside[key])
                 continue
-            fqn, name = self._parse(key)
+            fqn, name = parameter_of(key, self._owners)
             if fqn is None:
                 strangers.append(key)
                 continue
@@ -133,7 +140,7 @@ class OptimizerState:
         live = optimizer.state.get(parameter, {}).get(name)
         return quantised_state.room_for(optimizer, parameter, live, stored, f"{PREFIX}{fqn}.{name}")
 
-    def _quantised_rooms(self, available: Mapping[str, TensorInfo], groups: Groups) -> StateDict:
+    def _quantised_rooms(self, available: Mapping[str, TensorInfo], groups: Sequence[Sequence[Group]]) -> StateDict:
         """Return a tensor to fill for every tensor inside quantised state of a parameter that this rank trains."""
         out: StateDict = {}
         faults = []
@@ -153,15 +160,6 @@ class OptimizerState:
                 f"number of ranks that saved it, {_START_AFRESH}"
             )
         return out
-
-    def _parse(self, key: str) -> tuple[str | None, str]:
-        """Split a key into the fqn of a parameter that this rank trains and a name of its state; both may have dots."""
-        fqn = rest = key.removeprefix(PREFIX)
-        while "." in fqn:
-            fqn = fqn.rpartition(".")[0]
-            if fqn in self._owners:
-                return fqn, rest[len(fqn) + 1 :]
-        return None, ""
 
     def match(self, groups: Groups) -> list[list[list[Group]]]:
         """Return for each live group the stored groups that hold its parameters; pure.
@@ -212,10 +210,7 @@ class OptimizerState:
         for optimizer, matched in zip(self.optimizers, self.match(groups), strict=True):
             for live, of_group in zip(optimizer.param_groups, matched, strict=True):
                 stored = of_group[0]["hyperparameters"] if of_group else {}
-                for name in (name for name in live if name in names and name in stored):
-                    before, now = _number(stored[name]), _number(live[name])
-                    if repr(before) != repr(now):
-                        lines[f"{name} = {before} and not {now}"] = None
+                lines |= dict.fromkeys(schedules.differences(stored, live, names))
         return list(lines)
 
     def replaced_classes(self, groups: Groups) -> list[str]:
@@ -255,7 +250,7 @@ class OptimizerState:
         nested = {name for o in groups for g in o for state in g["own"].values() for name in names_of(state)}
         by_fqn: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in tensors.items():
-            fqn, name = self._parse(key)
+            fqn, name = parameter_of(key, self._owners)
             if fqn is not None and key not in nested:
                 by_fqn.setdefault(fqn, {})[name] = value
         for wrapper, optimizer, matched in zip(self._wrappers, self.optimizers, matches, strict=True):
@@ -306,6 +301,16 @@ class OptimizerState:
         if type(value) is dict and QUANTISED in value:
             return quantised_state.fill(self._room(fqn, name, value), value["parts"], f"{PREFIX}{fqn}.{name}")
         return value
+
+
+def parameter_of(key: str, fqns: Collection[str]) -> tuple[str | None, str]:
+    """Split a key into the fqn of one of these parameters and a name of its state; both may have dots."""
+    fqn = rest = key.removeprefix(PREFIX)
+    while "." in fqn:
+        fqn = fqn.rpartition(".")[0]
+        if fqn in fqns:
+            return fqn, rest[len(fqn) + 1 :]
+    return None, ""
 
 
 def _is_room(live: Any, info: TensorInfo, parameter: nn.Parameter, layout: Sequence[str] | None) -> bool:
@@ -418,10 +423,6 @@ def _fault_of_kind(optimizer: Optimizer, group: Group, stored: Sequence[Group]) 
             if (before := settings.get(fixed)) is not None and before != group.get(fixed, before):
                 return f"{name} has {fixed} = {group[fixed]}, and the checkpoint's optimizer {before}"
     return None
-
-
-def _number(value: Any) -> Any:
-    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _placed(name: str, value: Any, parameter: nn.Parameter, on_device: bool, placed: _Placed) -> Any:

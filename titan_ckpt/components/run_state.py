@@ -1,93 +1,131 @@
-"""The objects of a run whose state is saved, and the way of stored state back to them. snapshot.py takes their state.
+"""The objects of a run whose state is saved, as items, and the way of stored state back to them.
 
-Owns the closed set of components, and the split into tensors, state of the run (stored once) and state of a rank
-(stored by each). Knows no files.
+Owns the list of components and their order, and the mark of a run whose live state a load has begun to overwrite and
+has not finished. snapshot.py takes their state. Knows no files.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import json
-import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
 
-import torch
 import xxhash
-from torch import nn
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from titan_ckpt.components import schedules
-from titan_ckpt.components.data_position import DataRank, restorer
-from titan_ckpt.components.files import STATES
+from titan_ckpt.components.items.data_position import DataPosition, DataRank
+from titan_ckpt.components.items.item import Item, Stored
+from titan_ckpt.components.items.optimizers import Optimizers, Schedulers
+from titan_ckpt.components.items.states import ExtraState, Generators, UserState
 from titan_ckpt.components.known.own_modules import watch_modules
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
-from titan_ckpt.components.optimizer import OptimizerState
-from titan_ckpt.components.optimizer_rehearsal import rehearse
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import Component
 from titan_ckpt.distributed.sharing import describe
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, StateEncodingError, counted, listed
+from titan_ckpt.errors import HalfLoadedError, LoadMismatchError, StateEncodingError, counted, listed
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
-from titan_ckpt.geometry.nested import MAX_DEPTH, give_tensors, names_of, take_tensors, unlike_plain
-from titan_ckpt.rng import RandomState, generators_kept
+from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.rng import generators_kept
 from titan_ckpt.types import StateDict, Stateful
 from titan_ckpt.weights.wrapper import ModelWrapper, require_memory
 
-logger = logging.getLogger(__name__)
-
-COMPONENTS: tuple[str, ...] = get_args(Component)
-
-
-@dataclass(frozen=True, slots=True)
-class RankState:
-    """The state that a rank takes over from the ranks' own files."""
-
-    rng: dict[str, Any] | None
-    """Generator states; None if the layout of ranks has changed, because then none belongs to this rank."""
-    positions: Sequence[Any] = ()
-    """The dataloader's state of each data-parallel rank, in their order; empty if none was stored."""
+_KINDS = (ExtraState, Optimizers, Schedulers, UserState, DataPosition, Generators)
+_ORDER: tuple[str, ...] = get_args(Component)
+"""The order of components in manifests."""
 
 
-@dataclass(frozen=True)
+class HalfLoaded:
+    """The mark of one run: set before the first live byte changes, taken off when a load has succeeded on all ranks."""
+
+    def __init__(self) -> None:
+        self._source: str | None = None
+        self._overwritten: set[str] = set()
+        self._filled: set[str] = set()
+
+    def __bool__(self) -> bool:
+        return self._source is not None
+
+    def begin(self, source: str, names: Iterable[str]) -> None:
+        """Set the mark. `names`: the live tensors that are about to be overwritten from `source`.
+
+        Every rank calls it before any rank overwrites anything.
+        """
+        self._source, self._filled = source, set()
+        self.overwrite(names)
+
+    def overwrite(self, names: Iterable[str]) -> None:
+        """Note more tensors that are about to be overwritten by the load that began last."""
+        self._filled.update(names)
+        self._overwritten |= self._filled
+
+    def check_replaced(self) -> None:
+        """Check that the load that has filled its tensors replaced all that earlier, failed ones overwrote.
+
+        Raises: LoadMismatchError naming the tensors that it left as they are.
+        """
+        if left := sorted(self._overwritten - self._filled):
+            raise LoadMismatchError(
+                f"the load of {self._source} replaced all but {len(left)} of the tensors that a failed load before it "
+                f"had overwritten: {listed(left, ', ', ' ')}. Start the process again, and load {self._source} first"
+            )
+
+    def end(self) -> None:
+        """Take off the mark. Every rank calls it after all ranks have loaded."""
+        self._source = None
+        self._overwritten, self._filled = set(), set()
+
+    def refuse(self, what: str) -> None:
+        """Raise HalfLoadedError while the mark is set. `what`: the sentence that the error begins with."""
+        if self._source is not None:
+            raise HalfLoadedError(
+                f"{what}: the load of {self._source} began to overwrite this run and did not succeed on all ranks, so "
+                f"the state in memory is a mixture ({counted(len(self._overwritten), 'tensor')} on this rank). Call "
+                "load() again until it succeeds, or start the process again",
+                self._source,
+                sorted(self._overwritten),
+            )
+
+
 class RunState:
-    """The objects of a run whose state a resume needs, besides model weights."""
+    """The components of a run beside model weights, of which a resume needs the state."""
 
-    model: ModelWrapper
-    optimizers: Sequence[Optimizer] = ()
-    lr_schedulers: Sequence[Stateful] = ()
-    dataloader: Stateful | None = None
-    states: Mapping[str, Stateful] = field(default_factory=dict)
-    rng: RandomState = field(default_factory=RandomState)
-    rank: int = 0
-    world_size: int = 1
-    left_out: frozenset[str] = frozenset()
-    """Components that are neither saved nor loaded; their objects are forgotten."""
-    own_settings: Callable[[Mapping[str, Any]], frozenset[str]] = lambda _: frozenset()
-    """Returns, by the stored `states`, the settings of optimizer groups of which a load leaves this run's values."""
-    watch: Watch = field(default_factory=Watch)
-    """Compares what objects keep in attributes: no step holds it, so it must not change."""
+    def __init__(
+        self,
+        model: ModelWrapper,
+        optimizers: Sequence[Optimizer] = (),
+        lr_schedulers: Sequence[Stateful] = (),
+        dataloader: Stateful | None = None,
+        states: Mapping[str, Stateful] | None = None,
+        *,
+        rank: int = 0,
+        world_size: int = 1,
+        left_out: frozenset[str] = frozenset(),
+        own_settings: Callable[[Mapping[str, Any]], frozenset[str]] = lambda _: frozenset(),
+    ) -> None:
+        """Check that all objects can be asked for their state, and list them in the order of a load.
 
-    def __post_init__(self) -> None:
-        """Check that all objects can be asked for their state.
-
+        `left_out`: components that are neither saved nor loaded; their objects are forgotten. `own_settings`: returns,
+        by the stored states, the settings of optimizer groups of which a load leaves this run's values.
         Raises: LoadMismatchError for optimizers that do not train this model's parameters; StateEncodingError for
         objects that return no state.
         """
-        objects = {"optimizer": "optimizers", "lr_scheduler": "lr_schedulers", "states": "states"}
-        for component in objects.keys() & self.left_out:
-            object.__setattr__(self, objects[component], {} if component == "states" else ())
-        if "dataloader" in self.left_out:
-            object.__setattr__(self, "dataloader", None)
-        _ = self.optimizer
+        self.model = model
+        self._rank, self._world_size = rank, world_size
+        self.optimizers = () if "optimizer" in left_out else optimizers
+        self._lr_schedulers = () if "lr_scheduler" in left_out else lr_schedulers
+        self._dataloader = None if "dataloader" in left_out else dataloader
+        self.states = {} if "states" in left_out else states or {}
+        self.half_loaded = HalfLoaded()
+        self.watch = Watch()
+        """Compares what objects keep in attributes: no step holds it, so it must not change."""
+        self.extra = None if "model" in left_out else ExtraState(model)
+        self.trained: Optimizers | None = None
+        if self.optimizers:
+            self.trained = Optimizers(self.optimizers, model, self._lr_schedulers, own_settings, self.watch)
         if faults := [f"{place} ({class_name(value)})" for place, value in self._stateful() if not _is_stateful(value)]:
             raise StateEncodingError(
                 f"no state_dict() and load_state_dict(), by which a checkpoint holds it: {listed(faults)}. Give an "
@@ -95,30 +133,34 @@ class RunState:
                 "StatefulDataLoader",
                 faults[0],
             )
-        scalers = [s for o in self.optimizers if isinstance(s := getattr(o, "scaler", None), GradScaler)]
-        scalers = [scaler for scaler in scalers if scaler.is_enabled()]
-        if "states" not in self.left_out and any(s not in list(self.states.values()) for s in scalers):
-            raise LoadMismatchError(
-                "an optimizer scales gradients by a GradScaler that would not be saved: pass it, "
-                'states={"scaler": accelerator.scaler}'
-            )
+        if self.trained is not None and "states" not in left_out:
+            self.trained.check_scalers(self.states.values())
+        schedulers = [Schedulers(self._lr_schedulers, self.trained, own_settings)] if self._lr_schedulers else []
+        positions = [DataPosition(self._dataloader, rank, world_size)] if self._dataloader is not None else []
+        self.items: list[Item] = [
+            *filter(None, (self.extra, self.trained)),
+            *schedulers,
+            *(UserState(name, state) for name, state in self.states.items()),
+            *positions,
+            *([] if "rng" in left_out else [Generators()]),
+        ]
 
     def _stateful(self) -> Iterator[tuple[str, Any]]:
         """Yield (place, object) of everything beside optimizers that is asked for its state."""
-        yield from ((f"lr_schedulers[{i}]", scheduler) for i, scheduler in enumerate(self.lr_schedulers))
+        yield from ((f"lr_schedulers[{i}]", scheduler) for i, scheduler in enumerate(self._lr_schedulers))
         yield from ((f"states[{name!r}]", state) for name, state in self.states.items())
-        if self.dataloader is not None:
-            yield "dataloader", self.dataloader
+        if self._dataloader is not None:
+            yield "dataloader", self._dataloader
 
     @property
-    def optimizer(self) -> OptimizerState | None:
-        """Return the optimizers' state by the current names of parameters, because a model may replace parameters."""
-        return OptimizerState(self.optimizers, self.model.parameter_names()) if self.optimizers else None
+    def kinds(self) -> Sequence[type[Item]]:
+        """Return the classes of items that state files may have values of."""
+        return [*dict.fromkeys((*_KINDS, *map(type, self.items)))]
 
     @property
     def data_rank(self) -> DataRank:
         """Return the share of the data that this process reads."""
-        return DataRank.of(self.dataloader, self.rank, self.world_size)
+        return DataRank.of(self._dataloader, self._rank, self._world_size)
 
     @functools.cached_property
     def layout(self) -> str:
@@ -126,55 +168,39 @@ class RunState:
         names = self.model.parameter_names()
         sharded: StateDict = {fqn: value for value, fqn in names.items() if isinstance(value, DTensor)}
         data = self.data_rank
-        facts = [self.world_size, self.rank, data.rank, data.size, sorted(names.values()), describe(sharded)]
+        facts = [self._world_size, self._rank, data.rank, data.size, sorted(names.values()), describe(sharded)]
         return xxhash.xxh3_128_hexdigest(json.dumps(facts).encode())
 
     @functools.cached_property
-    def has_extra_state(self) -> bool:
-        """Return whether modules have extra state that is saved."""
-        return "model" not in self.left_out and bool(self.model.extra_state_names())
+    def counters(self) -> list[Item]:
+        """Return the items that any code of a step may change, as small as a step can copy: all but what is trained."""
+        has_extra = bool(self.model.extra_state_names())  # once: it walks all modules
+        return [item for item in self.items if not item.is_stepped and (item is not self.extra or has_extra)]
 
-    def components(self) -> list[str]:
+    def components(self) -> tuple[str, ...]:
         """Return the components that this run saves."""
-        has = {
-            "optimizer": self.optimizers,
-            "lr_scheduler": self.lr_schedulers,
-            "dataloader": self.dataloader is not None,
-            "states": self.states,
-        }
-        return [name for name in COMPONENTS if has.get(name, True) and name not in self.left_out]
+        has = dict.fromkeys(item.component for item in self.items)
+        return (*(name for name in _ORDER if name in has), *(name for name in has if name not in _ORDER))
 
     @gc_paused()
     def rehearse(self, allow: Collection[str] = ()) -> None:
         """Check before the first step that the model has memory, and that all other state can be saved and resumed.
 
-        A state that is iterated, such as a dataloader, is not asked, because its answer may begin an epoch. `allow`:
-        full names of optimizers that may lose what they keep in attributes.
-
+        `allow`: full names of optimizers that may lose what they keep in attributes.
         Raises: StateEncodingError listing every one that cannot.
         """
-        if "model" not in self.left_out:
+        if self.extra is not None:
             require_memory(self.model.memory())
-        faults = rehearse(self.optimizers, self.model.parts, allow, self.watch)
-        if not faults and (optimizer := self.optimizer) is not None:
-            faults = typed_json.problems_of(optimizer.split()[1], "optimizer")
-        for i, scheduler in enumerate(self.lr_schedulers):
-            try:
-                typed_json.encode(scheduler.state_dict(), f"lr_scheduler[{i}]")
-            except StateEncodingError as error:
-                faults.append(f"{class_name(scheduler)}: {error}")
         with generators_kept():
-            for name, state in self.states.items():
-                if isinstance(state, nn.Module) or not hasattr(type(state), "__iter__"):
-                    faults += _faults_of_state(name, state)
+            faults = [fault for item in self.items for fault in item.faults(allow)]
         if faults:
             raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
 
     @gc_paused()
     def watch_modules(self, allow: Collection[str] = ()) -> None:
         """Watch, after a load, what the model's own modules keep beside its state."""
-        if "model" not in self.left_out:
-            live = [*self.optimizers, *self.lr_schedulers, *self.states.values(), self.dataloader]
+        if self.extra is not None:
+            live = [*self.optimizers, *self._lr_schedulers, *self.states.values(), self._dataloader]
             watch_modules(self.model.parts, allow, self.watch, live)
 
     def check_stepped(self, step: int) -> None:
@@ -183,50 +209,33 @@ class RunState:
         Raises: StateEncodingError; SaveError.
         """
         self.watch.refuse(step)
-        if (optimizer := self.optimizer) is not None:
-            typed_json.encode(optimizer.split()[1], "optimizer")
+        for item in self.items:
+            if item.is_stepped:
+                typed_json.encode(item.value({}), item.key)
 
-    def optimizer_bytes(self) -> int:
-        """Estimate this rank's bytes of optimizer state: two float32 moments for parameters not yet stepped."""
-        total = 0
-        for optimizer in self.optimizers:
-            total += sum(_local_bytes(state) for state in optimizer.state.values())
-            for group in optimizer.param_groups:
-                fresh = [p for p in group["params"] if p not in optimizer.state]
-                total += sum(8 * block.data.numel() for p in fresh for block in blocks_of(p))
-        return total
+    def _restored(self, stored: Stored) -> list[Item]:
+        return [item for item in self.items if item.component not in stored.exclude]
 
-    def check(
-        self, run: dict[str, Any], rank: RankState, exclude: frozenset[str], values: Collection[str] = ()
-    ) -> None:
+    def check(self, stored: Stored) -> None:
         """Check that every component of this run can be restored; change nothing.
 
-        `values`: names of the values beside tensors that the model's own state_dict() returns.
         Raises: LoadMismatchError listing the components that the checkpoint lacks or that cannot be carried over.
         """
-        optimizer = self.optimizer
-        restorers = self._restorers(optimizer, run, rank, {}, exclude)
-        lacking = [name for name, restore in restorers.items() if restore is None and name not in exclude]
+        lacking: dict[str, list[str]] = {}
+        for item in self._restored(stored):
+            if item.is_required and not item.is_in(stored):
+                lacking.setdefault(item.component, []).append(item.key.removeprefix(f"{item.component}."))
         if lacking:
-            absent_states = [repr(name) for name in self.states if name not in run.get("states", {})]
-            names = [f"states ({listed(absent_states, ', ', ' ')})" if name == "states" else name for name in lacking]
+            names = [f"{n} ({listed([*map(repr, of)], ', ', ' ')})" if of != [n] else n for n, of in lacking.items()]
             raise LoadMismatchError(
                 f"the checkpoint has no state for: {', '.join(names)}. It was saved by a run without them, or by "
-                f"another number of ranks; to start afresh with them: checkpoint.resume.exclude = {json.dumps(lacking)}"
+                "another number of ranks; to start afresh with them: checkpoint.resume.exclude = "
+                f"{json.dumps([*lacking])}"
             )
-        if optimizer is not None and "optimizer" not in exclude:
-            optimizer.match(run["optimizer"])
-        wanted = [*self.model.extra_state_names(), *values]
-        absent = [name for name in wanted if name not in run.get("model", {})]
-        if absent and "model" not in exclude:
-            raise LoadMismatchError(
-                f"the checkpoint lacks the extra state of {counted(len(absent), 'module')}: "
-                f"{listed(absent, ', ', ' ')}. Was it saved from a different model?"
-            )
+        for item in self._restored(stored):
+            item.check(stored)
 
-    def destinations(
-        self, available: Mapping[str, TensorInfo], run: dict[str, Any], exclude: frozenset[str]
-    ) -> tuple[StateDict, list[str]]:
+    def destinations(self, stored: Stored, available: Mapping[str, TensorInfo]) -> tuple[StateDict, list[str]]:
         """Return a tensor to fill for every stored one that is not the model's; nothing is attached yet.
 
         Also return the keys of optimizer state that belongs to no parameter of this rank, perhaps to a pipeline stage.
@@ -234,22 +243,12 @@ class RunState:
         """
         out: StateDict = {}
         strangers: list[str] = []
-        if "optimizer" not in exclude:
-            stored = {k: v for k, v in available.items() if k.startswith(OPTIMIZER)}
-            optimizer = self.optimizer
-            groups = run.get("optimizer", [])
-            out, strangers = ({}, list(stored)) if optimizer is None else optimizer.destinations(stored, groups)
-        if "states" not in exclude:
-            for name, state in self.states.items():
-                wanted = list(names_of(run.get("states", {}).get(name)))
-                if lost := [key for key in wanted if key not in available]:
-                    raise CorruptCheckpointError(
-                        f"state {name!r}: its tensors {listed(lost, ', ', ' ')} are not stored"
-                    )
-                live: StateDict = {}
-                if wanted:
-                    taken_state(name, state, live)
-                out |= {key: _room_for(available[key], live.get(key)) for key in wanted}
+        if self.trained is None and "optimizer" not in stored.exclude:
+            strangers += [key for key in available if key.startswith(OPTIMIZER)]
+        for item in self._restored(stored):
+            rooms, without_room = item.destinations(stored, available)
+            out |= rooms
+            strangers += without_room
         return out, strangers
 
     def may_be_live(self, destinations: Collection[str]) -> set[str]:
@@ -258,156 +257,18 @@ class RunState:
         return {name for name in destinations if holds and name.startswith(OPTIMIZER)}
 
     @gc_paused()
-    def apply(self, run: dict[str, Any], rank: RankState, tensors: StateDict, exclude: frozenset[str]) -> list[str]:
+    def apply(self, stored: Stored, tensors: StateDict) -> list[str]:
         """Give all state that was read to its owners, after `check`; random generators last.
 
         Return the warnings of this rank; those of other ranks may be the same or different.
         """
-        if "model" not in exclude:
-            self.model.load_extra_state(run.get("model", {}))
-        if self.rank == 0:
-            self._log_replaced_settings(run, exclude)
-        optimizer = self.optimizer
-        for name, restore in self._restorers(optimizer, run, rank, tensors, exclude).items():
-            if name not in exclude:
-                assert restore is not None, "check() comes first"
-                restore()
-        return optimizer.replaced_classes(run["optimizer"]) if optimizer and "optimizer" not in exclude else []
-
-    def _log_replaced_settings(self, run: dict[str, Any], exclude: frozenset[str]) -> None:
-        """Say which settings of this run's objects those of the checkpoint replace, and how to keep this run's."""
-        states = [scheduler.state_dict() for scheduler in self.lr_schedulers]
-        own = self.own_settings(run.get("states", {}))
-        lines = []
-        if self.lr_schedulers and "lr_scheduler" not in exclude:
-            stored = _one_for_each(run.get("lr_scheduler", []), len(states))
-            lines = schedules.replaced_settings(self.lr_schedulers, stored, own)
-        if (optimizer := self.optimizer) is not None and "optimizer" not in exclude:
-            of_groups = optimizer.replaced_arguments(run["optimizer"], schedules.changed_settings(states) | own)
-            self._log_replaced("optimizer", of_groups)
-            if self.lr_schedulers and "lr_scheduler" not in exclude:
-                lines += optimizer.replaced_settings(run["optimizer"], schedules.kept_in_groups(states))
-        self._log_replaced("lr_scheduler", list(dict.fromkeys(lines)))
-
-    def _log_replaced(self, name: str, lines: list[str]) -> None:
-        if lines:
-            title = name.replace("_", " ")
-            logger.warning(
-                "the %s goes on with the checkpoint's %s; with checkpoint.resume.exclude = [%s] it starts afresh with "
-                "this run's", title, listed(lines), json.dumps(name)
-            )  # fmt: skip
-
-    def _restorers(
-        self,
-        optimizer: OptimizerState | None,
-        run: dict[str, Any],
-        rank: RankState,
-        tensors: StateDict,
-        exclude: frozenset[str],
-    ) -> dict[str, Callable[[], None] | None]:
-        """Return for each component of this run a function that restores it, or None if the checkpoint lacks it."""
-        out: dict[str, Callable[[], None] | None] = {}
-        if optimizer is not None:
-            own = {k: v for k, v in tensors.items() if k.startswith(OPTIMIZER)}
-            # a schedule of torch that starts afresh does so from this run's rate
-            states = [scheduler.state_dict() for scheduler in self.lr_schedulers]
-            afresh = "lr_scheduler" in exclude and any(type(state) is dict and "_last_lr" in state for state in states)
-            kept = schedules.changed_settings(states) | schedules.GROUP_SETTINGS if afresh else frozenset()
-            kept |= schedules.with_rate_of_start(self.own_settings(run.get("states", {})))
-            out["optimizer"] = (lambda: optimizer.apply(own, run["optimizer"], kept)) if "optimizer" in run else None
-        if self.lr_schedulers:
-            of_schedulers = _one_for_each(run.get("lr_scheduler", []), len(self.lr_schedulers))
-            out["lr_scheduler"] = partial(self._load_schedulers, of_schedulers) if of_schedulers else None
-        if self.states:
-            stored = run.get("states", {})
-            complete = set(self.states) <= set(stored)
-            out["states"] = partial(self._load_states, stored, tensors) if complete else None
-        if self.dataloader is not None and "dataloader" not in exclude:
-            positions = rank.positions
-            out["dataloader"] = restorer(self.dataloader, self.data_rank, positions) if positions else None
-        out["rng"] = partial(self.rng.load_state_dict, rank.rng) if rank.rng else partial(self._reseed, run["step"])
-        return out
-
-    def _load_schedulers(self, stored: list[dict[str, Any]]) -> None:
-        for scheduler, state in zip(self.lr_schedulers, stored, strict=True):
-            try:
-                scheduler.load_state_dict(state)
-            except Exception as error:
-                raise LoadMismatchError(
-                    f"{type(scheduler).__qualname__}.load_state_dict() does not take the state that was stored: "
-                    f"{type(error).__name__}: {error}. Build the scheduler as in the run that saved, or start it "
-                    'afresh: checkpoint.resume.exclude = ["lr_scheduler"]'
-                ) from error
-
-    def _load_states(self, stored: dict[str, Any], tensors: StateDict) -> None:
-        for name, state in self.states.items():
-            state.load_state_dict(give_tensors(stored[name], tensors))
-
-    def _reseed(self, step: int) -> None:
-        """Seed the generators from this rank's own seed and the step, when the layout of ranks has changed.
-
-        So ranks that were seeded alike at the start of the process stay alike, and others stay different.
-        """
-        seed = (torch.initial_seed() + 0x9E3779B97F4A7C15 * (step + 1)) % 2**63
-        logger.warning(
-            "random generators: the checkpoint was saved by another layout of ranks, so their states mean nothing "
-            "here; reseeded with %d, from this rank's seed and step %d",
-            seed,
-            step,
-        )
-        self.rng.reseed(seed)
-
-
-def taken_state(name: str, state: Stateful, into: StateDict) -> Any:
-    """Return a user state with its tensors moved to `into`, as `take_tensors` does.
-
-    Raises: StateEncodingError for tensors that would come back as something else.
-    """
-    value = state.state_dict()
-    if faults := [f"{path}: {fault}" for path, fault in unlike_plain(value, f"{STATES}{name}")]:
-        raise StateEncodingError(f"{listed(faults)}. Return plain, dense tensors: .detach().clone()", faults[0])
-    return take_tensors(value, f"{STATES}{name}", into)
-
-
-def _faults_of_state(name: str, state: Stateful) -> list[str]:
-    """Return why a user state cannot be saved, as far as it returns one before the first step."""
-    try:
-        typed_json.encode(taken_state(name, state, {}), f"{STATES}{name}")
-    except StateEncodingError as error:
-        return [str(error)]
-    except Exception as error:  # it may have no state yet; the first save asks again
-        logger.debug("states[%r] returns no state before the first step: %s", name, error)
-    return []
+        restored = self._restored(stored)
+        warnings = [line for item in restored for line in item.warnings(stored)]
+        for item in restored:
+            item.restore(stored, tensors)
+        return warnings
 
 
 def _is_stateful(value: Any) -> bool:
     methods = (getattr(value, method, None) for method in ("state_dict", "load_state_dict"))
     return not isinstance(value, type) and all(map(callable, methods))
-
-
-def _one_for_each(stored: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
-    """Return a state for each of `count` schedulers; of a different number stored, copies if all are equal, or nothing.
-
-    Another layout of ranks may have more or fewer of the same schedulers.
-    """
-    if len(stored) == count:
-        return stored
-    alike = len({typed_json.dumps(state) for state in stored}) == 1
-    return [copy.deepcopy(stored[0]) for _ in range(count)] if alike else []
-
-
-def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:
-    """Return a new tensor for stored state, sharded like the live one."""
-    if isinstance(live, DTensor) and tuple(live.shape) == info.shape:
-        return torch.empty_like(live, dtype=info.dtype)
-    return torch.empty(info.shape, dtype=info.dtype)
-
-
-def _local_bytes(value: Any, depth: int = 0) -> int:
-    """Return the bytes that this rank holds of the tensors in nested state."""
-    if isinstance(value, torch.Tensor):
-        return local_tensor(value).nbytes
-    if depth == MAX_DEPTH:
-        return 0
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return sum(_local_bytes(item, depth + 1) for item in items)

@@ -1,7 +1,7 @@
-"""The settings of learning-rate schedules, as their states and the optimizer's groups hold them.
+"""Settings that a resume replaces: those of schedules, in their states and in an optimizer's groups, and of groups.
 
-A schedule that is resumed goes on with the settings of its checkpoint. This module finds those that replace other ones.
-Owns the names that torch's schedulers give to their settings. Restores nothing.
+An object that is resumed goes on with the settings of its checkpoint; this module says which of this run's they
+replace. Owns the names that torch's schedulers give to their settings. Restores nothing.
 """
 
 from __future__ import annotations
@@ -9,12 +9,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from titan_ckpt.errors import listed
 
 _MOMENTA = frozenset({"momentum", "betas"})
 _IN_GROUPS = frozenset({"max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"})
@@ -59,6 +61,27 @@ def with_rate_of_start(settings: frozenset[str]) -> frozenset[str]:
     return settings | {"initial_lr"} if "lr" in settings else settings
 
 
+def goes_on(component: str, lines: Sequence[str]) -> list[str]:
+    """Return the warning that a component goes on with stored settings in the place of this run's, and how it does not.
+
+    `lines`: of `differences`; without any there is no warning.
+    """
+    settings = f"the {component.replace('_', ' ')} goes on with the checkpoint's {listed(lines)}"
+    how = f'with checkpoint.resume.exclude = ["{component}"] it starts afresh with this run\'s'
+    return [f"{settings}; {how}"] if lines else []
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]) -> Iterator[str]:
+    """Yield a line for each of these settings that both have and whose value has changed."""
+    for name in (name for name in now if name in names and name in before):
+        values = before[name], now[name]
+        if name in _OF_GROUPS and not all(isinstance(value, list | tuple) for value in values):
+            continue  # not as torch has it
+        old, new = (_shown(name, value) for value in values)
+        if repr(old) != repr(new):
+            yield f"{_STATE_LABELS.get(name, name)} = {old} and not {new}"
+
+
 def replaced_settings(schedulers: Sequence[Any], stored: Sequence[Any], own: frozenset[str] = frozenset()) -> list[str]:
     """Return a line for each setting of a schedule that the stored state of the schedule replaces by another value.
 
@@ -81,10 +104,7 @@ def _replaced(scheduler: Any, before: Any, now: Any) -> Iterator[str]:
         parts = getattr(scheduler, "_schedulers", None) or repeat(None)
         for part, old, new in zip(parts, before["_schedulers"], now["_schedulers"], strict=False):
             yield from _replaced(part, old, new)
-    for name in _setting_names(scheduler, now):
-        of_both = [_shown(name, state[name]) for state in (before, now) if name in state]
-        if len(of_both) == 2 and all(of_both) and of_both[0] != of_both[1]:
-            yield f"{_STATE_LABELS.get(name, name)} = {of_both[0]} and not {of_both[1]}"
+    yield from differences(before, now, _setting_names(scheduler, now))
     if isinstance(scheduler, ReduceLROnPlateau):
         yield from _rates_of_plateau(before, now)
 
@@ -100,27 +120,24 @@ def _has_phases(state: Any) -> bool:
     return type(state) is dict and "_schedule_phases" in state
 
 
-def _setting_names(scheduler: Any, state: Mapping[str, Any]) -> list[str]:
+def _setting_names(scheduler: Any, state: Mapping[str, Any]) -> set[str]:
     names = {"base_lrs"}
     if isinstance(scheduler, LRScheduler):
         names |= _STATE_LABELS.keys() | inspect.signature(type(scheduler)).parameters.keys()
-    names -= {"last_epoch", *(["base_lrs"] if _has_phases(state) else [])}
-    return [name for name in state if name in names]
+    return names - {"last_epoch", *(["base_lrs"] if _has_phases(state) else [])}
 
 
-def _shown(name: str, value: Any) -> str:
-    """Return a setting as a log line shows it; "" for a value that torch would not have there."""
+def _shown(name: str, value: Any) -> Any:
+    """Return a setting as a log line shows it."""
     if name == "_schedule_phases":
-        value = [phase.get("end_step") for phase in value if type(phase) is dict]
-    if isinstance(value, Counter):
-        value = sorted(value.elements())
+        return [phase.get("end_step") for phase in value if type(phase) is dict]
     if name in _OF_GROUPS:
-        return ", ".join(dict.fromkeys(map(_shown_number, value))) if isinstance(value, list | tuple) else ""
-    return _shown_number(value)
+        return ", ".join(dict.fromkeys(str(_number(each)) for each in value))
+    return sorted(value.elements()) if isinstance(value, Counter) else _number(value)
 
 
-def _shown_number(value: Any) -> str:
-    return str(value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value)
+def _number(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
 
 
 def _rates_of_plateau(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

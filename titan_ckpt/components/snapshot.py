@@ -6,7 +6,7 @@ Owns which tensors a step has and which of them a save must copy at once. run_st
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.components.files import STATES
 from titan_ckpt.components.gradients import Unused
-from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
+from titan_ckpt.components.items.item import Item
 from titan_ckpt.components.optimizer_content import innermost
-from titan_ckpt.components.run_state import RunState, taken_state
+from titan_ckpt.components.run_state import RunState
 from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.types import StateDict
@@ -29,6 +28,10 @@ from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.wrapper import ModelState, require_memory
 
 _COPIED_BYTES = 1 << 20
+DATA_RANK = "data_parallel"
+"""Key of a rank's share of the data, beside the values of share items."""
+LAYOUT = "layout"
+"""Key of a digest of the facts that decide what the values of rank items mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +40,12 @@ class Snapshot:
 
     tensors: StateDict
     run: dict[str, Any]
-    """Once per checkpoint: step, hyperparameters, schedulers, states."""
+    """Once per checkpoint: the step, and the values of run items by their keys."""
     rank: dict[str, Any]
-    """Per rank: random generators, dataloader position."""
+    """Per rank: its layout, its share of the data, and the values of rank and share items by their keys."""
     components: tuple[str, ...] = ()
+    merge: Mapping[str, Callable[[Sequence[Any]], Any]] = field(default_factory=dict)
+    """Keys of the items whose values are merged over the ranks, and how."""
     volatile: frozenset[str] = frozenset()
     """Tensors that a forward pass may change: buffers and user states. Only an optimizer changes the others."""
     made: frozenset[str] = frozenset()
@@ -52,11 +57,6 @@ class Snapshot:
     def buffers(self) -> frozenset[str]:
         """Return the names of the model's buffers."""
         return frozenset(name for name in self.volatile if name.startswith(MODEL))
-
-    def renamed(self, names: Mapping[str, str]) -> Snapshot:
-        """Return the snapshot with some tensors under other names."""
-        tensors = {names.get(name, name): value for name, value in self.tensors.items()}
-        return replace(self, tensors=tensors, volatile=frozenset(names.get(name, name) for name in self.volatile))
 
     def frozen_tensors(self) -> StateDict:
         """Return the tensors with copies of the volatile ones; the others do not change until an optimizer steps."""
@@ -81,45 +81,52 @@ class Mark:
     """Gradients that no step of an optimizer had used."""
 
 
-def take_snapshot(run_state: RunState, step: int, model: ModelState, *, model_only: bool = False) -> Snapshot:
+def take_snapshot(run_state: RunState, step: int, model: ModelState, items: Sequence[Item] | None = None) -> Snapshot:
     """Return the run at `step`. Tensors alias live memory; everything else has the values of this moment.
 
-    `model_only`: the model and its extra state, nothing else.
+    `items`: what of the training state it has; by default all of it.
     Raises: StateEncodingError for tensors that hold no values.
     """
     require_memory(model.tensors)
     tensors: StateDict = _named(model)
-    run: dict[str, Any] = {"step": step}
-    if "model" not in run_state.left_out and (extra := run_state.model.extra_state() | model.values):
+    run, rank = _values(run_state, run_state.items if items is None else items, tensors)
+    if extra := run.pop("model", {}) | model.values:
         run["model"] = extra
-    if model_only:
-        rank, components = {"layout": run_state.layout}, ["model"]
-    else:
-        if (optimizer := run_state.optimizer) is not None:
-            optimizer_tensors, run["optimizer"] = optimizer.split()
-            tensors |= optimizer_tensors
-        counters = _counters(run_state)
-        run |= counters.run
-        tensors |= counters.tensors
-        rank, components = counters.rank, run_state.components()
+    components = run_state.components() if items is None else tuple(item.component for item in items)
+    merge = {kind.component: kind.merge for kind in run_state.kinds if kind.is_merged}
     volatile = _volatile(tensors, run_state, model)
     made = frozenset(MODEL + fqn for fqn in model.made)
     watched = Watched({name: value for name, value in tensors.items() if name not in volatile})
-    return Snapshot(tensors, run, rank, tuple(components), volatile, made, watched)
+    return Snapshot(tensors, {"step": step} | run, rank, components, merge, volatile, made, watched)
 
 
 def large_tensors(run_state: RunState, model: ModelState) -> Snapshot:
     """Return the tensors of the model and the optimizers, as `take_snapshot` does; asks nothing else of the run."""
-    optimizer = run_state.optimizer
-    tensors = _named(model) | (optimizer.split()[0] if optimizer is not None else {})
+    tensors = _named(model)
+    _values(run_state, _stepped(run_state), tensors)
     return Snapshot(tensors, {}, {}, volatile=_volatile(tensors, run_state, model))
+
+
+def _values(run_state: RunState, items: Sequence[Item], tensors: StateDict) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of items that a run stores once, and those of each rank; move their tensors to `tensors`."""
+    values = {item.key: item.value(tensors) for item in items}
+    own: dict[str, Any] = {LAYOUT: run_state.layout}
+    if any(item.scope == "share" for item in items):
+        own[DATA_RANK] = [run_state.data_rank.rank, run_state.data_rank.size]
+    own |= {item.key: values.pop(item.key) for item in items if item.scope != "run"}
+    return values, own
+
+
+def _stepped(run_state: RunState) -> list[Item]:
+    return [item for item in run_state.items if item.is_stepped]
 
 
 def _volatile(tensors: Collection[str], run_state: RunState, model: ModelState) -> frozenset[str]:
     """Return the tensors that belong to no optimizer and are no parameters."""
     parameters = {MODEL + fqn for fqn in run_state.model.parameter_names().values()}
     parameters |= {MODEL + fqn for fqn in model.made_of_parameters()}
-    return frozenset(n for n in tensors if not n.startswith(OPTIMIZER) and not _is_in(n, parameters))
+    stepped = tuple(f"{item.key}." for item in _stepped(run_state))
+    return frozenset(n for n in tensors if not n.startswith(stepped) and not _is_in(n, parameters))
 
 
 def take_mark(run_state: RunState, step: int, unused: Unused) -> Mark:
@@ -127,12 +134,12 @@ def take_mark(run_state: RunState, step: int, unused: Unused) -> Mark:
 
     Cheap: it copies generators, counters, buffers and small state, and takes the version counters of large state.
     """
-    counters = _counters(run_state)
-    run = counters.run | ({"model": run_state.model.extra_state()} if run_state.has_extra_state else {})
+    volatile: StateDict = {}
+    run, rank = _values(run_state, run_state.counters, volatile)
     # State dicts may alias live state; generator states are copies already, and large.
-    rank = {name: value if name == "rng" else copy.deepcopy(value) for name, value in counters.rank.items()}
+    rank = {name: value if name == "rng" else copy.deepcopy(value) for name, value in rank.items()}
     marked = Snapshot({}, copy.deepcopy(run), rank)
-    volatile = counters.tensors | {MODEL + fqn: value for fqn, value in run_state.model.buffers().items()}
+    volatile |= {MODEL + fqn: value for fqn, value in run_state.model.buffers().items()}
     large = {}
     for name, value in volatile.items():
         if value.nbytes <= _COPIED_BYTES or value.is_inference():
@@ -184,7 +191,9 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
 
     Raises: SaveError for large state that has changed since.
     """
-    now = take_snapshot(run_state, mark.step, model)
+    now = take_snapshot(
+        run_state, mark.step, model, [item for item in run_state.items if item.is_stepped or item is run_state.extra]
+    )
     hidden = {MODEL + fqn: value for own in model.own for fqn, value in own.hidden.items()}
     changed = [n for n, (value, version) in mark.large.items() if value._version != version]  # noqa: SLF001
     changed += [n for n, (value, _) in mark.large.items() if hidden.get(n, value) is not value]
@@ -200,31 +209,18 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
         raise SaveError(f"step {mark.step} can no longer be saved: {listed(changed, ', ', ' ')} changed after its end")
     marked = mark.counters.tensors | {name: value for name, (value, _) in mark.large.items()}
     stored = now.tensors.keys() - now.made
-    tensors = {name: value for name, value in now.tensors.items() if not name.startswith(STATES)}
-    tensors |= {name: value for name, value in marked.items() if name in stored or name.startswith(STATES)}
+    of_run = {name: value for name, value in marked.items() if name in stored or not name.startswith(MODEL)}
     run = now.run | mark.counters.run
-    if "model" in now.run:
-        run["model"] = now.run["model"] | mark.counters.run.get("model", {})
-    volatile = now.volatile | (marked.keys() & tensors.keys())
-    return Snapshot(tensors, run, mark.counters.rank, now.components, volatile, now.made, now.watched)
-
-
-def _counters(run_state: RunState) -> Snapshot:
-    """Return state besides weights and optimizer state; generators last, because the others may use them."""
-    run: dict[str, Any] = {}
-    rank: dict[str, Any] = {}
-    tensors: StateDict = {}
-    if run_state.lr_schedulers:
-        run["lr_scheduler"] = [s.state_dict() for s in run_state.lr_schedulers]
-    if run_state.dataloader is not None:
-        rank["data_parallel"] = [run_state.data_rank.rank, run_state.data_rank.size]
-        rank["dataloader"] = run_state.dataloader.state_dict()
-    if run_state.states:
-        run["states"] = {name: taken_state(name, state, tensors) for name, state in run_state.states.items()}
-    rank["layout"] = run_state.layout
-    if "rng" not in run_state.left_out:
-        rank["rng"] = run_state.rng.state_dict()
-    return Snapshot(tensors, run, rank)
+    if extra := now.run.get("model", {}) | mark.counters.run.get("model", {}):
+        run["model"] = extra
+    return replace(
+        now,
+        tensors=now.tensors | of_run,
+        run=run,
+        rank=mark.counters.rank,
+        components=run_state.components(),
+        volatile=now.volatile | of_run.keys(),
+    )
 
 
 def _named(model: ModelState) -> StateDict:

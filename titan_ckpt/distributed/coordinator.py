@@ -28,6 +28,7 @@ from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import PeerError, listed
 
 _Value = TypeVar("_Value")
+_Facts = TypeVar("_Facts")
 Store = Any
 """A torch.distributed Store; its stubs lack `clone`."""
 
@@ -170,19 +171,25 @@ class Coordinator:
         An interrupt (KeyboardInterrupt, SystemExit) is an error too: the other ranks wait for an answer.
         Raises: as `gather`.
         """
-        made: list[_Value] = []
-        self.gather_results(tag, lambda: made.append(act()))
-        return made[0]
+        return self.exchange(tag, lambda: (act(), None))[0]
 
     def gather_results(self, tag: str, act: Callable[[], _Value]) -> list[_Value]:
         """Call `act` on every rank, and return the values of all ranks as JSON. Collective. Raises: as `gather`."""
+        return self.exchange(tag, lambda: (None, act()))[1]
+
+    def exchange(self, tag: str, act: Callable[[], tuple[_Value, _Facts]]) -> tuple[_Value, list[_Facts]]:
+        """Call `act` on every rank, which returns a value and facts about it for the other ranks.
+
+        Return this rank's value and the facts of all ranks as JSON. Collective. Raises: as `gather`.
+        """
         value: Any = None
+        facts: Any = None
         error: BaseException | None = None
         try:
-            value = act()
+            value, facts = act()
         except BaseException as caught:
             error = caught
-        return cast("list[_Value]", self.gather(tag, value, error))
+        return value, cast("list[_Facts]", self.gather(tag, facts, error))
 
     def anywhere(self, tag: str, act: Callable[[], object]) -> bool:
         """Call `act` on every rank, and return whether its value is true on any. Collective. Raises: as `gather`."""
@@ -200,16 +207,23 @@ class Coordinator:
         each value posts it. So long lists that are mostly equal cost little. Lower ranks come first. A value that all
         its holders have in common is returned on these alone. Collective. Raises: as `gather`.
         """
-        own: dict[str, Any] = {}
+        return self.exchange_distinct(tag, lambda: (None, act()))[1]
 
-        def digests() -> dict[str, str]:
-            own.update(act())
+    def exchange_distinct(
+        self, tag: str, act: Callable[[], tuple[_Value, Mapping[str, Any]]]
+    ) -> tuple[_Value, dict[str, dict[tuple[int, ...], Any]]]:
+        """Do as `gather_distinct` for an `act` that also returns a value, which is returned on this rank alone."""
+
+        def digests() -> tuple[tuple[_Value, Mapping[str, Any]], dict[str, str]]:
+            value, own = act()
             if self.world_size == 1:
-                return dict.fromkeys(own, "")
-            return {name: xxhash.xxh3_128_hexdigest(json.dumps(value).encode()) for name, value in own.items()}
+                return (value, own), dict.fromkeys(own, "")
+            of_each = {name: xxhash.xxh3_128_hexdigest(json.dumps(each).encode()) for name, each in own.items()}
+            return (value, own), of_each
 
+        (value, own), of_ranks = self.exchange(f"{tag}/digests", digests)
         holders: dict[str, dict[str, list[int]]] = {}
-        for rank, of_rank in enumerate(self.gather_results(f"{tag}/digests", digests)):
+        for rank, of_rank in enumerate(of_ranks):
             for name, digest in of_rank.items():
                 holders.setdefault(name, {}).setdefault(digest, []).append(rank)
         differing = {name for name, by_digest in holders.items() if len(by_digest) > 1}
@@ -217,13 +231,14 @@ class Coordinator:
         if differing:
             speaks = {name for name in differing if any(ranks[0] == self.rank for ranks in holders[name].values())}
             posted = cast("list[dict[str, Any]]", self.gather(tag, {name: own[name] for name in speaks}))
-        return {
+        distinct = {
             name: {
                 tuple(ranks): posted[ranks[0]][name] if name in differing else own[name] for ranks in by_digest.values()
             }
             for name, by_digest in holders.items()
             if name in differing or name in own
         }
+        return value, distinct
 
     def barrier(self, tag: str, error: BaseException | None = None, timeout_seconds: float | None = None) -> None:
         """Wait until every rank has called. Raises: as `gather`."""

@@ -15,13 +15,13 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.components.flat_state import flat_tensors, flat_values, state_digests
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ExportError, listed
+from titan_ckpt.exporting.torchtitan_state import flat_tensors, flat_values, state_digests
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import Base, HuggingFaceFormat
 from titan_ckpt.formats.huggingface.peft import PeftFormat
@@ -267,7 +267,7 @@ class Exporter:
         if config.format == "peft":
             return self.model.owned_state_dict()
         if config.training_state:
-            return self.model.state_dict("full") | flat_tensors(self._run)
+            return self.model.state_dict("full") | flat_tensors(self._run.items)
         with bounded(self.coordinator.timeout_seconds):  # a converter may ask the other ranks
             return self.model.state_dict("export")
 
@@ -278,9 +278,10 @@ class Exporter:
             writer = self.huggingface(config, tensors)
         elif config.format == "dcp":
             tensors = self._dcp_names(config, tensors)
-            values = flat_values(self._run, self.model.state("full").values) if config.training_state else {}
+            of_model = self.model.extra_state() | self.model.state("full").values if config.training_state else {}
+            values = flat_values(self._run.items, of_model) if config.training_state else {}
             dtype = None if config.dtype is None else getattr(torch, config.dtype)
-            digests = state_digests(self._run) if config.training_state else {}
+            digests = state_digests(self._run.items) if config.training_state else {}
             writer = DcpExport(cast_all(tensors, dtype), values, digests)
         else:
             hooks, dtype = self.model.hooks, _dtype(config, None)

@@ -67,9 +67,9 @@ class RunGuard:
         self._fault = fault
         self._last = manager.last_step
         self._config: StopConfig = manager.config.stop
-        self._line = self._last.line()
+        self._line = self._last.coordinator.background()
         self._board = NoticeBoard(
-            self._last.line(),
+            self._last.coordinator.background(),
             answer_seconds=self._answer_seconds,
             hang_seconds=self._config.hang_seconds,
             on_signal=self._signalled,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
-from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.components.items.data_position import DataRank
 from titan_ckpt.components.known.loaders import samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import begin_once, stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES

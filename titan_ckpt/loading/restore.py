@@ -1,22 +1,21 @@
 """Restoring a run: from its newest valid step, or from its initial sources, or from step 0 without either.
 
 Owns the order of a load, and what all ranks must agree on before its next part. plan.py decides which sources there
-are, sources.py and training_state.py read them.
+are, sources.py and origin.py read them.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 from titan_ckpt.components.files import RUN_STATE, rank_state_name
 from titan_ckpt.components.run_state import RunState
-from titan_ckpt.config import CheckpointConfig, Component, InitialLoadConfig
+from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
-from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import may_be_resumed, step_of
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.encoding import typed_json
@@ -25,30 +24,24 @@ from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
     CommitConflictError,
-    ConfigError,
     CorruptCheckpointError,
     LoadMismatchError,
     NotACheckpointError,
     counted,
     listed,
 )
-from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.native.layout import rank_file_name
 from titan_ckpt.formats.native.reader import NativeFill
-from titan_ckpt.formats.open import detect_format, locate, open_reader
+from titan_ckpt.formats.open import detect_format, locate
 from titan_ckpt.geometry.requests import Fill
-from titan_ckpt.loading import plan
-from titan_ckpt.loading.adapters import is_adapter
-from titan_ckpt.loading.dcp_state import has_training_state, open_dcp_state, step_of_folder
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
-from titan_ckpt.loading.half_loaded import HalfLoaded
-from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep
+from titan_ckpt.loading.origin import CommittedStep, Origin, ResumeState, TorchtitanFolder, describe
+from titan_ckpt.loading.plan import LoadPlan
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
-from titan_ckpt.loading.training_state import ResumeState
 from titan_ckpt.stores.bucket import open_source
 from titan_ckpt.stores.store import Place
-from titan_ckpt.types import Format, LoadReport
-from titan_ckpt.weights.identity import BASE_RECORD, check_base, check_converters, identify_base
+from titan_ckpt.types import LoadReport
+from titan_ckpt.weights.identity import BASE_RECORD, check_base, identify_base
 from titan_ckpt.weights.initialize import empty_tensors, initialise, mark_filled
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelState
@@ -87,7 +80,6 @@ class Restorer:
     _external_weights: ExternalWeights | None
     """The handler that fills the model; given if `config.components` leaves the model out."""
     _coordinator: Coordinator
-    _half_loaded: HalfLoaded
 
     def restore(self, step: int | None) -> Restored:
         """Resume `step`, or the newest valid one if it is None; without any, load the initial sources or start from 0.
@@ -108,14 +100,14 @@ class Restorer:
                 )
             logger.warning("%s: another process has changed the steps meanwhile; loading again", self._directory.root)
             restored = self._restore(step)
-        self._half_loaded.end()
+        self._run.half_loaded.end()
         return restored
 
     def _restore(self, step: int | None) -> Restored:
         resumed = self._resume_newest() if step is None else self._resume_by_number(step)
         if resumed is None and self._config.initial_load and self._config.initial_load[-1].training_state:
             resumed = self._resume_source(self._config.initial_load[-1])
-        return resumed or self._load_initial()
+        return resumed or self._load(Origin())
 
     def _resume_by_number(self, step: int) -> Restored:
         try:
@@ -179,17 +171,26 @@ class Restorer:
         """Return the steps of the folder, also those that torchtitan saved there, ascending."""
         return sorted({*self._directory.steps(), *self._directory.dcp_steps()})
 
-    def _load_initial(self) -> Restored:
-        load_plan = self._resolve(None)
-        with self._prepare(load_plan, resuming=False) as prepared:
-            self._read(load_plan, prepared)
+    def _load(self, origin: Origin) -> Restored:
+        """Load from an origin. Collective.
+
+        1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Give the owners their other state.
+        """
+        load_plan = self._agree(origin)
+        origin.check(self._run.model)
+        with self._prepare(load_plan) as prepared:
+            state = origin.open_state(load_plan, self._run, self._coordinator, prepared)
+            self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
-            if self._config.save is not None and not self._config.external:
+            if state is None and self._config.save is not None and not self._config.external:
                 self._prove(prepared)
-            base = self._identify_base(load_plan, prepared, None)
+            base = self._identify_base(load_plan, prepared, origin)
             kept = [*self._run.model.extra_state_names(), *prepared.state.values] if load_plan.sources else []
-        self._coordinator.together("load-end", self._half_loaded.check_replaced)
-        if kept:
+        if state is not None:
+            self._apply(state)
+        else:
+            self._coordinator.together("load-end", self._run.half_loaded.check_replaced)
+        if kept and state is None:
             logger.warning(
                 "initial load: a source gives tensors alone, so that the extra state of %s stays as the model "
                 "was built: %s. If the source's is needed, set it after load(), or resume the source with "
@@ -197,18 +198,30 @@ class Restorer:
                 counted(len(kept), "module"),
                 listed(kept, ", ", " "),
             )
-        return Restored(LoadResult(0, load_plan, report), base, None)
+        return Restored(LoadResult(origin.step, load_plan, report), base, origin.resumed_from)
 
     def _resume(self, step: int, as_listed: bool = False) -> Restored | None:
         """Resume one step. Return None for a step that holds weights only, from which no run can resume but a seed.
 
         `as_listed`: as in `CheckpointDirectory.committed`.
+        Raises: CommitConflictError for newer folders of torchtitan's, because saves of these steps would find them.
         """
+        origin: Origin
         if step in self._directory.dcp_steps():
-            return self._resume_in_place(step)
-        restored = self._resume_committed(self._directory, step, as_listed)
-        if restored is not None:
-            self._directory.resume_from(step)
+            path = self._directory.step_path(step)
+            if self._config.save is not None and (blocked := self._directory.blocked_after(step)):
+                raise CommitConflictError(
+                    f"{self._directory.root}: the run goes on from torchtitan's step {step}, and "
+                    f"{listed(blocked, ', ')} would be in the way of its saves: move it away"
+                )
+            source = InitialLoadConfig(str(path), cast=True)
+            origin = self._coordinator.together("dcp-look", lambda: TorchtitanFolder.look(path, source, step))
+        else:
+            origin = self._committed(self._directory, step, as_listed)
+        if not origin.is_whole:
+            return None
+        restored = self._load(origin)
+        self._directory.resume_from(step)
         return restored
 
     def _resume_source(self, source: InitialLoadConfig) -> Restored:
@@ -217,17 +230,22 @@ class Restorer:
         Raises: as CheckpointManager.load.
         """
 
-        def look() -> tuple[Place, Place, Format]:
+        def look() -> tuple[Place, Place, TorchtitanFolder | None]:
             path = open_source(source.path, self._config.store, source.revision)
             found = locate(path)
-            return path, found, source.format or detect_format(found)
-
-        path, found, format_ = self._coordinator.together("source-format", look)
-        if format_ != "native":
+            if (source.format or detect_format(found)) == "native":
+                return path, found, None
             self._require_alone(path, "whole run")
-            restored = self._resume_dcp(found, None, source)
-            assert restored is not None, "only a step in the run's own folder may hold weights alone"
-            return restored
+            return path, found, TorchtitanFolder.look(found, source)
+
+        path, found, folder = self._coordinator.together("source-format", look)
+        origin: Origin = self._committed_elsewhere(path, found) if folder is None else folder
+        if not origin.is_whole:
+            raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
+        return self._load(origin)
+
+    def _committed_elsewhere(self, path: Place, found: Place) -> CommittedStep:
+        """Return a step in the folder of another run. Collective."""
         if not may_be_resumed(found):
             raise NotACheckpointError(
                 f"{path} is a copy of a step's folder, of which a bucket gives the weights alone: leave training_state "
@@ -236,10 +254,16 @@ class Restorer:
         step = step_of(path.name)
         if step is None:
             raise NotACheckpointError(f"{path} is not named step-N, as a step is: give it its name back to resume it")
-        restored = self._resume_committed(CheckpointDirectory(path.parent, self._coordinator), step)
-        if restored is None:
-            raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
-        return restored
+        origin = self._committed(CheckpointDirectory(path.parent, self._coordinator), step)
+        if origin.is_whole and origin.manifest.kind != "adapter":
+            self._require_alone(origin.path, "whole model")
+        return origin
+
+    def _committed(self, directory: CheckpointDirectory, step: int, as_listed: bool = False) -> CommittedStep:
+        rank = self._coordinator.rank
+        files = (RUN_STATE, rank_state_name(rank), rank_file_name(rank), rank_file_name(0))
+        manifest, path = directory.committed(step, files, as_listed=as_listed)
+        return CommittedStep(path, manifest)
 
     def _require_alone(self, path: Place, what: str) -> None:
         if len(self._config.initial_load) > 1:
@@ -248,108 +272,31 @@ class Restorer:
                 "holds an adapter alone needs its base there"
             )
 
-    def _resume_committed(self, directory: CheckpointDirectory, step: int, as_listed: bool = False) -> Restored | None:
-        """Resume a step of this package; None for one that holds weights only and is no seed. Collective.
-
-        1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Give the owners their other state.
-        """
-        rank = self._coordinator.rank
-        files = (RUN_STATE, rank_state_name(rank), rank_file_name(rank), rank_file_name(0))
-        manifest, path = directory.committed(step, files, as_listed=as_listed)
-        is_seed = manifest.kind == "model" and step == 0
-        if manifest.kind == "model" and not is_seed:
-            return None
-        if directory is not self._directory and manifest.kind != "adapter":
-            self._require_alone(path, "whole model")
-        load_plan = self._resolve(ResumeStep(step, manifest.kind, path))
-        if is_seed:
-            load_plan = replace(load_plan, exclude=load_plan.exclude | frozenset(get_args(Component)) - {"model"})
-        hooks = self._run.model.hooks
-        check_converters(manifest.converters, hooks.describe() if hooks else [], manifest.step)
-        with self._prepare(load_plan, resuming=not load_plan.has_new_weights) as prepared:
-            reader = partial(prepared.reader_of, path)
-            values, exclude = prepared.state.values, load_plan.exclude
-            state = ResumeState.open(path, manifest, self._run, exclude, self._coordinator, reader, values)
-            self._read(load_plan, prepared, state)
-            report = self._complete(load_plan, prepared)
-            base = self._identify_base(load_plan, prepared, None if load_plan.has_new_weights else manifest)
-        self._apply(state, load_plan.exclude)
-        return Restored(LoadResult(step, load_plan, report), base, {"step": step, "attempt": manifest.attempt})
-
-    def _resume_in_place(self, step: int) -> Restored | None:
-        """Resume a step that torchtitan saved in this run's folder; None for one that holds weights only. Collective.
-
-        Raises: CommitConflictError for newer folders of torchtitan's, because saves of these steps would find them.
-        """
-        path = self._directory.step_path(step)
-        if self._config.save is not None and (blocked := self._directory.blocked_after(step)):
-            raise CommitConflictError(
-                f"{self._directory.root}: the run goes on from torchtitan's step {step}, and "
-                f"{listed(blocked, ', ')} would be in the way of its saves: move it away"
-            )
-        return self._resume_dcp(path, step, InitialLoadConfig(str(path), cast=True))
-
-    def _resume_dcp(self, path: Place, step: int | None, source: InitialLoadConfig) -> Restored | None:
-        """Resume a DCP folder of torchtitan. Step 0 is a seed: its model alone is loaded. Collective.
-
-        `step`: the number in its name, if it is in this run's folder. Such a step without training state gives None.
-        Raises: as CheckpointManager.load.
-        """
-
-        def look() -> tuple[int, bool]:
-            with open_reader(path, source.format) as reader:
-                if type(reader) is not DcpReader:  # one of torch_checkpointing has weights alone for us
-                    raise NotACheckpointError(
-                        f"{path} holds no training state: only steps of this package and DCP folders of torchtitan do; "
-                        "leave training_state out to load its weights"
-                    )
-                return step_of_folder(reader, path), has_training_state(reader)
-
-        stored, complete = self._coordinator.together("dcp-look", look)
-        number = stored if step is None else step
-        if stored and not complete:
-            if step is not None:
-                return None
-            raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
-        weights = LoadSource(path, "dcp", source.cast, prefix=source.prefix)
-        exclude = (frozenset(self._config.resume.exclude) | self._config.left_out() | {"rng"}) - {"model"}
-        if not stored:
-            exclude = frozenset(get_args(Component)) - {"model"}
-        load_plan = LoadPlan(ResumeStep(number, "full", path), (weights,), exclude)
-        logger.info("%s", load_plan)
-        with self._prepare(load_plan, resuming=True) as prepared:
-            values = [*prepared.state.values]
-            state = open_dcp_state(path, number, self._run, exclude, self._coordinator, values)
-            self._read(load_plan, prepared, state)
-            report = self._complete(load_plan, prepared)
-            base = self._identify_base(load_plan, prepared, None, in_place=step is not None)
-        self._apply(state, exclude)
-        if step is not None:
-            self._directory.resume_from(step)
-        return Restored(LoadResult(number, load_plan, report), base, {"step": number, "path": str(path)})
-
-    def _apply(self, state: ResumeState, exclude: frozenset[str]) -> None:
+    def _apply(self, state: ResumeState) -> None:
         """Give the state to its owners, when every tensor is right, and log the ranks' warnings once. Collective."""
 
         def act() -> list[str]:
-            self._half_loaded.overwrite(state.tensors)  # its owners get them now, and any of them may fail
-            self._half_loaded.check_replaced()
-            return state.apply(self._run, exclude)
+            self._run.half_loaded.overwrite(state.tensors)  # its owners get them now, and any of them may fail
+            self._run.half_loaded.check_replaced()
+            return self._run.apply(state.stored, state.tensors)
 
         of_ranks = self._coordinator.gather_results("load-apply", act)
         if self._coordinator.rank == 0:
             for line in dict.fromkeys(line for lines in of_ranks for line in lines):
                 logger.warning("%s", line)
 
-    def _resolve(self, step: ResumeStep | None) -> LoadPlan:
-        plans: list[LoadPlan] = []
+    def _agree(self, origin: Origin) -> LoadPlan:
+        """Return the plan of an origin, which is that of all ranks. Collective.
 
-        def decide() -> list[list[str]]:
-            plans.append(made := plan.resolve(self._config, step, self._describe))
-            return [[*(snapshot_of(str(source.path)) or ())] for source in made.sources]
+        Raises: LoadMismatchError if the ranks' hosts would read different snapshots of the hub.
+        """
+        of_source = partial(describe, store=self._config.store, model=self._run.model)
 
-        of_ranks = self._coordinator.gather_results("load-sources", decide)
-        (made,) = plans
+        def decide() -> tuple[LoadPlan, list[list[str]]]:
+            made = origin.plan(self._config, of_source)
+            return made, [[*(snapshot_of(str(source.path)) or ())] for source in made.sources]
+
+        made, of_ranks = self._coordinator.exchange("load-sources", decide)
         for source, commits in zip(made.sources, zip(*of_ranks, strict=True), strict=True):
             if len(different := {" at ".join(commit) or "no snapshot" for commit in commits}) > 1:
                 found = ", ".join(sorted(different))
@@ -360,9 +307,10 @@ class Restorer:
         logger.info("%s", made)
         return made
 
-    def _prepare(self, load_plan: LoadPlan, *, resuming: bool) -> PreparedLoad:
+    def _prepare(self, load_plan: LoadPlan) -> PreparedLoad:
+        is_resumed = load_plan.resume is not None and not load_plan.has_new_weights
         return prepare_load(
-            load_plan.sources, self._run.model, self._transforms, self._coordinator, require_owned=resuming
+            load_plan.sources, self._run.model, self._transforms, self._coordinator, require_owned=is_resumed
         )
 
     def _read(self, load_plan: LoadPlan, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
@@ -380,10 +328,10 @@ class Restorer:
         if state is not None:
             fills.append((list(state.tensors), state.fill))
             overwritten |= self._run.may_be_live(state.tensors)
-        self._half_loaded.begin(load_plan.title, overwritten)
+        self._run.half_loaded.begin(load_plan.title, overwritten)
         self._coordinator.barrier("load-begin")
         self._coordinator.together("load-read", lambda: fill_in_order(fills))
-        values = {} if state is None or load_plan.has_new_weights else state.run.get("model", {})
+        values = {} if state is None or load_plan.has_new_weights else state.stored.values.get("model", {})
         self._give_back(prepared, values)
         self._merge(load_plan, prepared, values)
 
@@ -394,7 +342,7 @@ class Restorer:
         """
         merges = prepared.merges
         records = [merge.reader.metadata().get(BASE_RECORD) for merge in merges]
-        named = _origin(load_plan)
+        named = _first_source(load_plan)
         loaded = identify_base(self._run.model, named, self._coordinator) if any(records) else {}
         before: list[str] = []
         for merge, recorded in zip(merges, records, strict=True):
@@ -447,18 +395,17 @@ class Restorer:
         self._coordinator.together("load-own", lambda: mark_filled(self._run.model, state.give_back(event.filled, {})))
         return LoadReport(tuple(event.filled), initialised=tuple(may_lack - event.filled))
 
-    def _identify_base(
-        self, load_plan: LoadPlan, prepared: PreparedLoad, manifest: Manifest | None, *, in_place: bool = False
-    ) -> dict[str, Any] | None:
+    def _identify_base(self, load_plan: LoadPlan, prepared: PreparedLoad, origin: Origin) -> dict[str, Any] | None:
         """Digest the base under converter-owned weights, and compare it with the record of each adapter. Collective.
 
-        `in_place`: the base is in a step of torchtitan's in the run's own folder, which no setting names. Saves hold
-        the base then, so that a resume needs no such step; so they do if parts of the base were initialised, which no
-        source has, or are trained beside the adapter. Return None for a base that is trained, or was.
+        Saves hold a base that is in the run's own folder and that no setting names, so that a resume needs no such
+        step; so they do if parts of the base were initialised, which no source has, or are trained beside the adapter.
+        Return None for a base that is trained, or was.
         """
         if not self._coordinator.anywhere("owned", self._run.model.owned_state_dict):
             return None
-        origin = manifest.base if manifest is not None and manifest.kind == "full" else None
+        manifest = None if load_plan.has_new_weights else origin.manifest
+        source = manifest.base if manifest is not None and manifest.kind == "full" else None
         is_seed = manifest is not None and manifest.kind == "model"  # retention may delete it: saves hold the base
         was_trained = manifest is not None and manifest.kind == "full" and manifest.base is None
         fresh = {*prepared.report.initialised, *prepared.report.grown}
@@ -466,9 +413,9 @@ class Restorer:
         is_partly_new = bool(load_plan.sources) and self._coordinator.anywhere(
             "fresh base", lambda: fresh - self._run.model.owned_state_dict().keys()
         )
-        if origin is None and not (is_seed or in_place or is_partly_new):
-            origin = _origin(load_plan)
-        base = identify_base(self._run.model, origin, self._coordinator)
+        if source is None and not (is_seed or origin.in_place or is_partly_new):
+            source = _first_source(load_plan)
+        base = identify_base(self._run.model, source, self._coordinator)
         merged = [str(source.path) for source in load_plan.sources if source.merge]
         if manifest is not None and manifest.base is not None:
             check_base(base, manifest.base, f"step {manifest.step}", merged)
@@ -478,18 +425,8 @@ class Restorer:
         is_trained = self._coordinator.anywhere("trained base", self._run.model.trained_base)
         return None if is_trained or was_trained else base | ({"merged": merged} if merged else {})
 
-    def _describe(self, source: InitialLoadConfig) -> tuple[Place, Format, bool]:
-        try:
-            path = locate(open_source(source.path, self._config.store, source.revision))
-        except CheckpointNotFoundError as error:
-            raise CheckpointNotFoundError(f"checkpoint.initial_load: {error}") from None
-        format_ = source.format or detect_format(path)
-        if source.prefix is not None and format_ != "dcp":
-            raise ConfigError([f"initial_load.prefix: only a DCP folder nests the model, and {path} is {format_}"])
-        return path, format_, is_adapter(path, format_, self._run.model, source.prefix)
 
-
-def _origin(load_plan: LoadPlan) -> dict[str, Any] | None:
+def _first_source(load_plan: LoadPlan) -> dict[str, Any] | None:
     """Return what names the base of a run: its first source, by id and commit if the hub's cache holds it."""
     first = next((source for source in load_plan.sources if not source.adapter), None)
     if first is None:

@@ -22,8 +22,7 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import Fill, TensorReader
-from titan_ckpt.loading.adapters import check_fits, check_settings
-from titan_ckpt.loading.bases import check_named_base
+from titan_ckpt.loading.adapters import check_fits, check_named_base, check_settings
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.model_config import check_model_config
 from titan_ckpt.loading.partial import Partial, partial_of, refuse_unmatched
@@ -121,27 +120,30 @@ def prepare_load(
     Raises: LoadMismatchError listing every fault; CorruptCheckpointError; NotACheckpointError; PeerError.
     """
     state, owned, made, gives_back = _state_to_fill(sources, wrapper, coordinator)
-    opened: list[_Opened] = []
     with ExitStack() as stack:
 
-        def plan() -> dict[str, list[list[str]]]:
-            opened.extend(_open(source, stack, state.tensors, wrapper, transforms, owned=owned) for source in sources)
+        def plan() -> tuple[list[_Opened], dict[str, list[list[str]]]]:
+            opened = [_open(source, stack, state.tensors, wrapper, transforms, owned=owned) for source in sources]
             base = next((source for source in sources if not (source.adapter or source.merge)), None)
             for folder in opened:
                 if folder.source.format == "peft":
                     check_named_base(folder.source.path, folder.reader.metadata(), base)
             lists = ([[*o.partial.unmatched], [*o.plan.report.unexpected]] for o in opened)
-            return {str(number): of_source for number, of_source in enumerate(lists)}
+            return opened, {str(number): of_source for number, of_source in enumerate(lists)}
 
+        opened, of_sources = coordinator.exchange_distinct("load-plan", plan)
         unknown = []
-        for source, distinct in zip(sources, coordinator.gather_distinct("load-plan", plan).values(), strict=True):
+        for source, distinct in zip(sources, of_sources.values(), strict=True):
             if source.initialise:
                 refuse_unmatched(source, "initialise", [unmatched for unmatched, _ in distinct.values()], state.tensors)
             unknown.append(set.intersection(*(set(unexpected) for _, unexpected in distinct.values())))
 
         def verdict() -> tuple[LoadReport, list[tuple[Sequence[str], Fill]]]:
-            report = _verdict(opened, unknown, state.tensors, wrapper, require_owned=require_owned)
-            return report, [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
+            facts = _verdict(opened, unknown, state.tensors, wrapper, require_owned=require_owned)
+            if problems := _problems(facts, opened, resuming=require_owned):
+                text = "the weights do not fit the model; nothing was loaded\n  " + "\n  ".join(problems)
+                raise LoadMismatchError(text, facts.report)
+            return facts.report, [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
 
         report, fills = coordinator.together("load-verdict", verdict)
         for folder in opened:
@@ -158,28 +160,28 @@ def _state_to_fill(
 
     Raises: LoadMismatchError for tensors without memory.
     """
-    states: list[ModelState] = []
 
-    def facts() -> dict[str, Any]:
+    def look() -> tuple[ModelState, dict[str, Any]]:
         state = wrapper.state("full", room=bool(sources))
-        states.append(state)
         if sources and (names := without_memory(state.tensors)):
             raise LoadMismatchError(
                 f"no memory to load into for {counted(len(names), 'tensor')} of the model, such as {names[0]}: "
                 "materialise a model that was built on meta (model.to_empty(device=...)), and run a lazy one once, "
                 "before load()"
             )
-        return {
+        facts = {
             "owned": any(map(wrapper.owns, state.tensors)),
             "made": sorted(state.made),
             "loads": any(own.loads for own in state.own),
         }
+        return state, {"facts": facts}
 
-    everywhere = coordinator.gather_distinct("load-wanted", lambda: {"facts": facts()})["facts"].values()
+    state, distinct = coordinator.exchange_distinct("load-wanted", look)
+    everywhere = distinct["facts"].values()
     # a rank whose shard of a tensor is empty cannot tell whether it is live, and must take part all the same
     made = frozenset(fqn for of_rank in everywhere for fqn in of_rank["made"])
     gives_back = bool(sources) and (bool(made) or any(of_rank["loads"] for of_rank in everywhere))
-    return states[0], any(of_rank["owned"] for of_rank in everywhere), made, gives_back
+    return state, any(of_rank["owned"] for of_rank in everywhere), made, gives_back
 
 
 def _open(
@@ -277,6 +279,19 @@ def _quantises(wrapper: ModelWrapper) -> bool:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class _Verdict:
+    """What of all sources fits the model."""
+
+    report: LoadReport
+    strangers: Sequence[Sequence[str]] = ()
+    """Per source, the keys that no rank has a place for."""
+    twice: Sequence[tuple[str, Place, Place]] = ()
+    """Weights that two sources have, each with these sources."""
+    prefix: str = ""
+    """As `_prefix` returns it."""
+
+
 def _verdict(
     opened: Sequence[_Opened],
     unknown: Sequence[set[str]],
@@ -284,64 +299,72 @@ def _verdict(
     wrapper: ModelWrapper,
     *,
     require_owned: bool,
-) -> LoadReport:
-    """Merge the sources' reports; raise one error that lists every fault.
+) -> _Verdict:
+    """Merge the sources' reports.
 
     `unknown`: per source, the keys that no rank has a place for (a pipeline stage lacks the keys of other stages).
     """
     if not opened:
-        return LoadReport(initialised=tuple(wanted))
-    loaded: dict[str, LoadSource] = {}
-    twice: list[str] = []
-    problems: list[str] = []
-    strangers = [*map(sorted, unknown)]
-    prefix = _prefix(strangers[0], opened[0].plan.absent_keys) if len(opened) == 1 else ""
-    for folder, keys in zip(opened, strangers, strict=True):
+        return _Verdict(LoadReport(initialised=tuple(wanted)))
+    loaded: dict[str, Place] = {}
+    twice: list[tuple[str, Place, Place]] = []
+    for folder in opened:
         for fqn in folder.plan.report.loaded:
             if fqn in loaded:
-                twice.append(f"{fqn} (in {loaded[fqn].path} and {folder.source.path})")
-            loaded[fqn] = folder.source
-        problems += [
-            f"{folder.source.path}: {line}" for line in _problems_of(folder, keys, prefix, resuming=require_owned)
-        ]
+                twice.append((fqn, loaded[fqn], folder.source.path))
+            loaded[fqn] = folder.source.path
     reports = [o.plan.report for o in opened]
-    unexpected = [key for keys in strangers for key in keys]
     mismatched = [mismatch for report in reports for mismatch in report.mismatched]
-    cast = {fqn: dtypes for report in reports for fqn, dtypes in report.cast.items()}
     misfits = {m.key for m in mismatched}
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(o.source.adapter for o in opened)
     fresh = frozenset().union(*(o.partial.fresh for o in opened))
     initialised = dict.fromkeys([] if require_owned or has_adapter else filter(wrapper.owns, absent))
     initialised |= dict.fromkeys(fqn for fqn in absent if fqn in fresh)
-    missing = [fqn for fqn in absent if fqn not in initialised]
-    if missing and not prefix:
-        where = ", ".join(str(o.source.path) for o in opened)
-        alone = ". Name the base of this adapter before it" if all(o.source.adapter for o in opened) else ""
-        few = not (alone or require_owned) and len(missing) <= _FEW  # a resume takes all that the step's run had
-        hint = ". Name new tensors in checkpoint.initial_load.initialise" if few else ""
-        problems.append(f"{where}: {len(missing)} missing: {_listed(missing)}{alone}{hint}")
-    if twice:
-        both = ", or merge all adapters but one into the base (merge = true)" if has_adapter else ""
-        problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once{both}")
-    ignored = [key for o in opened for key in (*o.plan.report.ignored, *sorted(o.partial.passed_by))]
-    grown = {fqn: rows for o in opened for fqn, rows in o.partial.grown.items()}
+    strangers = [*map(sorted, unknown)]
     report = LoadReport(
-        tuple(loaded), tuple(missing), tuple(unexpected), tuple(mismatched), tuple(initialised), cast, grown,
-        tuple(ignored),
-    )  # fmt: skip
-    if problems:
-        resized = any(m.kind == "shape" for m in mismatched)
-        other_model = not prefix and (unexpected or missing or resized)
-        if not (require_owned or prefix or missing or resized) and 0 < len(unexpected) <= _FEW and len(opened) == 1:
-            problems.append("Name tensors that the model does not need in checkpoint.initial_load.ignore")
-            other_model = False
-        if other_model and not all(o.source.adapter for o in opened):
-            problems.append("Was it saved from a different model config?")
-        raise LoadMismatchError(
-            "the weights do not fit the model; nothing was loaded\n  " + "\n  ".join(problems), report
-        )
-    return report
+        tuple(loaded),
+        tuple(fqn for fqn in absent if fqn not in initialised),
+        tuple(key for keys in strangers for key in keys),
+        tuple(mismatched),
+        tuple(initialised),
+        {fqn: dtypes for report in reports for fqn, dtypes in report.cast.items()},
+        {fqn: rows for o in opened for fqn, rows in o.partial.grown.items()},
+        tuple(key for o in opened for key in (*o.plan.report.ignored, *sorted(o.partial.passed_by))),
+    )
+    prefix = _prefix(strangers[0], opened[0].plan.absent_keys) if len(opened) == 1 else ""
+    return _Verdict(report, strangers, twice, prefix)
+
+
+def _problems(verdict: _Verdict, opened: Sequence[_Opened], *, resuming: bool) -> list[str]:
+    """Return a line for each kind of fault, and what to do about it; none if all fits."""
+    report, prefix = verdict.report, verdict.prefix
+    adapters = [o.source.adapter for o in opened]
+    problems = [
+        f"{folder.source.path}: {line}"
+        for folder, keys in zip(opened, verdict.strangers, strict=True)
+        for line in _problems_of(folder, keys, prefix, resuming=resuming)
+    ]
+    if report.missing and not prefix:
+        where = ", ".join(str(o.source.path) for o in opened)
+        alone = ". Name the base of this adapter before it" if all(adapters) else ""
+        few = not (alone or resuming) and len(report.missing) <= _FEW  # a resume takes all that the step's run had
+        hint = ". Name new tensors in checkpoint.initial_load.initialise" if few else ""
+        problems.append(f"{where}: {len(report.missing)} missing: {_listed(report.missing)}{alone}{hint}")
+    if twice := [f"{fqn} (in {first} and {second})" for fqn, first, second in verdict.twice]:
+        both = ", or merge all adapters but one into the base (merge = true)" if any(adapters) else ""
+        problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once{both}")
+    if not problems:
+        return []
+    resized = any(m.kind == "shape" for m in report.mismatched)
+    other_model = not prefix and (report.unexpected or report.missing or resized)
+    is_extra_alone = not (resuming or prefix or report.missing or resized) and len(opened) == 1
+    if is_extra_alone and 0 < len(report.unexpected) <= _FEW:
+        problems.append("Name tensors that the model does not need in checkpoint.initial_load.ignore")
+        other_model = False
+    if other_model and not all(adapters):
+        problems.append("Was it saved from a different model config?")
+    return problems
 
 
 def _problems_of(opened: _Opened, strangers: Sequence[str], prefix: str, *, resuming: bool) -> Iterator[str]:

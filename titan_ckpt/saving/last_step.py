@@ -2,30 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import Mark, take_mark
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.saving.saver import Saver
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.saving.model_content import ModelContent
+from titan_ckpt.saving.saver import DueSave, Saver
+
+
+class SavesSteps(Protocol):
+    """What a LastStep needs of the manager, whose subclasses may extend it."""
+
+    def save_step(self, due: DueSave) -> bool: ...
+
+    def wait(self) -> None: ...
 
 
 @dataclass(slots=True)
 class LastStep:
     """The last completed step of a run, for RunGuard, which saves it when the next one is interrupted."""
 
+    manager: SavesSteps
     run: RunState
+    content: ModelContent
     gradients: Gradients
     saver: Saver | None
     coordinator: Coordinator
-    save_mark: Callable[[Mark | None], None]
-    """Saves a marked step, unless it is saved already, and waits for it."""
-    expected_bytes: Callable[[], int]
-    """Estimates this rank's bytes in a save."""
-    is_half_loaded: Callable[[], bool]
-    """Whether a load has overwritten a part of the run and failed; no step of such a run is marked."""
+    """Others that save the last step make lines of their own from it."""
     is_watched: bool
     """Whether the optimizers say when they are about to step."""
     settled: int | None = None
@@ -39,7 +46,7 @@ class LastStep:
 
         Call it after the optimizer, schedulers and counters of the step. Not collective, and cheap.
         """
-        if self.saver is not None and not self.is_half_loaded():
+        if self.saver is not None and not self.run.half_loaded:  # that is no step
             self.mark, self.is_changing = take_mark(self.run, step, self.gradients.unused()), False
 
     @property
@@ -58,11 +65,20 @@ class LastStep:
 
         Raises: SaveError; HalfLoadedError.
         """
-        self.save_mark(self.mark)
+        self.run.half_loaded.refuse("the last completed step is not saved")
+        assert self.mark is not None and self.marked is not None
+        if self.mark.step != self.saved:
+            self.manager.save_step(DueSave(self.mark.step, last=True, mark=self.mark))
+        self.manager.wait()
 
-    def line(self) -> Coordinator:
-        """Return a Coordinator of its own for the caller. Collective."""
-        return self.coordinator.background()
+    @gc_paused()
+    def expected_bytes(self) -> int:
+        """Estimate this rank's bytes in a save.
+
+        Does not call the dataloader or user states, which might advance generators: their state is small or counted
+        with the model.
+        """
+        return self.content.num_bytes() + (self.run.trained.num_bytes() if self.run.trained is not None else 0)
 
     def save_seconds(self) -> float:
         """Estimate the seconds from copy to commit: the longest of the last saves, or 5 s plus 100 MB/s before any."""

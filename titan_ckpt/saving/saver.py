@@ -17,7 +17,7 @@ from typing import Any
 
 import xxhash
 
-from titan_ckpt.components.files import RUN_STATE, divide, own_names, rank_state_name, run_parts
+from titan_ckpt.components.files import RUN_STATE, as_stored, divided, rank_state_name, run_parts
 from titan_ckpt.components.snapshot import Mark, Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
@@ -30,7 +30,6 @@ from titan_ckpt.formats.native.arena import StagingHandle
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
-from titan_ckpt.geometry.nested import rename_tensors
 from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
@@ -211,25 +210,21 @@ class Saver:
     def _state_files(self, snapshot: Snapshot) -> tuple[dict[str, bytes], Snapshot]:
         """Return the JSON files that this rank writes, and the snapshot with the names of its tensors. Collective.
 
-        Rank 0 writes the parts of the run state that are equal on all ranks or can be merged; every rank writes the
-        rest to its own file. The tensors of a user state that each rank writes get names of this rank.
+        Rank 0 writes the values that are equal on all ranks or can be merged; every rank writes the rest to its own
+        file. The tensors of a value that each rank writes get names of this rank.
         """
         rank, world_size = self._coordinator.rank, self._coordinator.world_size
-        run, own = snapshot.run, snapshot.rank
         if world_size > 1:
-            parts = self._coordinator.gather_distinct("run state", lambda: run_parts(run, snapshot.tensors))
+            parts = self._coordinator.gather_distinct("run state", lambda: run_parts(snapshot))
             if len(parts["step"]) > 1:
                 raise SaveError("the ranks save different steps: every rank must call save() with the same step")
-            run, own = divide(
-                run, own, {n: list(v.values()) for n, v in parts.items() if max(map(len, v)) < world_size}
-            )
-            names = own_names(own.get("states", {}), snapshot.tensors, rank)
-            snapshot = snapshot.renamed(names)
-            own = {**own, "states": rename_tensors(own["states"], names)} if names else own
+            differing = {n: list(v.values()) for n, v in parts.items() if max(map(len, v)) < world_size}
+            snapshot = divided(snapshot, differing, rank)
 
         def encoded() -> dict[str, bytes]:
-            state = {rank_state_name(rank): typed_json.dumps(own, "rank state")}
-            return state | ({RUN_STATE: typed_json.dumps(run, "run state")} if rank == 0 else {})
+            state = {rank_state_name(rank): typed_json.dumps(as_stored(snapshot.rank), "rank state")}
+            run = {RUN_STATE: as_stored(snapshot.run)} if rank == 0 else {}
+            return state | {name: typed_json.dumps(content, "run state") for name, content in run.items()}
 
         return self._coordinator.together("state files", encoded), snapshot
 

@@ -26,7 +26,7 @@ from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.loading.bases import check_named_base
+from titan_ckpt.loading.adapters import check_named_base
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.models.config import read_config_json

@@ -99,7 +99,7 @@ class Trainer(BuildSteps):
 
     def _say_what_is_lost(self) -> None:
         """Log how many completed steps no checkpoint holds; the exit code of an error does not say it."""
-        if self.ranks.rank or not self.state.step or self.manager.last_step.is_half_loaded():
+        if self.ranks.rank or not self.state.step or self.manager.last_step.run.half_loaded:
             return
         if (lost := self.state.step - (self.manager.last_step.saved or 0)) > 0:
             logger.error("%s", unsaved(lost, self.state.step))

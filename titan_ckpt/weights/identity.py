@@ -68,7 +68,7 @@ def check_base(found: Mapping[str, Any], expected: Mapping[str, Any], adapter: s
     """Check that the base found in this run is the one that the adapter records. Raises: BaseMismatchError.
 
     `merged`: the adapters that this run has merged into its base. A converted adapter may know its base by name alone,
-    which proves nothing (loading/bases.py).
+    which proves nothing (loading/adapters.py).
     """
     if expected["digest"] not in (None, found["digest"]):
         raise another_base(found, expected, adapter, "or retrain the adapter on this one", merged)
@@ -121,7 +121,7 @@ class TrackedBase:
         self._buffers = {} if identity is None else self._model.base_buffers()
         self._parameters = Watched({} if identity is None else self._model.base_parameters())
 
-    def take_as_it_is(self) -> None:
+    def record_current(self) -> None:
         """Identify the base of a run that loads nothing. Collective."""
         if self._coordinator.anywhere("owned", self._model.owned_state_dict):
             trained = self._coordinator.anywhere("trained base", self._model.trained_base)

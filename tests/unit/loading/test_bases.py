@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan_ckpt.errors import BaseMismatchError
-from titan_ckpt.loading.bases import check_named_base
+from titan_ckpt.loading.adapters import check_named_base
 from titan_ckpt.loading.plan import LoadSource
 
 LLAMA, COMMIT = "meta-llama/Llama-3.2-1B", "4e20de362430cd3b72f300e6b0f18e50e7166e08"

@@ -40,7 +40,7 @@ MOUNTED_ALONE = {
     "formats/publish/outputs.py": "whether ranks write into one file",
     "formats/publish/record.py": "how an export is published: by a rename, or by its last file",
     "integrations/torchtitan/checkpointer.py": "a path is compared by its absolute name",
-    "loading/bases.py": "the hub's cache and a base's name are paths",
+    "loading/adapters.py": "the hub's cache and a base's name are paths",
     "testing/stores.py": "a file that is given up stays in its folder, and an upload leaves nothing",
     "tools/listing.py": "where a run keeps steps and exports",
     "tools/retention.py": "a step that was renamed away comes back with its pin",

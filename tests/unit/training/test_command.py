@@ -25,9 +25,9 @@ from torch.utils.data import IterableDataset
 from tests.test_bad_input import write_config
 from tests.tiny_run import losses, rows
 from titan_ckpt import KeyMap, converters
+from titan_ckpt.components.run_state import RunState
 from titan_ckpt.converters import ModelConverter
 from titan_ckpt.errors import LoadMismatchError
-from titan_ckpt.loading.training_state import ResumeState
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.saving import saver
 from titan_ckpt.saving.last_step import LastStep
@@ -227,7 +227,7 @@ def test_steps_before_a_save_or_a_load_that_fails_are_not_called_lost(
 ) -> None:
     """Those up to the save before are there; a load that fails has made none."""
     path = write_config(tmp_path, {"checkpoint": {"save": {"interval": 1, "async_mode": "disabled"}}})
-    write, apply = saver._write_all, ResumeState.apply
+    write, apply = saver._write_all, RunState.apply
 
     def write_no_third(folder: Any, *arguments: Any) -> Any:
         if "step-3" in str(folder):
@@ -244,7 +244,7 @@ def test_steps_before_a_save_or_a_load_that_fails_are_not_called_lost(
         apply(*arguments)
         raise LoadMismatchError("what comes after it does not fit")
 
-    monkeypatch.setattr(ResumeState, "apply", fail)
+    monkeypatch.setattr(RunState, "apply", fail)
     assert main([str(path)]) == 2
     assert lost_steps(caplog) == []
 

@@ -15,7 +15,7 @@ from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, Data
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import IterableDataset
 
-from titan_ckpt.components.data_position import DataRank
+from titan_ckpt.components.items.data_position import DataRank
 from titan_ckpt.components.known.loaders import samplers_of
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.loader_position import PositionedLoader, length_of

@@ -1,0 +1,128 @@
+"""The position of a run in its data, as a component: by data-parallel rank, also when their number has changed.
+
+Owns the rule which rank continues from which position. Only the dataloader knows what a position is.
+
+Ranks that read the same data (tensor-parallel and pipeline peers) are one data-parallel rank. A dataloader names its
+data-parallel rank by the attributes `dp_rank` and `dp_world_size`, as torchtitan's do; without them every rank reads
+data of its own. A dataloader that can divide its data among a new number of ranks has, beside `load_state_dict`, a
+method
+
+    def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None
+
+which gets the results of `state_dict()` on each of the old data-parallel ranks, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested
+from titan_ckpt.components.known.loaders import is_of_torchdata
+from titan_ckpt.components.known.streams import begin_once
+from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, listed
+from titan_ckpt.types import StateDict, Stateful
+
+_RANK = "dp_rank_"
+"""torchtitan's name of a data-parallel rank's position."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataRank:
+    """The share of the data that a process reads: number `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(dataloader: Stateful | None, rank: int, world_size: int) -> DataRank:
+        """Return the dataloader's data-parallel rank; without its attributes, the rank itself."""
+        own, size = getattr(dataloader, "dp_rank", None), getattr(dataloader, "dp_world_size", None)
+        return DataRank(own, size) if isinstance(own, int) and isinstance(size, int) else DataRank(rank, world_size)
+
+
+def in_order(stored: Sequence[tuple[DataRank, Any]], where: str) -> list[Any]:
+    """Return one position for each data-parallel rank out of those that all ranks stored; peers stored equal ones.
+
+    Raises: CorruptCheckpointError if a data-parallel rank has none.
+    """
+    sizes = {data_rank.size for data_rank, _ in stored}
+    positions = {data_rank.rank: position for data_rank, position in reversed(stored)}
+    if len(sizes) != 1 or sorted(positions) != list(range(max(sizes))):
+        raise CorruptCheckpointError(
+            f"{where}: it holds data positions of data-parallel ranks {sorted(positions)} of {sorted(sizes)}; expected "
+            "one of each. Did every rank's dataloader have its own dp_rank, and all the same dp_world_size?"
+        )
+    return [positions[rank] for rank in range(len(positions))]
+
+
+class DataPosition(Item):
+    """The dataloader's state on each data-parallel rank."""
+
+    component = "dataloader"
+    scope = "share"
+    kind = object
+
+    def __init__(self, dataloader: Stateful, rank: int, world_size: int) -> None:
+        self._dataloader, self._rank, self._world_size = dataloader, rank, world_size
+
+    @property
+    def _data_rank(self) -> DataRank:
+        return DataRank.of(self._dataloader, self._rank, self._world_size)
+
+    def value(self, tensors: StateDict) -> Any:
+        return self._dataloader.state_dict()
+
+    def check(self, stored: Stored) -> None:
+        """Raises: LoadMismatchError if the dataloader cannot divide the stored positions among this run's ranks."""
+        positions = stored.values[self.key]
+        if len(positions) != self._data_rank.size and not callable(getattr(self._dataloader, "load_state_dicts", None)):
+            raise LoadMismatchError(
+                f"the checkpoint has the data positions of {len(positions)} data-parallel ranks, this run has "
+                f"{self._data_rank.size}, and {type(self._dataloader).__name__} cannot divide them anew: give it "
+                "load_state_dicts(state_dicts), which gets the old ranks' states in their order; resume with "
+                f"{len(positions)} data-parallel ranks; or start the data afresh: checkpoint.resume.exclude = "
+                '["dataloader"]'
+            )
+
+    def restore(self, stored: Stored, tensors: StateDict) -> None:
+        positions, dataloader = stored.values[self.key], self._dataloader
+        if len(positions) != self._data_rank.size:
+            dataloader.load_state_dicts(positions)  # type: ignore[attr-defined]
+            return
+        dataloader.load_state_dict(positions[self._data_rank.rank])
+        if is_of_torchdata(dataloader):
+            dataloader.state_dict()  # it makes its iterator now, which draws a seed, and not after the load
+        begin_once(dataloader)
+
+    def leaves(self) -> Leaves:
+        """Raises: ExportError for a position that is not stored by data-parallel rank."""
+        state, own = self._dataloader.state_dict(), self._data_rank
+        known = {f"{_RANK}{own.rank}", "world_size"}
+        if own.size > 1 and state.keys() != known:
+            raise ExportError(
+                f"the data position has {listed(sorted(map(str, state)), ', ', ' ')}, expected "
+                f"{', '.join(sorted(known))}: a DCP folder stores each name once, so each data-parallel rank needs its "
+                "own"
+            )
+        yield from flattened((self.component,), state)
+
+    def from_torchtitan(self, folder: FlatFolder) -> list[Any] | None:
+        """Return each data-parallel rank's state of torchtitan's dataloader, its bytes as they are; None without it.
+
+        Raises: CorruptCheckpointError if a rank's is missing.
+        """
+        state = nested(folder, self.component)
+        if not state:
+            return None
+        size = state.get("world_size")
+        ranks = [f"{_RANK}{rank}" for rank in range(size if type(size) is int and size < 1 << 20 else 0)]
+        lost = [f"dataloader.{name}" for name in ranks if name not in state]
+        if lost or not ranks:
+            raise CorruptCheckpointError(
+                f"{folder.path}: its data position lacks {listed(lost or ['dataloader.world_size'], ', ')}. "
+                'To start the data afresh: checkpoint.resume.exclude = ["dataloader"]',
+                str(folder.path),
+            )
+        return [{name: state[name], "world_size": size} for name in ranks]

@@ -1,0 +1,336 @@
+"""Origin: where a load takes the state of a run from.
+
+Owns what differs between a step of this package, a folder of torchtitan's and initial sources: which weights are read
+and what is left out, what else is restored, what the base is compared with, and what later steps record. restore.py
+asks an origin in one order; `titan-ckpt plan` asks it for the plan alone, for which it reads nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, get_args
+
+from titan_ckpt.components.files import RUN_STATE, by_key, misshapen, rank_state_name
+from titan_ckpt.components.items.data_position import DataRank, in_order
+from titan_ckpt.components.items.item import Stored
+from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
+from titan_ckpt.components.optimizer import misfit
+from titan_ckpt.components.run_state import RunState
+from titan_ckpt.components.snapshot import DATA_RANK, LAYOUT
+from titan_ckpt.config import CheckpointConfig, Component, InitialLoadConfig
+from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.directory.names import read_committed
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding import typed_json
+from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, NotACheckpointError
+from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.open import detect_format, locate, open_reader
+from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import blocks_of
+from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
+from titan_ckpt.loading.adapters import is_adapter
+from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
+from titan_ckpt.loading.sources import PreparedLoad
+from titan_ckpt.stores.bucket import open_source
+from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.store import Place
+from titan_ckpt.types import Format, StateDict
+from titan_ckpt.weights.identity import check_converters
+from titan_ckpt.weights.stored_names import MODEL
+from titan_ckpt.weights.wrapper import ModelWrapper
+
+Describe = Callable[[InitialLoadConfig], tuple[Place, Format, bool]]
+_GROUPS = "optimizer.param_groups."
+_ALL_BUT_MODEL = frozenset(get_args(Component)) - {"model"}
+
+
+@dataclass(frozen=True, slots=True)
+class ResumeState:
+    """The training state of a checkpoint, decoded, with destinations for its tensors; nothing is attached yet."""
+
+    stored: Stored
+    tensors: StateDict
+    fill: Fill
+    """Fills `tensors`. Raises: CorruptCheckpointError; OSError."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredState:
+    """The training state of a checkpoint: values that were read, and tensors that can be."""
+
+    stored: Stored
+    reader: TensorReader
+    names: Mapping[str, str]
+    """Names of tensors in the reader, by the names that they have here."""
+    strangers: Sequence[str] = ()
+    """Keys of optimizer state, beside tensors, that have no place on this rank."""
+
+
+@gc_paused()
+def plan_state(run_state: RunState, coordinator: Coordinator, read: Callable[[], StoredState]) -> ResumeState:
+    """Check what was read, and plan its tensors; all ranks succeed or all raise. Collective.
+
+    Raises: LoadMismatchError for state that the checkpoint lacks, and for an optimizer that does not fit; as `read`.
+    """
+
+    def plan() -> tuple[ResumeState, dict[str, Any]]:
+        state = read()
+        run_state.check(state.stored)
+        available = {ours: state.reader.tensors[theirs] for ours, theirs in state.names.items()}
+        tensors, strangers = run_state.destinations(state.stored, available)
+        requests = [ReadRequest(state.names[key], b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
+        facts = {"trains": bool(run_state.optimizers), "strangers": sorted({*strangers, *state.strangers})}
+        return ResumeState(state.stored, tensors, state.reader.plan(requests)), {"facts": facts}
+
+    planned, distinct = coordinator.exchange_distinct("resume-plan", plan)
+    facts = distinct["facts"].values()
+    stored_but_untrained = set.intersection(*(set(of_rank["strangers"]) for of_rank in facts))
+    # a run without optimizers needs none of their state
+    if stored_but_untrained and any(of_rank["trains"] for of_rank in facts):
+        raise misfit([*stored_but_untrained])
+    return planned
+
+
+class Origin:
+    """The initial sources; without any, initial values."""
+
+    step = 0
+    """The step after which training goes on."""
+    is_whole = True
+    """Whether a run can go on from it; a step that holds the model alone has no training state."""
+    manifest: Manifest | None = None
+    """What a step of this package records."""
+    in_place = False
+    """Whether it is a folder of torchtitan's in the run's own folder, which no setting names."""
+    resumed_from: dict[str, Any] | None = None
+    """What manifests of later steps record of it."""
+
+    def plan(self, config: CheckpointConfig, describe: Describe) -> LoadPlan:
+        """Return what is read, and what is not. Raises: CheckpointNotFoundError for weights that are not on disk."""
+        return resolve(config, None, describe)
+
+    def check(self, model: ModelWrapper) -> None:
+        """Check what its record says of the model. Raises: ConverterError."""
+
+    def open_state(
+        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, prepared: PreparedLoad
+    ) -> ResumeState | None:
+        """Return the training state, read and planned; None if it has none. Collective."""
+        return None
+
+
+class CommittedStep(Origin):
+    """A step of this package, of this run or of another. Step 0 may be a seed, of which the model alone is loaded."""
+
+    manifest: Manifest
+
+    def __init__(self, path: Place, manifest: Manifest) -> None:
+        self.path, self.manifest, self.step = path, manifest, manifest.step
+        self.is_whole = manifest.kind != "model" or manifest.step == 0
+        self.resumed_from = {"step": manifest.step, "attempt": manifest.attempt}
+
+    def plan(self, config: CheckpointConfig, describe: Describe) -> LoadPlan:
+        load_plan = resolve(config, ResumeStep(self.step, self.manifest.kind, self.path), describe)
+        if self.manifest.kind != "model":
+            return load_plan
+        return replace(load_plan, exclude=load_plan.exclude | _ALL_BUT_MODEL)
+
+    def check(self, model: ModelWrapper) -> None:
+        check_converters(self.manifest.converters, model.hooks.describe() if model.hooks else [], self.step)
+
+    def open_state(
+        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, prepared: PreparedLoad
+    ) -> ResumeState:
+        reader, values = partial(prepared.reader_of, self.path), prepared.state.values
+        return open_committed_state(self.path, self.manifest, run, load_plan.exclude, coordinator, reader, values)
+
+
+@dataclass(frozen=True)
+class TorchtitanFolder(Origin):
+    """A DCP folder of torchtitan. Step 0 is a seed: its model alone is loaded."""
+
+    path: Place
+    step: int
+    in_place: bool = True
+    is_whole: bool = True
+    is_seed: bool = False
+    cast: bool = True
+    prefix: str | None = None
+    resumed_from: dict[str, Any] | None = None
+
+    @staticmethod
+    def look(path: Place, source: InitialLoadConfig, step: int | None = None) -> TorchtitanFolder:
+        """Read what a folder says of itself. `step`: the number in its name, if it is in the run's own folder.
+
+        Raises: NotACheckpointError for a folder of another package; CorruptCheckpointError if it says no step.
+        """
+        with open_reader(path, source.format) as reader:
+            if type(reader) is not DcpReader:  # one of torch_checkpointing has weights alone for us
+                raise NotACheckpointError(
+                    f"{path} holds no training state: only steps of this package and DCP folders of torchtitan do; "
+                    "leave training_state out to load its weights"
+                )
+            stored, is_whole = step_of_folder(reader, path), has_training_state(reader)
+        number = stored if step is None else step
+        return TorchtitanFolder(
+            path, number, in_place=step is not None, is_whole=is_whole or not stored, is_seed=not stored,
+            cast=source.cast, prefix=source.prefix, resumed_from={"step": number, "path": str(path)},
+        )  # fmt: skip
+
+    def plan(self, config: CheckpointConfig, describe: Describe) -> LoadPlan:
+        exclude = (frozenset(config.resume.exclude) | config.left_out() | {"rng"}) - {"model"}
+        weights = LoadSource(self.path, "dcp", self.cast, prefix=self.prefix)
+        resume = ResumeStep(self.step, "full", self.path)
+        return LoadPlan(resume, (weights,), _ALL_BUT_MODEL if self.is_seed else exclude)
+
+    def open_state(
+        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, prepared: PreparedLoad
+    ) -> ResumeState:
+        def read() -> StoredState:
+            reader = DcpReader(self.path)
+            items = [item for item in run.items if item.component not in load_plan.exclude]
+            values = {item.key: value for item in items if (value := item.from_torchtitan(reader)) is not None}
+            of_model = {name: reader.item(name) for name in prepared.state.values if name in reader.items}
+            values["model"] = values.get("model", {}) | of_model
+            names = {ours: theirs for item in items for ours, theirs in item.torchtitan_tensors(reader).items()}
+            strangers = []
+            if "optimizer" not in load_plan.exclude:  # also those without tensors
+                trained = {fqn for groups in values.get("optimizer", []) for group in groups for fqn in group["fqns"]}
+                settings = [name.removeprefix(_GROUPS) for name in reader.items if name.startswith(_GROUPS)]
+                fqns = {name.rpartition(".")[0] for name in settings}
+                strangers = [f"{OPTIMIZER}{fqn}.state" for fqn in fqns - trained]
+            stored = Stored(self.step, values, load_plan.exclude, [*prepared.state.values])
+            return StoredState(stored, reader, names, strangers)
+
+        return plan_state(run, coordinator, read)
+
+
+def has_training_state(reader: DcpReader) -> bool:
+    """Return whether a DCP folder holds more than a model."""
+    return any(name.startswith((OPTIMIZER, "lr_scheduler.")) for name in (*reader.items, *reader.tensors))
+
+
+def step_of_folder(reader: DcpReader, path: Place) -> int:
+    """Return the step that a folder says it is of. Raises: CorruptCheckpointError if it says none."""
+    step = reader.item("train_state.step") if "train_state.step" in reader.items else None
+    if step is None and path.name.startswith("step-") and path.name[5:].isdecimal():
+        step = int(path.name[5:])
+    if type(step) is not int or step < 0:
+        raise CorruptCheckpointError(
+            f"{path}: neither train_state.step nor the folder's name, step-N, says which step it is of; name it so",
+            str(path),
+        )
+    return step
+
+
+def describe(
+    source: InitialLoadConfig, store: StoreConfig, model: ModelWrapper | None = None
+) -> tuple[Place, Format, bool]:
+    """Return the place of an initial source, its format, and whether it is an adapter, as far as it says so.
+
+    `model`: tells by its converters the adapters that do not say it.
+    Raises: CheckpointNotFoundError; ConfigError.
+    """
+    try:
+        path = locate(open_source(source.path, store, source.revision))
+    except CheckpointNotFoundError as error:
+        raise CheckpointNotFoundError(f"checkpoint.initial_load: {error}") from None
+    format_ = source.format or detect_format(path)
+    if source.prefix is not None and format_ != "dcp":
+        raise ConfigError([f"initial_load.prefix: only a DCP folder nests the model, and {path} is {format_}"])
+    return path, format_, is_adapter(path, format_, model, source.prefix)
+
+
+def open_committed_state(
+    path: Place,
+    manifest: Manifest,
+    run_state: RunState,
+    exclude: frozenset[str],
+    coordinator: Coordinator,
+    open_reader: Callable[[], NativeReader],
+    model_values: Collection[str] = (),
+) -> ResumeState:
+    """Read the JSON and plan the tensors; all ranks succeed or all raise. Collective.
+
+    `open_reader` returns a reader of the step, which the caller closes after the tensors are filled. `model_values`:
+    as of Stored. Raises: CorruptCheckpointError naming the file; as `plan_state`.
+    """
+    values = _read_values(path, manifest, run_state, exclude, coordinator)
+
+    def read() -> StoredState:
+        reader = open_reader()
+        names = {key: key for key in reader.tensors if not key.startswith(MODEL)}
+        return StoredState(Stored(manifest.step, values, exclude, model_values), reader, names)
+
+    return plan_state(run_state, coordinator, read)
+
+
+def _read_values(
+    path: Place, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
+) -> dict[str, Any]:
+    """Return the values that this rank takes over, by keys of items. Collective.
+
+    1 Every rank reads the run's values and, if the number of ranks is unchanged, its own. 2 All exchange whether the
+    layout is unchanged. 3 If any data-parallel rank has changed, all divide the reading of the values of shares.
+    """
+    if manifest.kind == "model" and all(file.name != RUN_STATE for file in manifest.files):  # a converted folder
+        return {}
+    scopes = {kind.component: kind.scope for kind in run_state.kinds}
+
+    def read_rank(rank: int) -> dict[str, Any]:
+        return by_key(_read_state(path, rank_state_name(rank), manifest, run_state))
+
+    def unchanged() -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, bool]]:
+        run = by_key(_read_state(path, RUN_STATE, manifest, run_state))
+        own = read_rank(coordinator.rank) if manifest.world_size == coordinator.world_size else {}
+        share = DataRank(*own[DATA_RANK]) if DATA_RANK in own else run_state.data_rank
+        return (run, own), {
+            "layout": own.get(LAYOUT) == run_state.layout,
+            "data": bool(own) and share == run_state.data_rank,
+        }
+
+    (run, own), of_ranks = coordinator.exchange("resume-layout", unchanged)
+    scope_of_own = {key: scopes.get(key.partition(".")[0]) for key in own}
+    is_same_layout = all(of_rank["layout"] for of_rank in of_ranks)
+    taken = {"run", "rank"} if is_same_layout else {"run"}
+    values = run | {key: value for key, value in own.items() if scope_of_own[key] in taken}
+    for name in (name for name, scope in scopes.items() if scope == "share"):
+        if name not in manifest.components or name in exclude:
+            continue
+        if name in own and all(of_rank["data"] for of_rank in of_ranks):
+            rank, size = own[DATA_RANK]  # this rank will look at no other share
+            values[name] = [own[name] if number == rank else None for number in range(size)]
+        else:
+            values[name] = _all_shares(name, path, manifest, coordinator, read_rank)
+    return values
+
+
+def _all_shares(
+    name: str, path: Place, manifest: Manifest, coordinator: Coordinator, read_rank: Callable[[int], dict[str, Any]]
+) -> list[Any]:
+    """Return the value of every data-parallel rank that saved; each rank reads some of their files."""
+
+    def values() -> list[Any]:
+        ranks = range(coordinator.rank, manifest.world_size, coordinator.world_size)
+        stored = (own for own in map(read_rank, ranks) if name in own)
+        return [[*own[DATA_RANK], typed_json.encode(own[name])] for own in stored]
+
+    gathered = coordinator.gather_results("data positions", values)
+    stored_by = [(DataRank(rank, size), value) for of_rank in gathered for rank, size, value in of_rank]
+    return [typed_json.decode(value, str(path)) for value in in_order(stored_by, str(path))]
+
+
+def _read_state(path: Place, name: str, manifest: Manifest, run_state: RunState) -> dict[str, Any]:
+    record = next((f for f in manifest.files if f.name == name), None)
+    if record is None:
+        raise CorruptCheckpointError(f"{path}: the manifest lists no {name}. Take another checkpoint", str(path / name))
+    state = typed_json.loads(read_committed(path / name, record), str(path / name))
+    if wrong := misshapen(state, name != RUN_STATE, manifest.step, run_state.kinds):
+        raise CorruptCheckpointError(
+            f"{path / name}: not the state of a run: {', '.join(wrong)}. Take another checkpoint", str(path / name)
+        )
+    assert isinstance(state, dict)
+    return state

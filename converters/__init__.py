@@ -26,6 +26,7 @@ from titan_ckpt.converters.protocol import ModelConverter
 from titan_ckpt.converters.qat import QATConfig, QATConverter
 from titan_ckpt.encoding.named import BadNameError, ImportName, import_named
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.weights.low_rank import StoredUpdates
 
 __all__ = [
     "ConverterConfig",
@@ -40,6 +41,7 @@ __all__ = [
     "build",
     "from_tables",
     "kinds",
+    "updates",
 ]
 
 ConverterConfig = Float8Config | QATConfig | LoRAConfig
@@ -72,6 +74,16 @@ def kinds() -> dict[str, type[Any]]:
     """Return the settings of every kind that has a name: a dataclass each."""
     others = {entry.name: _checked(entry.load(), entry.name) for entry in entry_points(group=GROUP)}
     return {kind: cls.config_class for kind, cls in {**others, **_OWN}.items()}
+
+
+def updates(description: Mapping[str, Any], *step_and_model: Any) -> StoredUpdates | None:
+    """Return `ModelConverter.updates` of the converter so described; None if no installed package has its kind."""
+    kind = description["kind"]
+    cls = _OWN.get(kind)
+    if cls is None:
+        found = [entry for entry in entry_points(group=GROUP) if entry.name == kind]
+        cls = _checked(found[0].load(), kind) if found else None
+    return None if cls is None else cls.updates(description, *step_and_model)
 
 
 def _from_table(table: object, source: str, path: str) -> ModelConverter:

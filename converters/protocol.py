@@ -7,13 +7,16 @@ Source: torchtitan, `protocols/model_converter.py` and the review of its pull re
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar, Literal
 
 from torch import nn
 
+from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import StateDict, StateDictAdapter
+from titan_ckpt.weights.low_rank import StoredUpdates
 from titan_ckpt.weights.quantise import WeightQuantiser
 
 Stage = Literal["replace", "adapt"]
@@ -64,6 +67,22 @@ class ModelConverter(ABC):
 
     def state_dict_adapter(self) -> StateDictAdapter | None:
         """Return how other tools' files name the added keys, or None if no other tool has a form for them."""
+        return None
+
+    @classmethod
+    def updates(
+        cls,
+        description: Mapping[str, Any],
+        tensors: Mapping[str, TensorInfo],
+        modules: Mapping[str, nn.Module],
+        table: KeyMap,
+    ) -> StoredUpdates | None:
+        """Return what the tensors of a step do to the base's weights, so that any run can merge them into its base.
+
+        `description`: as `describe` has returned it in the run that saved. `tensors`: those of the step, by native
+        name. `modules`, `table`: the model's modules by fqn, and its names in other tools' folders. None: nothing.
+        Raises: ValueError for a description that no run would have recorded.
+        """
         return None
 
     def weight_quantiser(self) -> WeightQuantiser | None:

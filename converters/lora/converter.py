@@ -1,13 +1,13 @@
 """LoRA as a model converter: low-rank adapters over a frozen base.
 
-Owns the choice of modules and the keys that adapters add. layers.py has the modules, merge.py the merging, peft.py the
-form of other tools.
+Owns the choice of modules and the keys that adapters add. layers.py has the modules, peft.py the form of other tools,
+converters/merge.py the merging.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torch import nn
@@ -22,18 +22,26 @@ from titan_ckpt.converters.lora.layers import (
     LoRALinear,
     attach,
 )
-from titan_ckpt.converters.lora.merge import check_adapters, merged, rounded
 from titan_ckpt.converters.lora.peft import PeftAdapter
 from titan_ckpt.converters.lora.proof import prove
-from titan_ckpt.converters.lora.sites import copy_misfits, find_sites, leaf_modules, tied_modules, unused_patterns
+from titan_ckpt.converters.lora.sites import (
+    copy_misfits,
+    find_sites,
+    leaf_modules,
+    stored_updates,
+    tied_modules,
+    unused_patterns,
+)
 from titan_ckpt.converters.lora.watch import FirstForward
+from titan_ckpt.converters.merge import check_adapters, merged, rounded
 from titan_ckpt.converters.protocol import ModelConverter, Stage
 from titan_ckpt.converters.qat.converter import quantised_forward
 from titan_ckpt.converters.targets import in_lines, select
 from titan_ckpt.errors import ConverterError, ExportError, counted
-from titan_ckpt.geometry.chunks import info_of
+from titan_ckpt.geometry.chunks import TensorInfo, info_of
+from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import StateDict, StateDictAdapter
-from titan_ckpt.weights.low_rank import LowRank
+from titan_ckpt.weights.low_rank import LoRARecord, LowRank, StoredUpdates
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
@@ -134,6 +142,17 @@ class LoRAConverter(ModelConverter):
     def state_dict_adapter(self) -> StateDictAdapter:
         """Return the adapter that names the keys as PEFT does."""
         return PeftAdapter(self.config, self.adapted, self._copied, tuple(self._others))
+
+    @classmethod
+    def updates(
+        cls,
+        description: Mapping[str, Any],
+        tensors: Mapping[str, TensorInfo],
+        modules: Mapping[str, nn.Module],
+        table: KeyMap,
+    ) -> StoredUpdates:
+        """Return the updates of the tensors that LoRA names so, and the trained copies."""
+        return stored_updates(LoRARecord.of(description), tensors, modules, table)
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
         """Initialise A, B, magnitudes and trained copies among `fqns`; the last two from the base's values."""

@@ -15,7 +15,7 @@ from torch import nn
 
 from titan_ckpt.converters.lora.copies import TrainedCopy
 from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
-from titan_ckpt.converters.lora.merge import whole
+from titan_ckpt.converters.merge import whole
 from titan_ckpt.geometry.chunks import blocks_of, fill
 
 

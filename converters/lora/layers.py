@@ -101,8 +101,7 @@ class LoRALinear(nn.Linear):
         return merged.to(self.weight.dtype)
 
     def _combined(self) -> torch.Tensor:
-        left, right = self.adapter.factors(self.lora_a.weight, self.lora_b.weight)
-        return combine(self.weight, left, right, self.adapter.scaling)
+        return self.adapter.combined(self.weight, *self.adapter.factors(self.lora_a.weight, self.lora_b.weight))
 
 
 class QuantisedLoRALinear(LoRALinear):
@@ -197,16 +196,7 @@ class AdaptedStacks(nn.Module):
     def _merged(self, name: str, adapter: LowRank) -> torch.Tensor:
         weight, factors = self._parameters[name], self.get_submodule(f"lora_{name}")
         assert weight is not None and isinstance(factors, StackAdapter)
-        return combine(weight, factors.lora_b, factors.lora_a, adapter.scaling).to(weight.dtype)
-
-
-def combine(weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return left @ right * scaling + weight in float32, or in float64 for a float64 weight.
-
-    LowRank.merged does the same operations in the same order, so the export equals what was trained.
-    """
-    dtype = torch.promote_types(weight.dtype, torch.float32)
-    return (left.to(dtype) @ right.to(dtype)) * scaling + weight
+        return adapter.combined(weight, *adapter.factors(factors.lora_a, factors.lora_b)).to(weight.dtype)
 
 
 def attach(

@@ -19,8 +19,8 @@ from torch import nn
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.copies import without_hooks
 from titan_ckpt.converters.lora.layers import attach
-from titan_ckpt.converters.lora.merge import merged
 from titan_ckpt.converters.lora.sites import Site
+from titan_ckpt.converters.merge import merged
 from titan_ckpt.converters.qat.converter import quantised_forward
 from titan_ckpt.errors import listed
 from titan_ckpt.geometry.chunks import blocks_of

@@ -1,4 +1,4 @@
-"""Find the weights of a model that can have an adapter, and the reasons why one cannot.
+"""Find the weights of a model that can have an adapter, the reasons why one cannot, and the adapters in a step.
 
 Owns the inspection of a model before it is changed. Changes nothing.
 """
@@ -6,7 +6,7 @@ Owns the inspection of a model before it is changed. Changes nothing.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch import nn
@@ -18,8 +18,20 @@ from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.copies import TrainedCopy
 from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
 from titan_ckpt.converters.qat.converter import quantised_forward
+from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.weights.low_rank import LoRARecord, LowRank, fused_rows, is_conv1d, matches
+from titan_ckpt.weights.low_rank import (
+    COPY,
+    A,
+    LoRARecord,
+    LowRank,
+    Operation,
+    StoredUpdates,
+    fused_rows,
+    is_conv1d,
+    lora_tensor,
+    matches,
+)
 from titan_ckpt.weights.names import clean_fqn
 
 _OUT = "leave it out of target_modules"
@@ -92,17 +104,41 @@ def find_sites(model: nn.Module, config: LoRAConfig) -> dict[str, Site]:
     key_map = getattr(model, "key_map", None)
     table: KeyMap = key_map() if callable(key_map) else KeyMap()
     for name, module in model.named_modules():
-        fqn = clean_fqn(name)
-        if isinstance(module, nn.Embedding):
-            sites.append(Site(module, record.low_rank(fqn, "embedding")))
-        elif isinstance(module, nn.Linear):
-            sites.append(Site(module, record.low_rank(fqn, "linear", fused_rows(f"{fqn}.weight", table))))
-        elif is_conv1d(module):
-            sites.append(Site(module, record.low_rank(fqn, "conv1d")))
-        else:
+        fqn, operation = clean_fqn(name), _operation(module)
+        if operation == "linear" and not isinstance(module, nn.Linear):
             stacks = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
             sites += [Site(module, record.low_rank(f"{fqn}.{n}", "stack")) for n in stacks]
+        else:
+            rows = fused_rows(f"{fqn}.weight", table) if operation == "linear" else ()
+            sites.append(Site(module, record.low_rank(fqn, operation, rows)))
     return {site.fqn: site for site in sites}
+
+
+def _operation(module: nn.Module | None) -> Operation:
+    """Return how a module uses its weight."""
+    if isinstance(module, nn.Embedding):
+        return "embedding"
+    return "conv1d" if is_conv1d(module) else "linear"
+
+
+def stored_updates(
+    record: LoRARecord, tensors: Mapping[str, TensorInfo], modules: Mapping[str, nn.Module], table: KeyMap
+) -> StoredUpdates:
+    """Return the adapters and the trained copies among the tensors of a step."""
+    updates: list[LowRank] = []
+    copies: dict[str, str] = {}
+    for name, info in tensors.items():
+        part = lora_tensor(name)
+        if part is not None and part.role == COPY:
+            copies[name] = part.weight
+        elif part is not None and part.role == A:
+            operation = "stack" if part.site == part.weight else _operation(modules.get(part.site))
+            update = record.low_rank(part.site, operation)
+            rows = fused_rows(part.weight, table)  # A and B follow them if each part has its own
+            b = tensors[update.b].shape if update.b in tensors else ()
+            of_parts = len(info.shape) == len(b) == 2 and info.shape[0] != b[1] and info.shape[0] == len(rows) * b[1]
+            updates.append(replace(update, rows=rows if of_parts else ()))
+    return StoredUpdates(updates, copies)
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:

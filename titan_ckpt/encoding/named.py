@@ -113,6 +113,9 @@ class Tables(Protocol):
     def from_tables(self, tables: Sequence[Mapping[str, Any]], source: str) -> Any:
         """Return what the tables describe. Raises: ConfigError with all faults."""
 
+    def updates(self, description: Mapping[str, Any], *step_and_model: Any) -> Any:
+        """Return `ModelConverter.updates` of the converter so described; None if no package has its kind."""
+
     def kinds(self) -> Mapping[str, type[Any]]:
         """Return the dataclass of each `kind` of table."""
 

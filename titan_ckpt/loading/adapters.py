@@ -13,11 +13,15 @@ from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.encoding.named import converter_tables
 from titan_ckpt.errors import BaseMismatchError, LoadMismatchError, counted, listed
 from titan_ckpt.formats.huggingface.reader import CONFIG, read_config
 from titan_ckpt.formats.native.reader import NativeReader, manifest_of
 from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.plan import LoadSource
@@ -26,7 +30,7 @@ from titan_ckpt.stores.store import Place
 from titan_ckpt.types import Format, ModelHooks
 from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.identity import BASE_RECORD, Description, differences
-from titan_ckpt.weights.low_rank import LoRARecord, lora_tensor
+from titan_ckpt.weights.low_rank import LoRARecord, StoredUpdates, lora_tensor
 from titan_ckpt.weights.stored_names import model_tensors
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -62,19 +66,30 @@ def is_adapter(path: Place, format_: Format, model: ModelWrapper | None, prefix:
     return bool(names) and all(model.owns(name) or lora_tensor(name) for name in names)
 
 
-def lora_record(reader: TensorReader) -> LoRARecord:
-    """Return the settings of the LoRA tensors in a step. Raises: LoadMismatchError if no manifest says them."""
-    path, manifest = reader.path, _manifest_in(reader)
-    descriptions = _by_kind([] if manifest is None else manifest.converters)
-    if low_rank.KIND not in descriptions:
+def updates_in(
+    reader: TensorReader, tensors: Mapping[str, TensorInfo], modules: Mapping[str, nn.Module], table: KeyMap
+) -> StoredUpdates:
+    """Return the updates of weights in a step, by the converters that its manifest describes.
+
+    `tensors`: the step's, by native name. `modules`, `table`: the model's, which say how its weights are used.
+    Raises: LoadMismatchError if no manifest says what the tensors do.
+    """
+    path, manifest, tables = reader.path, _manifest_in(reader), converter_tables()
+    found: list[StoredUpdates] = []
+    for description in [] if manifest is None else manifest.converters:
+        try:
+            part = None if tables is None else tables.updates(description, tensors, modules, table)
+        except ValueError as error:
+            kind = "LoRA" if description["kind"] == low_rank.KIND else description["kind"]
+            raise LoadMismatchError(f"{path}: its manifest describes a {kind} that cannot be merged: {error}") from None
+        found += [] if part is None else [part]
+    if not found:
         raise LoadMismatchError(
             f"{path}: its manifest describes no LoRA converter, so nothing says the scale of its tensors. Export the "
             'adapter in the run that trained it (format = "peft"), and take that'
         )
-    try:
-        return LoRARecord.of(descriptions[low_rank.KIND])
-    except ValueError as error:
-        raise LoadMismatchError(f"{path}: its manifest describes a LoRA that cannot be merged: {error}") from None
+    copies = {name: weight for part in found for name, weight in part.copies.items()}
+    return StoredUpdates([update for part in found for update in part.updates], copies)
 
 
 def check_mergeable(reader: TensorReader) -> None:

@@ -21,10 +21,9 @@ from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, blocks_of, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Transpose
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
-from titan_ckpt.loading.adapters import check_mergeable, lora_record
+from titan_ckpt.loading.adapters import check_mergeable, updates_in
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
-from titan_ckpt.weights import low_rank
-from titan_ckpt.weights.low_rank import LowRank, Operation, fused_rows
+from titan_ckpt.weights.low_rank import WeightUpdate, is_conv1d
 from titan_ckpt.weights.stored_names import MODEL
 
 _NO_MODULES: Mapping[str, nn.Module] = {}
@@ -41,9 +40,11 @@ class AdapterMerge:
 
     reader: TensorReader
     base: StateDict
-    updates: list[LowRank] = field(default_factory=list)
+    prefix: str = ""
+    """Of the adapter's tensors in the folder, which `updates` and `copies` name without it."""
+    updates: list[WeightUpdate] = field(default_factory=list)
     copies: dict[str, str] = field(default_factory=dict)
-    """Key of each tensor of the modules that were trained in full -> the tensor of the base that it replaces."""
+    """Name of each tensor of the modules that were trained in full -> the tensor of the base that it replaces."""
     groups: dict[str, KeyGroup] = field(default_factory=dict)
     """Name of a weight that is changed -> the model's weights that the tool stores in it, and their arrangement."""
     unexpected: dict[str, str] = field(default_factory=dict)
@@ -70,8 +71,7 @@ class AdapterMerge:
         groups = {weight: group for weight, group in self.groups.items() if fqn in group.fqns}
         updates = [update for update in self.updates if update.weight in groups]
         copies = {key: weight for key, weight in self.copies.items() if weight in groups}
-        # DoRA's lengths may be those of columns
-        at_once = any(update.magnitude is not None and update.transposed for update in updates)
+        at_once = any(update.needs_whole for update in updates)
         others = {name: LazyTensor(info_of(self.base[name]), tuple) for g in groups.values() for name in g.fqns}
 
         @torch.no_grad()
@@ -98,15 +98,25 @@ class AdapterMerge:
                     if piece.file_index == group.keys.index(weight):
                         yield piece.view, piece.chunk
 
-    def _apply_to(self, base: StateDict, updates: Sequence[LowRank], copies: Mapping[str, str]) -> None:
-        self.reader.read(
-            [ReadRequest(k, chunk, v) for k, weight in copies.items() for v, chunk in self.views(weight, base)]
-        )
+    def values(self, update: WeightUpdate) -> list[torch.Tensor]:
+        """Return the whole tensors of an update."""
+        return [self.reader.whole(self.prefix + name) for name in update.tensors]
+
+    def tensor_shape(self, name: str) -> Shape:
+        """Return the shape of one of the adapter's tensors."""
+        return self.reader.tensors[self.prefix + name].shape
+
+    def base_shape(self, update: WeightUpdate) -> Shape:
+        """Return the shape of the weight that an update is for."""
+        return update.base_shape([*map(self.tensor_shape, update.tensors)], self.shape(update.weight))
+
+    def _apply_to(self, base: StateDict, updates: Sequence[WeightUpdate], copies: Mapping[str, str]) -> None:
+        of_copies = [(name, *place) for name, weight in copies.items() for place in self.views(weight, base)]
+        self.reader.read([ReadRequest(self.prefix + name, chunk, view) for name, view, chunk in of_copies])
         for update in updates:
-            a, b, *lengths = (self.reader.whole(name) for name in update.tensors)
-            factors = update.factors(a, b)
+            factors = update.factors(*self.values(update))
             for view, chunk in self.views(update.weight, base):
-                view.copy_(update.merged(view, chunk, factors, *lengths).view(view.shape))
+                view.copy_(update.merged(view, chunk, factors).view(view.shape))
 
 
 def prepare_merge(
@@ -136,10 +146,11 @@ def prepare_merge(
         _read_step(merge, key_map, modules)
     problems: list[str] = []
     mismatched: list[Mismatch] = []
-    for key, weight, fits in [
-        *((update.a, update.weight, _product_shape(reader, update)) for update in merge.updates),
-        *((key, weight, reader.tensors[key].shape) for key, weight in merge.copies.items()),
+    for name, weight, fits in [
+        *((update.tensors[0], update.weight, merge.base_shape(update)) for update in merge.updates),
+        *((name, weight, merge.tensor_shape(name)) for name, weight in merge.copies.items()),
     ]:
+        key = merge.prefix + name
         if names := [fqn for fqn in merge.groups[weight].fqns if fqn in shared]:
             problems.append(_SHARED.format(key, ", ".join(names)))
         elif fits != (shape := merge.shape(weight)):
@@ -147,8 +158,11 @@ def prepare_merge(
     problems += [_SHARED.format(key, fqn) for key, fqn in merge.unexpected.items() if fqn in shared]
     unexpected = tuple(key for key, fqn in merge.unexpected.items() if fqn not in shared)
     for update in merge.updates:
-        problems += _dora_misfits(update, merge)
-    acting = [update for update in merge.updates if _acts(reader, update)]
+        chunks = (chunk for _, chunk in merge.views(update.weight, base))
+        shapes = {name: merge.tensor_shape(name) for name in update.tensors}
+        problems += [merge.prefix + line for line in update.misfits(shapes, merge.shape(update.weight), chunks)]
+    # all values are read, because a NaN must raise before a live weight changes
+    acting = [update for update in merge.updates if update.acts(merge.values(update))]
     if not problems and not (merge.copies or mismatched or unexpected or acting):
         problems.append(f"none of its {len(merge.updates)} pairs has any effect: A, B or the scale is zero everywhere")
     if problems:
@@ -184,32 +198,26 @@ def _read_peft(merge: AdapterMerge, reader: PeftReader, key_map: KeyMap, modules
 
 
 def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> None:
-    """Find the place of every tensor of a step. Raises: LoadMismatchError if nothing says its scale."""
-    reader, record = merge.reader, lora_record(merge.reader)
-    for key in reader.tensors:
-        part = low_rank.lora_tensor(key.removeprefix(MODEL))
-        if not key.startswith(MODEL) or (part is not None and part.role in (low_rank.B, low_rank.MAGNITUDE)):
+    """Find the place of every tensor of a step. Raises: LoadMismatchError if nothing says what they do."""
+    reader, merge.prefix = merge.reader, MODEL
+    tensors = {key.removeprefix(MODEL): info for key, info in reader.tensors.items() if key.startswith(MODEL)}
+    stored = updates_in(reader, tensors, modules, key_map)
+    of_update = {name: update for update in stored.updates for name in update.tensors}
+    for name in tensors:
+        update = of_update.get(name)
+        weight = stored.copies.get(name) if update is None else update.weight
+        if weight is None or weight not in merge.base:
+            if update is None or name == update.tensors[0]:
+                merge.unexpected[MODEL + name] = ""
             continue
-        if part is None or part.weight not in merge.base:
-            merge.unexpected[key] = ""
-            continue
-        merge.groups[part.weight] = KeyGroup((part.weight,), (part.weight,), IDENTITY)
-        if part.role == low_rank.COPY:
-            merge.copies[key] = part.weight
-            continue
-        module = modules.get(part.site)
-        operation: Operation = "stack" if part.site == part.weight else "linear"
-        if isinstance(module, nn.Embedding):
-            operation = "embedding"
-        elif low_rank.is_conv1d(module):
-            operation = "conv1d"
-        update = record.low_rank(part.site, operation, prefix=MODEL)
-        if lost := {*update.tensors} - reader.tensors.keys():
-            raise LoadMismatchError(f"{reader.path}: {key} has no {', '.join(lost)}. Take another step")
-        a, b = (reader.tensors[name].shape for name in (update.a, update.b))
-        rows = fused_rows(part.weight, key_map)  # A and B follow them if each part has its own
-        of_parts = len(a) == len(b) == 2 and a[0] != b[1] and a[0] == len(rows) * b[1]
-        merge.updates.append(replace(update, rows=rows if of_parts else ()))
+        merge.groups[weight] = KeyGroup((weight,), (weight,), IDENTITY)
+        if update is None:
+            merge.copies[name] = weight
+        elif name == update.tensors[0]:
+            if lost := {*update.tensors} - tensors.keys():
+                names = ", ".join(MODEL + other for other in lost)
+                raise LoadMismatchError(f"{reader.path}: {MODEL + name} has no {names}. Take another step")
+            merge.updates.append(update)
 
 
 def _is_stored_transposed(group: KeyGroup, modules: Mapping[str, nn.Module]) -> bool:
@@ -218,13 +226,7 @@ def _is_stored_transposed(group: KeyGroup, modules: Mapping[str, nn.Module]) -> 
     Its module is a Conv1D if the model's own is one, or if the table transposes the weight of a linear module.
     """
     module = modules.get(group.fqns[0].rpartition(".")[0])
-    return low_rank.is_conv1d(module) != isinstance(group.op, Transpose)
-
-
-def _product_shape(reader: TensorReader, update: LowRank) -> Shape:
-    """Return the shape of the weight that an update is for."""
-    a, b = (reader.tensors[key].shape for key in (update.a, update.b))
-    return (a[-1], b[-2]) if update.transposed else (*b[:-1], a[-1])
+    return is_conv1d(module) != isinstance(group.op, Transpose)
 
 
 def _whole(value: LazyTensor) -> Block:
@@ -233,26 +235,3 @@ def _whole(value: LazyTensor) -> Block:
     for block in value.blocks():
         data[block.chunk.within(chunk)] = block.data
     return Block(chunk, data)
-
-
-def _dora_misfits(update: LowRank, merge: AdapterMerge) -> Iterator[str]:
-    """Yield the reason why this weight cannot be scaled to its lengths, if there is one."""
-    if update.magnitude is None:
-        return
-    axis, shape = int(update.transposed), merge.shape(update.weight)
-    if update.operation == "embedding":
-        yield f"{update.a}: use_dora of embeddings scales columns, which is not merged; merge it with PEFT before"
-    elif (found := merge.reader.tensors[update.magnitude].shape) != shape[axis : axis + 1]:
-        yield f"{update.magnitude}: expected {list(shape[axis : axis + 1])}, found {list(found)}"
-    elif any(chunk.sizes[1 - axis] != shape[1 - axis] for _, chunk in merge.views(update.weight, merge.base)):
-        rows = "columns" if update.transposed else "rows"
-        yield f"{update.a}: use_dora needs whole {rows}, and this weight's are cut: merge it in a run that cuts none"
-
-
-def _acts(reader: TensorReader, update: LowRank) -> bool:
-    """Return whether an update has an effect, which DoRA's row lengths may have alone.
-
-    It reads all values, because a NaN must raise before a live weight changes.
-    """
-    values = [bool(reader.whole(key).any()) for key in update.tensors if key in reader.tensors]
-    return (update.scaling != 0 and all(values[:2])) or any(values[2:])

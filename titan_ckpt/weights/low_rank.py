@@ -1,7 +1,7 @@
-"""LoRA's updates of weights: the names of their tensors, the settings that a manifest records, and the arithmetic.
+"""Updates of weights: `WeightUpdate` for adapters of any kind, and `LowRank` for LoRA's, with names and settings.
 
-An adapter is a list of `LowRank` updates. The converter reads them from live modules (converters/lora/sites.py),
-`loading/merge.py` from a step, `PeftReader` from a PEFT folder; a merge adds them to the weights, at a load and at an
+An adapter is a list of updates. A converter reads them from live modules (converters/lora/sites.py) and from a step
+(`ModelConverter.updates`), `PeftReader` from a PEFT folder; a merge applies them to the weights, at a load and at an
 export with the same operations. Reads no file.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.chunks import Chunk, Shape
 from titan_ckpt.geometry.keymap import KeyMap, Split
 
 KIND = "lora"
@@ -62,6 +63,66 @@ def lora_tensor(name: str) -> LoRATensor | None:
     return None
 
 
+class WeightUpdate(ABC):
+    """What an adapter does to one weight of the base, by the names of the tensors that it has for this weight."""
+
+    __slots__ = ()
+    weight: str
+
+    @property
+    @abstractmethod
+    def tensors(self) -> tuple[str, ...]:
+        """Return the names of the adapter's tensors."""
+
+    @abstractmethod
+    def base_shape(self, shapes: Sequence[Shape], weight: Shape) -> Shape:
+        """Return the shape of the weight that `tensors` of these shapes are for; `weight`: the shape that it has."""
+
+    @abstractmethod
+    def merged(
+        self,
+        weight: torch.Tensor,
+        chunk: Chunk,
+        factors: Sequence[torch.Tensor],
+        norms: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return a chunk of the merged weight in float32 (float64 for a float64 weight), a plain tensor.
+
+        `weight`: the values of the chunk, in any shape. `factors`: whole, as by the method. `norms`: those of
+        `LowRank`, None for any other update. `out`: memory for the result, which need not be used.
+        """
+
+    def factors(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return what `merged` computes with, made of the whole `tensors`."""
+        return values
+
+    def acts(self, values: Sequence[torch.Tensor]) -> bool:
+        """Return whether `tensors` with these values change the weight."""
+        return True
+
+    @property
+    def needs_whole(self) -> bool:
+        """Return whether `merged` can only compute the whole weight at once."""
+        return False
+
+    def misfits(self, shapes: Mapping[str, Shape], weight: Shape, chunks: Iterable[Chunk]) -> Iterator[str]:
+        """Yield the reasons why a weight of this shape, in these chunks, cannot be merged; each names a tensor first.
+
+        `shapes`: those of `tensors`.
+        """
+        return iter(())
+
+
+@dataclass(frozen=True, slots=True)
+class StoredUpdates:
+    """The content of an adapter in a step, by native names."""
+
+    updates: Sequence[WeightUpdate]
+    copies: Mapping[str, str]
+    """Tensor of a module that was trained in full -> the tensor of the base that it replaces."""
+
+
 def sites_of(names: Iterable[str]) -> list[str]:
     """Return the parts of a model that have an A among these tensors."""
     return [part.site for name in names if (part := lora_tensor(name)) is not None and part.role == A]
@@ -93,7 +154,7 @@ def scale(rank: int, alpha: float, *, use_rslora: bool) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRank(WeightUpdate):
     """A low-rank update of one weight, by the names of its tensors: weight + scaling * B @ A, scaled again by DoRA.
 
     Shape: weight (out, in), A (rank, in), B (out, rank), of stacked experts with one more dim before each. Embeddings
@@ -127,37 +188,78 @@ class LowRank:
     def transposed(self) -> bool:
         return self.operation in ("embedding", "conv1d")
 
-    def factors(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the whole factors of the product, in the order in which they are multiplied."""
+    @property
+    def needs_whole(self) -> bool:
+        """Return whether DoRA's lengths are those of columns, which no block of rows holds whole."""
+        return self.magnitude is not None and self.transposed
+
+    def base_shape(self, shapes: Sequence[Shape], weight: Shape) -> Shape:
+        """Return the shape of the product."""
+        a, b, *_ = shapes
+        return (a[-1], b[-2]) if self.transposed else (*b[:-1], a[-1])
+
+    def acts(self, values: Sequence[torch.Tensor]) -> bool:
+        """Return whether the product, or DoRA's row lengths alone, have an effect."""
+        has_values = [bool(value.any()) for value in values]
+        return (self.scaling != 0 and all(has_values[:2])) or any(has_values[2:])
+
+    def misfits(self, shapes: Mapping[str, Shape], weight: Shape, chunks: Iterable[Chunk]) -> Iterator[str]:
+        """Yield the reason why this weight cannot be scaled to DoRA's lengths, if there is one."""
+        if self.magnitude is None:
+            return
+        axis = int(self.transposed)
+        if self.operation == "embedding":
+            yield f"{self.a}: use_dora of embeddings scales columns, which is not merged; merge it with PEFT before"
+        elif (found := shapes[self.magnitude]) != weight[axis : axis + 1]:
+            yield f"{self.magnitude}: expected {list(weight[axis : axis + 1])}, found {list(found)}"
+        elif any(chunk.sizes[1 - axis] != weight[1 - axis] for chunk in chunks):
+            rows = "columns" if self.transposed else "rows"
+            yield f"{self.a}: use_dora needs whole {rows}, and this weight's are cut: merge it in a run that cuts none"
+
+    def factors(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the whole factors of the product, in the order in which they are multiplied, and DoRA's lengths."""
+        a, b, *lengths = values
         left, right = spread(b, self.rows), a
-        return (right.t(), left.t()) if self.transposed else (left, right)
+        return (right.t(), left.t(), *lengths) if self.transposed else (left, right, *lengths)
+
+    def combined(
+        self, weight: torch.Tensor, left: torch.Tensor, right: torch.Tensor, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return left @ right * scaling + weight in float32, or in float64 for a float64 weight.
+
+        Differentiable without `out`, which is memory for the result. Training and merges compute it here, so what is
+        exported equals what was trained.
+        """
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        product = torch.matmul(left.to(dtype), right.to(dtype), out=out)
+        product = torch.mul(product, self.scaling, out=out)
+        as_weight = None if out is None else out.view(weight.shape)
+        return torch.add(product if as_weight is None else as_weight, weight, out=as_weight)
 
     def merged(
         self,
         weight: torch.Tensor,
         chunk: Chunk,
         factors: Sequence[torch.Tensor],
-        lengths: torch.Tensor | None = None,
         norms: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return a chunk of the merged weight in float32 (float64 for a float64 weight), a plain tensor.
+        """Return a chunk of the merged weight, scaled to DoRA's lengths if `factors` has them.
 
-        `weight`: the values of the chunk, in any shape. `factors`: whole, as by the method. `lengths`: DoRA's.
-        `norms`: of all output features before they are scaled; None if the chunk holds them whole. `out`: memory for
-        the result.
+        `norms`: of all output features before they are scaled; None if the chunk holds them whole.
         """
-        where: dict[str, Any] = {"dtype": torch.promote_types(weight.dtype, torch.float32), "device": weight.device}
         *expert, rows, columns = (slice(o, o + n) for o, n in zip(chunk.offsets, chunk.sizes, strict=True))
-        left, right = factors
-        left, right = left[(*expert, rows)].to(**where), right[(*expert, slice(None), columns)].to(**where)
-        result = torch.matmul(left, right, out=out).mul_(self.scaling)
-        result.view(weight.shape).add_(weight)
-        if lengths is not None:
+        left, right, *lengths = factors
+        if out is None:
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            out = torch.empty(chunk.sizes, dtype=dtype, device=weight.device)
+        left, right = left[(*expert, rows)], right[(*expert, slice(None), columns)]
+        self.combined(weight, left.to(weight.device), right.to(weight.device), out)
+        for wanted in lengths:
             dim, features = (0, columns) if self.transposed else (1, rows)
-            found = torch.linalg.vector_norm(result, dim=dim) if norms is None else norms[features]
-            result.mul_((lengths[features].to(**where) / found).unsqueeze(dim))
-        return result
+            found = torch.linalg.vector_norm(out, dim=dim) if norms is None else norms[features]
+            out.mul_((wanted[features].to(out) / found).unsqueeze(dim))
+        return out
 
 
 def spread(b: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
@@ -203,20 +305,14 @@ class LoRARecord:
             raise ValueError("; ".join(faults))
         return cls(**values)
 
-    def low_rank(
-        self, site: str, operation: Operation = "linear", rows: tuple[int, ...] = (), prefix: str = ""
-    ) -> LowRank:
-        """Return the update that these settings give a module, or a parameter of stacked experts.
-
-        `prefix`: of the names of its tensors in a file.
-        """
+    def low_rank(self, site: str, operation: Operation = "linear", rows: tuple[int, ...] = ()) -> LowRank:
+        """Return the update that these settings give a module, or a parameter of stacked experts."""
         rank = from_patterns(site, self.rank_pattern, self.rank)
         alpha = from_patterns(site, self.alpha_pattern, self.alpha)
         module, _, parameter = site.rpartition(".")
         stack = operation == "stack"
         a, b, magnitude = (
-            prefix + (f"{module}.lora_{parameter}.{role}" if stack else f"{site}.{role}.weight")
-            for role in (A, B, MAGNITUDE)
+            f"{module}.lora_{parameter}.{role}" if stack else f"{site}.{role}.weight" for role in (A, B, MAGNITUDE)
         )
         return LowRank(
             site if stack else f"{site}.weight", a, b, rank, alpha, scale(rank, alpha, use_rslora=self.use_rslora),

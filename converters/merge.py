@@ -28,13 +28,13 @@ from titan_ckpt.geometry.chunks import (
     layout_of,
 )
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.low_rank import LowRank
+from titan_ckpt.weights.low_rank import LowRank, WeightUpdate
 
 _WORK_ELEMENTS = 1 << 18
 """At most this many elements of a weight are held in float32 at once."""
 
 
-def merged(update: LowRank, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> LazyTensor:
+def merged(update: WeightUpdate, tensors: Mapping[str, torch.Tensor | LazyTensor]) -> LazyTensor:
     """Return the merged weight as a lazy tensor; every rank computes its own chunks.
 
     It is computed in float32 (float64 for a float64 base) and rounded once to the base's dtype.
@@ -45,12 +45,13 @@ def merged(update: LowRank, tensors: Mapping[str, torch.Tensor | LazyTensor]) ->
     @torch.no_grad()
     def factors() -> Sequence[torch.Tensor]:
         # gathered for each use, not kept: they are small compared with the weight. Every rank takes part
-        a, b, *lengths = (whole(part) for part in parts)
         dtype = torch.promote_types(info_of(weight).dtype, torch.float32)
-        return [factor.to(dtype) for factor in (*update.factors(a, b), *lengths)]
+        return [factor.to(dtype) for factor in update.factors(*map(whole, parts))]
 
     def norms(base: torch.Tensor | LazyTensor, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        held = update.magnitude is None or (_has_whole_rows(weight) and _has_whole_rows(base))
+        if not isinstance(update, LowRank) or update.magnitude is None:
+            return None
+        held = _has_whole_rows(weight) and _has_whole_rows(base)
         return None if held else _row_norms(update, weight, given)
 
     @torch.no_grad()
@@ -114,15 +115,13 @@ def check_adapters(adapters: Mapping[str, LowRank], tensors: StateDict, copies: 
         )
 
 
-def _merge(update: LowRank, block: Block, given: Sequence[torch.Tensor], norms: torch.Tensor | None) -> Block:
+def _merge(update: WeightUpdate, block: Block, given: Sequence[torch.Tensor], norms: torch.Tensor | None) -> Block:
     """Return the merged block, rounded once; `block.data` is not changed. `given`: the factors, and DoRA's lengths."""
     made = torch.empty(block.chunk.sizes, dtype=block.data.dtype, device=block.data.device)
-    left, right, *lengths = given
-    exact = made.dtype == left.dtype
     for part, rows in _parts(block.chunk):
-        into = made[part] if exact else None
-        value = update.merged(block.data[part], rows, (left, right), lengths[0] if lengths else None, norms, into)
-        if not exact:
+        into = made[part] if made.dtype == given[0].dtype else None
+        value = update.merged(block.data[part], rows, given, norms, into)
+        if value is not into:
             made[part] = value
     return Block(block.chunk, made)
 

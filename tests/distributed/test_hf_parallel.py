@@ -33,6 +33,7 @@ from titan_ckpt.formats.publish import columns as export_columns_module
 from titan_ckpt.formats.publish import write as export_writer
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, info_of, local_tensor
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Tie
+from titan_ckpt.models import qwen3_moe
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import StateDict
@@ -130,6 +131,27 @@ def pipeline_and_fsdp(made: Any = None) -> StateDict:
     return {k: distribute_tensor(v, mesh["shard"], [Shard(0)], src_data_rank=None) for k, v in mine.items()}
 
 
+def experts_and_rows(made: Any = None) -> StateDict:
+    """Experts over one axis of ranks, the rows of each over the other."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    return {
+        k: distribute_tensor(v, mesh, [Shard(0), Shard(1) if v.dim() > 1 else Replicate()])
+        for k, v in single(made).items()
+    }
+
+
+def sparse() -> Any:
+    """One dense layer, and one of five experts of 27 rows: neither divides. The same on every rank."""
+    torch.manual_seed(3)
+    made = qwen3_moe.Qwen3Moe(
+        replace(
+            qwen3_moe.FLAVORS["debug-1m"], max_seq_len=64, vocab_size=161, num_layers=2, num_experts=5, expert_dim=27
+        )
+    )
+    made.init_weights()
+    return made
+
+
 ON_TWO = [fsdp, tensor_parallel, columns, single, pipeline]
 ON_FOUR = [
     fsdp, hsdp, fsdp_and_tensor_parallel, replicated_tensor_parallel, rows_and_columns, columns, single, pipeline,
@@ -185,13 +207,22 @@ def write_and_load(root: Path, layouts: Sequence[Layout], make: Callable[[], Any
     assert [p.name for p in root.iterdir() if p.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize(("nproc", "layouts"), [(2, ON_TWO), (4, ON_FOUR)], ids=["two", "four"])
-def test_ranks_write_what_one_writes_and_load_their_slices(tmp_path: Path, nproc: int, layouts: list[Layout]) -> None:
+CASES: dict[str, tuple[int, list[Layout], Callable[[], Any]]] = {
+    "two": (2, ON_TWO, model),
+    "four": (4, ON_FOUR, model),
+    "experts on two": (2, [fsdp, tensor_parallel, pipeline, columns], sparse),
+    "experts on four": (4, [fsdp_and_tensor_parallel, experts_and_rows, columns], sparse),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_write_what_one_writes_and_load_their_slices(tmp_path: Path, name: str) -> None:
     """Each layout gives byte-identical folders with the digests sent, plain and cast, and is filled from them.
 
-    FSDP2, TP, dim-1 shards, replicas and PP; HSDP, FSDP2 + TP, TP under DDP, 2-D shards and PP + FSDP.
+    FSDP2, TP, dim-1 shards, replicas and PP; HSDP, FSDP2 + TP, TP under DDP, 2-D shards and PP + FSDP; experts by rows.
     """
-    on_ranks(nproc, write_and_load, tmp_path, layouts)
+    nproc, layouts, make = CASES[name]
+    on_ranks(nproc, write_and_load, tmp_path, layouts, make)
 
 
 def lazily_doubled(value: Any) -> LazyTensor:

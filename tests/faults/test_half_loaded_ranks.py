@@ -37,7 +37,7 @@ from titan_ckpt.testing import distributed
 
 
 @distributed(nproc=2)
-def test_damage_in_either_ranks_file_and_a_failure_of_one_rank_stop_both(tmp_path: Path) -> None:
+def test_f5_damage_in_either_ranks_file_and_a_failure_of_one_rank_stop_both(tmp_path: Path) -> None:
     """Warm and cold: one names the file, both refuse to keep what is in memory, and both go on from a right step."""
     rank, root = dist.get_rank(), tmp_path
     run = Run(root)

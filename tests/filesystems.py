@@ -19,17 +19,12 @@ from typing import Any
 from unittest import mock
 
 import torch
-from safetensors.torch import load_file
 
 from tests.forked import fork
-from titan_ckpt.config import CheckpointConfig, SaveConfig
+from tests.world import Run, finish, load, same, tensors, write_hf
 from titan_ckpt.disk import descriptors, posix
 from titan_ckpt.disk.direct import open_direct
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer
-from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.huggingface.export import export_huggingface
-from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.weights.transforms import StateDictTransforms
 
 _WIDTH = 1024
 _TMPFS = ["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs"]
@@ -109,27 +104,18 @@ def _mounted(name: str) -> Iterator[Path]:
         yield place
 
 
-def _objects(value: float) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    model = torch.nn.Linear(_WIDTH, _WIDTH)
+def _run_of(value: float) -> Run:
+    """Return a run whose weights are multiples of a value."""
+    run = Run(torch.nn.Linear(_WIDTH, _WIDTH))
     with torch.no_grad():
-        for number, weight in enumerate(model.parameters()):
+        for number, weight in enumerate(run.model.parameters()):
             weight.copy_(torch.arange(weight.numel()).view_as(weight) * value + number)
-    return model, torch.optim.SGD(model.parameters(), lr=0.1)
-
-
-def _manager(folder: Path, mode: Any, value: float) -> tuple[CheckpointManager, torch.nn.Module]:
-    model, optimizer = _objects(value)
-    config = CheckpointConfig(folder="checkpoints", save=SaveConfig(interval=1, async_mode=mode))
-    return CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder), model
+    return run
 
 
 def _save(place: Path) -> None:
     for mode in ("thread", "disabled"):
-        manager, _ = _manager(place / mode, mode, 0.5)
-        with manager:
-            manager.load()
-            assert manager.save(1)
-            manager.wait()
+        finish(_run_of(0.5).manager(place / mode, async_mode=mode))
 
 
 def _load(place: Path) -> None:
@@ -139,29 +125,22 @@ def _load(place: Path) -> None:
 
 def _require(folder: Path, step: int, value: float) -> None:
     """Check that a resume finds this step, bit for bit."""
-    manager, model = _manager(folder, "disabled", 0.0)
-    with manager:
-        assert manager.load().step == step
-    wanted = _objects(value)[0].state_dict()
-    assert all(torch.equal(found, wanted[name]) for name, found in model.state_dict().items())
+    run = _run_of(0.0)
+    assert load(run.manager(folder)).step == step
+    assert same(run.state(), _run_of(value).state())
 
 
 def _export(place: Path) -> None:
-    state = _objects(0.25)[0].state_dict()
-    groups = StateDictTransforms().to_file(state, None, None)
-    export_huggingface(
-        place / "export", groups, config={"model_type": "x", "architectures": ["X"]}, assets=None,
-        max_shard_bytes=10_000_000, coordinator=Coordinator(0, 1, None, "", 60.0),
-    )  # fmt: skip
-    found = load_file(place / "export" / "model.safetensors")
-    assert all(torch.equal(found[name], state[name]) for name in state)
+    state = dict(_run_of(0.25).model.state_dict())
+    write_hf(place / "export", state)
+    assert same(tensors(place / "export"), state)
 
 
 def _kill(place: Path) -> None:
     """Kill a process while it writes step 2; step 1 is resumed, and step 2 can be saved."""
 
     def killed() -> None:
-        manager, _ = _manager(place / "killed", "disabled", 0.5)
+        manager = _run_of(0.5).manager(place / "killed", async_mode="disabled")
         manager.load()
         manager.save(1)
         pwrite = posix.pwrite_all
@@ -175,10 +154,7 @@ def _kill(place: Path) -> None:
 
     assert os.waitstatus_to_exitcode(os.waitpid(fork(killed), 0)[1]) == -signal.SIGKILL
     _require(place / "killed", 1, 0.5)
-    manager, _ = _manager(place / "killed", "disabled", 0.75)
-    with manager:
-        manager.load()
-        manager.save(2)
+    finish(_run_of(0.75).manager(place / "killed"), 2)
     _require(place / "killed", 2, 0.5)
 
 

@@ -14,13 +14,15 @@ import os
 import signal
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch._dynamo  # the first optimizer imports it: most of a second in every fork
+import torch.distributed as dist
 
 from titan_ckpt.testing import ranks
 
@@ -55,28 +57,39 @@ def answer(act: Callable[[], object]) -> tuple[Any, int]:
     return json.loads(text or "null"), os.waitpid(pid, 0)[1]
 
 
+def resident(name: str = "VmRSS") -> int:
+    """Return the bytes of memory that this process has now, or had at its peak: VmHWM."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith(name))
+
+
 def memory_of(act: Callable[[], object], before: Callable[[], object] = int) -> tuple[int, Any]:
     """Run `act` in a forked process; return the bytes that it takes at its peak, and what it returned.
 
     `before` runs first, so that first uses of libraries are not counted.
     """
 
-    def resident(name: str) -> int:
-        status = Path("/proc/self/status").read_text()
-        return 1024 * next(int(line.split()[1]) for line in status.splitlines() if line.startswith(name))
-
     def measured() -> tuple[int, object]:
         ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back, and counts again
         before()
         gc.collect()
         Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-        begin = resident("VmRSS")
+        begin = resident()
         found = act()
         return resident("VmHWM") - begin, found
 
     answered, status = answer(measured)
     assert status == 0 and answered is not None
     return answered[0], answered[1]
+
+
+def wait_until(is_so: Callable[[], bool], *of: Program, seconds: float = 240) -> None:
+    """Return once something is so. Fails if one of the programs that do it ends before, or if it takes too long."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        assert all(process.poll() is None for process in of), [process.text() for process in of]
+        assert time.monotonic() < deadline, [process.text() for process in of]
+        time.sleep(0.005)
 
 
 class Program:
@@ -115,6 +128,10 @@ class Program:
         """Return what the process has written so far."""
         return self.output.read_text()
 
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return once the process has done something, before it has ended."""
+        wait_until(is_so, self)
+
     def send_signal(self, number: signal.Signals) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -124,6 +141,46 @@ class Program:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+class Job:
+    """The ranks of one run, started as torchrun starts them; each one's output is a file. Killed at the block's end."""
+
+    def __init__(self, main: Callable[..., int | None], *arguments: Any, folder: Path, num_ranks: int = 1) -> None:
+        shared = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self._store = None
+        if num_ranks > 1:  # served here, as by torchrun's agent, so that it outlives rank 0
+            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+            shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port), "GLOO_SOCKET_IFNAME": "lo"}
+        folder.mkdir(exist_ok=True)
+        self.ranks: list[Program] = []
+        for rank in range(num_ranks):
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(num_ranks)} if num_ranks > 1 else {}
+            output = folder / f"out-{rank}-{time.time_ns()}.txt"
+            self.ranks.append(Program(main, *arguments, output=output, environment=shared | own))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.ranks:
+            process.kill()
+            process.wait()
+
+    def text(self) -> str:
+        return "\n".join(rank.text() for rank in self.ranks)
+
+    def wait_until(self, is_so: Callable[[], bool]) -> None:
+        """Return once the run has done something, before a rank has ended."""
+        wait_until(is_so, *self.ranks)
+
+    def codes(self, but: tuple[int, ...] = ()) -> list[int]:
+        """Wait for all ranks to end and return their exit codes."""
+        try:
+            return [process.wait(240) for rank, process in enumerate(self.ranks) if rank not in but]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"a rank does not end: {self.text()}") from None
 
 
 def _run(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import runpy
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -41,13 +40,6 @@ def start(folder: Path) -> tuple[Program, Program]:
     return server, Program(diloco.work, folder, "a", ROUNDS, output=folder / "worker.log")
 
 
-def await_path(path: Path, process: Program) -> None:
-    deadline = time.monotonic() + 90
-    while not path.exists():
-        assert process.poll() is None and time.monotonic() < deadline, f"{path.name} did not come"
-        time.sleep(0.005)
-
-
 def finish(*processes: Program) -> None:
     for process in processes:
         assert process.wait(120) == 0, process.text()
@@ -58,7 +50,7 @@ def test_c3_a_parameter_server_run_goes_on_after_both_were_killed(tmp_path: Path
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     finish(command("server", straight), command("worker", straight))
     server, worker = start(killed)
-    await_path(killed / "worker-a" / "step-6", worker)
+    worker.wait_until((killed / "worker-a" / "step-6").exists)
     worker.kill()
     server.kill()
     worker.wait()

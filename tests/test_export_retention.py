@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
+from tests import world
 from tests.faults.scenarios import kill_at, quick_folder
 from tests.faults.shim import count_operations
 from tests.world import manager as build
@@ -283,8 +284,7 @@ def test_exports_of_a_branch_that_was_given_up_are_set_aside(
             before = names(tmp_path)
             train(first, 6, 21, 100.0)
     if way == "killed before the first save":
-        with manager(resume=ResumeConfig(step=5)) as second:
-            second.load()
+        world.load(manager(resume=ResumeConfig(step=5)))
     if way != "the same process":
         with manager(resume=ResumeConfig(step=5)) as second:
             second.load()

@@ -16,6 +16,7 @@ import pytest
 import torch.distributed as dist
 from torch import nn
 
+from tests import world
 from tests.run_folder import Disk, RunFolder
 from tests.world import manager as build
 from tests.world import names_in
@@ -65,8 +66,7 @@ def test_an_error_of_the_disk_is_a_save_error_with_its_cause_and_path(
     assert raised.value.errno == error
     assert f"{tmp_path / 'checkpoints'}: step 2" in str(raised.value) and os.strerror(error) in str(raised.value)
     if name == "rename_noreplace":  # what cannot be renamed cannot be cleared away yet
-        with manager_in(RunFolder(tmp_path)) as manager:
-            manager.load()
+        world.load(manager_in(RunFolder(tmp_path)))
     assert content(RunFolder(tmp_path)) == [1]
 
 

@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import world
 from tests.format_programs.read_step import Tensor, Torch, described
 from tests.test_golden_native import GOLDEN, digests, manifests
 from tests.world import manager as build
@@ -209,8 +210,7 @@ def test_a_step_that_was_written_from_the_page_for_three_ranks_loads_exactly(tmp
     reference.step()
     run("write_step.py", *reference.dump(tmp_path, 1, ranks=3), tmp_path / "checkpoints")
     resumed = Training(seed=7)
-    with resumed.manager(tmp_path) as manager:
-        assert manager.load().step == 1
+    assert world.load(resumed.manager(tmp_path)).step == 1
     for name, value in reference.model.state_dict().items():
         assert torch.equal(resumed.model.state_dict()[name], value), name
     for mine, wanted in zip(resumed.model.parameters(), reference.model.parameters(), strict=True):

@@ -297,7 +297,7 @@ def changed_base(to: Path) -> Path:
     return folder
 
 
-def test_an_adapter_resumes_over_its_base_in_another_format_and_over_no_other(tmp_path: Path) -> None:
+def test_f9_an_adapter_resumes_over_its_base_in_another_format_and_over_no_other(tmp_path: Path) -> None:
     """The base is known by its values: a Hugging Face folder with the same is taken, one with another bit is not."""
     folder = copied("lora-adapter", tmp_path)
     run = runs.Llama(lora=True, sources=(GOLDEN / "hf-export" / EXPORTS["hf-export"],))
@@ -348,7 +348,7 @@ def test_an_export_is_a_source_of_weights(tmp_path: Path, case: str) -> None:
     assert found == expected(case)["tensors"]
 
 
-def test_an_exported_adapter_knows_its_base(tmp_path: Path) -> None:
+def test_f9_an_exported_adapter_knows_its_base(tmp_path: Path) -> None:
     """An adapter is refused over a base with another bit."""
     run = runs.Llama(lora=True, sources=(changed_base(tmp_path), GOLDEN / "peft-export" / EXPORTS["peft-export"]))
     message = r"step-2-peft was trained on another base\n  expected hf-export/exports/step-2"

@@ -13,21 +13,12 @@ import pytest
 import torch
 from torch import nn
 
+from tests import world
 from tests.run_folder import Disk, RunFolder
 from tests.world import Bare, Value, same, step_with_ones
 from tests.world import manager as build
-from titan_ckpt.config import (
-    InitialLoadConfig,
-    KeepConfig,
-    ResumeConfig,
-    SaveConfig,
-)
-from titan_ckpt.errors import (
-    CheckpointNotFoundError,
-    ConverterError,
-    CorruptCheckpointError,
-    LoadMismatchError,
-)
+from titan_ckpt.config import InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
+from titan_ckpt.errors import ConverterError, CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.formats.native import transfers
 from titan_ckpt.manager import CheckpointManager
 
@@ -214,18 +205,6 @@ def test_a_resume_fills_weights_and_optimizer_in_one_round(
     assert rounds == [1] and same(run.state()["model"], weights)
 
 
-def test_a_missing_step_is_named_with_those_that_are_there(run_folder: RunFolder) -> None:
-    """A step asked for by number never falls back."""
-    run = Run()
-    with run.manager(run_folder) as manager:
-        run.train(manager, 4)
-    with (
-        Run().manager(run_folder) as manager,
-        pytest.raises(CheckpointNotFoundError, match=r"step 3 .*committed steps: 2, 4"),
-    ):
-        manager.load(3)
-
-
 def test_f5_a_flipped_bit_falls_back_to_the_step_before(
     run_folder: RunFolder, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -234,8 +213,7 @@ def test_f5_a_flipped_bit_falls_back_to_the_step_before(
     with run.manager(run_folder) as manager:
         run.train(manager, 4)
     run_folder.damage(4)
-    with Run().manager(run_folder) as manager:
-        assert manager.load().step == 2
+    assert world.load(Run().manager(run_folder)).step == 2
     assert "step 4" in caplog.text
 
 
@@ -246,8 +224,7 @@ def test_f5_nothing_readable_is_never_a_fresh_start(run_folder: RunFolder) -> No
         run.train(manager, 4)
     for step in (2, 4):
         run_folder.damage(step)
-    with Run().manager(run_folder) as manager, pytest.raises(CorruptCheckpointError):
-        manager.load()
+    world.load_fails(Run().manager(run_folder), CorruptCheckpointError)
 
 
 def test_a_model_that_does_not_fit_is_one_error_and_nothing_is_touched(run_folder: RunFolder) -> None:
@@ -257,8 +234,7 @@ def test_a_model_that_does_not_fit_is_one_error_and_nothing_is_touched(run_folde
     other = Run(width=9)
     before = other.state()
     message = r"0\.weight: expected float32\[9, 4\], found float32\[8, 4\]"
-    with other.manager(run_folder) as manager, pytest.raises(LoadMismatchError, match=message):
-        manager.load()
+    world.load_fails(other.manager(run_folder), LoadMismatchError, message)
     assert same(other.state(), before)
 
 
@@ -268,8 +244,7 @@ def test_a4_a_native_step_is_a_source_of_weights(run_folder: RunFolder) -> None:
         run.train(manager, 2)
     other = Run(seed=9)
     source = (InitialLoadConfig(f"{(run_folder / 'a').checkpoints}/step-2"),)
-    with other.manager(run_folder / "b", initial_load=source) as manager:
-        result = manager.load()
+    result = world.load(other.manager(run_folder / "b", initial_load=source))
     assert result.step == 0
     assert same(other.model.state_dict(), run.model.state_dict())
     assert not other.optimizer.state
@@ -286,8 +261,7 @@ def test_a5_an_excluded_model_takes_the_weights_of_the_initial_sources(run_folde
     exclude = ResumeConfig(exclude=("model",))
     for sources, expected in (((source,), base), ((), Run(seed=9))):
         other = Run(seed=9)
-        with other.manager(run_folder, resume=exclude, initial_load=sources, save=None) as manager:
-            result = manager.load()
+        result = world.load(other.manager(run_folder, resume=exclude, initial_load=sources, save=None))
         assert result.step == 2 and bool(result.report.loaded) == bool(sources)
         assert same(other.model.state_dict(), expected.model.state_dict())
         assert same(other.optimizer.state_dict(), run.optimizer.state_dict())
@@ -305,15 +279,11 @@ class Named(Bare):
 
 def test_f10_another_set_of_converters_is_named(run_folder: RunFolder) -> None:
     """A step saved with one converter is not resumed with another, nor one saved with none with one."""
-    with build(run_folder, nn.Linear(2, 2), model_converters=Named("float8")) as run:
-        run.save(1)
-    with build(run_folder, nn.Linear(2, 2)) as run, pytest.raises(ConverterError, match=r"float8.*this run has none"):
-        run.load()
-    with build(run_folder / "plain", nn.Linear(2, 2)) as run:
-        run.save(1)
+    world.save(build(run_folder, nn.Linear(2, 2), model_converters=Named("float8")))
+    world.load_fails(build(run_folder, nn.Linear(2, 2)), ConverterError, r"float8.*this run has none")
+    world.save(build(run_folder / "plain", nn.Linear(2, 2)))
     named = build(run_folder / "plain", nn.Linear(2, 2), model_converters=Named("float8"))
-    with named as run, pytest.raises(ConverterError, match="float8"):
-        run.load()
+    world.load_fails(named, ConverterError, "float8")
 
 
 def test_a_failed_background_save_is_raised_once(run_folder: RunFolder) -> None:
@@ -347,6 +317,5 @@ def test_f12_an_optimizer_step_waits_for_staging(run_folder: RunFolder) -> None:
             wanted = model.weight.detach().clone()
             manager.save(step)
         step_with_ones(optimizer)
-    with build(run_folder, fresh, torch.optim.SGD(fresh.parameters(), lr=1.0)) as manager:
-        manager.load()
+    world.load(build(run_folder, fresh, torch.optim.SGD(fresh.parameters(), lr=1.0)))
     assert torch.equal(fresh.weight, wanted)

@@ -19,8 +19,9 @@ import xxhash
 from safetensors.torch import load
 from torch import nn
 
+from tests import world
 from tests.run_folder import RunFolder
-from tests.world import Run, Value, same
+from tests.world import Value
 from tests.world import manager as build
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
 from titan_ckpt.directory.manifest import FileRecord, Manifest
@@ -147,20 +148,9 @@ def test_a_second_writer_is_refused_while_the_first_lives(run_folder: RunFolder)
     with manager(run_folder) as first:
         first.load()
         first.save(1)
-        with manager(run_folder) as second, pytest.raises(CommitConflictError):
-            second.load()
+        world.load_fails(manager(run_folder), CommitConflictError)
         first.save(2)
-    with manager(run_folder) as second:
-        assert second.load().step == 2
-
-
-def test_saving_among_the_steps_of_a_run_that_was_not_loaded_is_refused(run_folder: RunFolder) -> None:
-    """A forgotten load() would put a new run's steps among the old ones, and resume from a mixture."""
-    with manager(run_folder) as m:
-        m.save(10)
-    with manager(run_folder) as m, pytest.raises(CommitConflictError, match=r"load\(\) was never called, and step 10"):
-        m.save(1)
-    assert run_folder.steps() == [10]
+    assert world.load(manager(run_folder)).step == 2
 
 
 def test_a_state_file_of_another_shape_is_typed_though_its_digest_holds(tmp_path: Path) -> None:
@@ -235,20 +225,6 @@ def test_the_last_step_waits_for_the_save_in_flight(run_folder: RunFolder, monke
         assert run_folder.steps() == [1, 2]
 
 
-def test_loading_again_gives_the_same_run_again(run_folder: RunFolder) -> None:
-    """load() after a step took over twice: weights and moments are those of the step, both times."""
-    run = Run(nn.Linear(3, 3), lr=0.1)
-    with run.manager(run_folder) as m:
-        run.step(torch.ones(1, 3))
-        m.save(1)
-        m.wait()
-        wanted = run.state()
-        for _ in range(2):
-            run.step(torch.ones(1, 3))
-            assert m.load().step == 1
-            assert same(run.state(), wanted)
-
-
 def test_a_damaged_step_before_a_weights_only_one_is_no_fresh_start(run_folder: RunFolder) -> None:
     """Nothing that can be resumed from is whole: an error, not step 0."""
     with manager(run_folder) as m:
@@ -257,8 +233,7 @@ def test_a_damaged_step_before_a_weights_only_one_is_no_fresh_start(run_folder: 
     manifest = dataclasses.replace(Manifest.from_bytes(run_folder.read(1, "MANIFEST.json")), kind="model")
     run_folder.write(1, "MANIFEST.json", manifest.to_bytes())
     run_folder.damage(2)
-    with manager(run_folder) as m, pytest.raises(CorruptCheckpointError):
-        m.load()
+    world.load_fails(manager(run_folder), CorruptCheckpointError)
 
 
 def test_statistics_that_a_forward_changes_are_those_of_the_step(
@@ -288,8 +263,7 @@ def test_statistics_that_a_forward_changes_are_those_of_the_step(
         model(torch.randn(4, 3) + 5)
         go_on.set()
         m.wait()
-    with manager(run_folder, "thread", other) as m:
-        m.load()
+    world.load(manager(run_folder, "thread", other))
     assert all(torch.equal(value, wanted[name]) for name, value in other.state_dict().items())
 
 
@@ -306,8 +280,7 @@ def test_parameters_replaced_between_saves_are_the_ones_saved(run_folder: RunFol
         m.save(2)
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 5))
     again = torch.optim.SGD([{"params": list(layer.parameters())} for layer in other], lr=9.0, momentum=0.9)
-    with manager(run_folder, "thread", other, optimizers=[again]) as m:
-        assert m.load().step == 2
+    assert world.load(manager(run_folder, "thread", other, optimizers=[again])).step == 2
     assert torch.equal(_weight(other, 1), _weight(model, 1))
     assert [g["lr"] for g in again.param_groups] == [0.1, 0.3]
 
@@ -332,8 +305,7 @@ def test_ties_are_those_of_the_moment(run_folder: RunFolder) -> None:
         m.save(2)
     other = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
     other[2].weight = other[0].weight
-    with manager(run_folder, model=other) as m:
-        m.load()
+    world.load(manager(run_folder, model=other))
     assert torch.equal(_weight(other, 1), _weight(model, 1))
     assert torch.equal(_weight(other, 2), _weight(model, 0))
 
@@ -341,18 +313,13 @@ def test_ties_are_those_of_the_moment(run_folder: RunFolder) -> None:
 @pytest.mark.parametrize("kind", ["meta", "lazy"])
 def test_a_model_without_memory_is_neither_saved_nor_loaded_into(run_folder: RunFolder, kind: str) -> None:
     """A model left on meta would take a load in silence."""
-    with manager(run_folder, model=nn.Linear(2, 3)) as m:
-        m.save(1)
+    world.save(manager(run_folder, model=nn.Linear(2, 3)))
     if kind == "meta":
         with torch.device("meta"):
             model: nn.Module = nn.Linear(2, 3)
     else:
         model = nn.LazyLinear(3)
-    with (
-        manager(run_folder, model=model) as m,
-        pytest.raises(StateEncodingError, match=r"no memory yet for.*weight"),
-    ):
-        m.load()
+    world.load_fails(manager(run_folder, model=model), StateEncodingError, r"no memory yet for.*weight")
     with manager(run_folder / "new", model=model) as m, pytest.raises(StateEncodingError, match="no memory yet for"):
         m.save(1)
 

@@ -324,8 +324,7 @@ def a_second_writer(folder: Path) -> None:
 )
 def a_run_that_never_loaded(folder: Path) -> None:
     saved(folder, model(4, 4), 1)
-    with manager(folder, model(4, 4)) as run:
-        run.save(2)
+    world.save(manager(folder, model(4, 4)), 2)
 
 
 @says(

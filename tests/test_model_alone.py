@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,73 +10,61 @@ import torch
 from torch import nn
 
 from tests.run_folder import RunFolder
+from tests.world import Run, Value, load, load_fails, read_all, same
 from tests.world import manager as build
-from tests.world import read_all
-from titan_ckpt.config import InitialLoadConfig, SaveConfig
+from titan_ckpt.config import InitialLoadConfig
 from titan_ckpt.errors import CheckpointNotFoundError
 from titan_ckpt.formats.native import writer
 from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.manager import CheckpointManager
 
 
-def _run(
-    folder: RunFolder, seed: int = 0, **settings: Any
-) -> tuple[nn.Module, torch.optim.Optimizer, CheckpointManager]:
+def _run(folder: RunFolder, seed: int = 0, **settings: Any) -> tuple[Run, CheckpointManager]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
-    optimizer = torch.optim.AdamW(model.parameters())
-    settings.setdefault("save", SaveConfig(interval=2))
-    return (
-        model,
-        optimizer,
-        build(folder, model, optimizer, **{"save": None, **settings}),
-    )
+    run = Run(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8)), seed)
+    return run, run.manager(folder, **{"interval": 2, **settings})
 
 
-def _train(model: nn.Module, optimizer: torch.optim.Optimizer, manager: CheckpointManager, last: int) -> int:
-    start = manager.load().step
-    for step in range(start + 1, last + 1):
-        model(torch.randn(3, 4)).square().mean().backward()
-        optimizer.step()
-        manager.save(step, last_step=step == last)
-    manager.close()
+def _train(run: Run, manager: CheckpointManager, last: int) -> int:
+    """Resume or start, train up to a last step, and return where it started."""
+    with manager:
+        start = manager.load().step
+        for step in range(start + 1, last + 1):
+            run.step()
+            manager.save(step, last_step=step == last)
     return start
 
 
 def test_a_run_starts_from_a_seed_and_from_nothing_else_of_its_process(run_folder: RunFolder) -> None:
     """The seed's weights are loaded, the optimizer and the generators of the new run are not touched."""
-    seed, _, manager = _run(run_folder, seed=1)
-    manager.save_seed()
-    manager.close()
-    model, optimizer, manager = _run(run_folder, seed=2)
+    seed, manager = _run(run_folder, seed=1)
+    with manager:
+        manager.save_seed()
+    run, manager = _run(run_folder, seed=2)
     generator = torch.get_rng_state()
-    result = manager.load()
+    result = load(manager)
     assert result.step == 0
-    assert set(result.report.loaded) == set(seed.state_dict())
-    assert all(torch.equal(value, seed.state_dict()[name]) for name, value in model.state_dict().items())
-    assert not optimizer.state
+    assert set(result.report.loaded) == set(seed.model.state_dict())
+    assert same(run.model.state_dict(), seed.model.state_dict())
+    assert not run.optimizer.state
     assert torch.equal(generator, torch.get_rng_state())
-    manager.close()
     assert _train(*_run(run_folder, seed=2), last=2) == 0
     assert _train(*_run(run_folder, seed=2), last=4) == 2
 
 
-@pytest.mark.parametrize(
-    ("mode", "dtype"),
-    [("disabled", "own"), ("disabled", "bfloat16"), ("thread", "own"), ("thread", "bfloat16")],
-)
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
+@pytest.mark.parametrize("dtype", ["own", "bfloat16"])
 def test_a_last_step_holds_the_model_alone_in_its_dtype(run_folder: RunFolder, mode: Any, dtype: Any) -> None:
     """The values are those of the model, rounded once; counters keep their type; another run can start from them."""
-    save = SaveConfig(interval=2, async_mode=mode, model_only_last=dtype)
-    model, optimizer, manager = _run(run_folder, save=save)
-    _train(model, optimizer, manager, last=3)
-    other, _, manager = _run(run_folder / "other", seed=5, initial_load=(_source(f"{run_folder.checkpoints}/step-3"),))
-    report = manager.load().report
-    manager.close()
+    run, manager = _run(run_folder, async_mode=mode, model_only_last=dtype)
+    _train(run, manager, last=3)
+    source = InitialLoadConfig(f"{run_folder.checkpoints}/step-3", cast=True)
+    other, manager = _run(run_folder / "other", seed=5, initial_load=[source])
+    report = load(manager).report
     wanted = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    for name, value in model.state_dict().items():
+    for name, value in run.model.state_dict().items():
         rounded = value.to(wanted).float() if value.is_floating_point() else value
-        assert torch.equal(rounded, other.state_dict()[name]), name
+        assert torch.equal(rounded, other.model.state_dict()[name]), name
     assert bool(report.cast) is (dtype == "bfloat16")
     assert "1.num_batches_tracked" in report.loaded
 
@@ -89,9 +76,8 @@ def test_a_last_step_from_a_process_holds_the_model_alone_in_its_dtype(tmp_path:
 
 def test_a_finished_run_with_the_model_alone_goes_on_from_its_last_full_step(run_folder: RunFolder) -> None:
     """The newer weights-only step is passed over, and the steps after the full one are trained again."""
-    save = SaveConfig(interval=2, model_only_last="own")
-    assert _train(*_run(run_folder, save=save), last=3) == 0
-    assert _train(*_run(run_folder, save=save), last=3) == 2
+    assert _train(*_run(run_folder, model_only_last="own"), last=3) == 0
+    assert _train(*_run(run_folder, model_only_last="own"), last=3) == 2
 
 
 @pytest.mark.parametrize("seeded", [False, True])
@@ -99,20 +85,14 @@ def test_a_finished_run_without_a_full_step_is_not_trained_again_in_silence(
     run_folder: RunFolder, seeded: bool
 ) -> None:
     """A folder whose steps all hold the model alone is refused, with the way to its weights."""
-    save = SaveConfig(interval=100, model_only_last="own")
+    save: dict[str, Any] = {"interval": 100, "model_only_last": "own"}
     if seeded:
-        _, _, manager = _run(run_folder, save=save)
-        manager.save_seed()
-        manager.close()
-    _train(*_run(run_folder, save=save), last=3)
-    _, _, manager = _run(run_folder, save=save)
-    with pytest.raises(CheckpointNotFoundError, match=r"step 3 holds the model alone.*initial_load"):
-        manager.load()
-    manager.close()
-
-
-def _source(path: str) -> InitialLoadConfig:
-    return InitialLoadConfig(path, cast=True)
+        _, manager = _run(run_folder, **save)
+        with manager:
+            manager.save_seed()
+    _train(*_run(run_folder, **save), last=3)
+    fault = r"step 3 holds the model alone.*initial_load"
+    load_fails(_run(run_folder, **save)[1], CheckpointNotFoundError, fault)
 
 
 @pytest.mark.parametrize("mode", ["thread", "process"])
@@ -133,10 +113,8 @@ def test_memory_for_the_copy_is_made_once_although_saves_differ(
     monkeypatch.setattr(writer, "Arena", Counted)
     model = nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
-    state = {"mean": torch.arange(1000.0)}
-    owner: Any = SimpleNamespace(state_dict=state.copy, load_state_dict=state.update)
-    save = SaveConfig(interval=2, async_mode=mode, model_only_last="own")
-    manager = build(tmp_path, model, optimizer, save=save, states={"own": owner})
+    save: dict[str, Any] = {"interval": 2, "async_mode": mode, "model_only_last": "own"}
+    manager = build(tmp_path, model, optimizer, **save, states={"own": Value(torch.arange(1000.0))})
     weights = {}
     with manager:
         manager.load()

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import signal
-import socket
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +13,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from tests.forked import Program
+from tests.forked import Job
 from tests.tiny_run import write_toml
 from tests.world import same
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
@@ -26,56 +22,22 @@ from titan_ckpt.training.launch import command
 STEPS, HALF = 100, 50
 
 
-@dataclass
-class Run:
-    """The processes of one run, one per rank."""
-
-    ranks: list[Program]
-
-    def finish(self, code: int = 0) -> None:
-        """Wait for the run to end with this exit code on every rank."""
-        assert [rank.wait(240) for rank in self.ranks] == [code] * len(self.ranks), self.text()
-
-    def text(self) -> str:
-        return "\n".join(rank.text() for rank in self.ranks)
-
-    def wait_for(self, metrics: Path, step: int) -> None:
-        """Return once the run has logged `step`."""
-        self.wait_until(lambda: bool(logged := rows(metrics)) and logged[-1]["step"] >= step, f"step {step} is logged")
-
-    def wait_until(self, is_so: Callable[[], bool], what: str) -> None:
-        """Return once the run has done something, before it has ended."""
-        deadline = time.monotonic() + 240
-        while not is_so():
-            assert all(rank.poll() is None for rank in self.ranks), f"it ended before {what}: {self.text()}"
-            assert time.monotonic() < deadline, f"it takes too long until {what}"
-            time.sleep(0.01)
-
-    def send(self, number: signal.Signals) -> None:
-        for rank in self.ranks:
-            rank.send_signal(number)
-
-
-def start(config: Path, num_ranks: int) -> Run:
+def start(config: Path, num_ranks: int) -> Job:
     """Start train.py's `main` on the config with the environment that torchrun gives its ranks.
 
     Not by torchrun itself, which puts every rank in a session of its own, where a kill would have to look for it.
     """
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    shared = {**os.environ, "OMP_NUM_THREADS": "1"}
-    if num_ranks > 1:
-        shared |= {"WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    return Run([
-        Program(
-            command.main,
-            [str(config)],
-            output=config.parent / f"rank-{rank}.log",
-            environment=shared | ({"RANK": str(rank), "LOCAL_RANK": str(rank)} if num_ranks > 1 else {}),
-        )
-        for rank in range(num_ranks)
-    ])  # fmt: skip
+    return Job(command.main, [str(config)], folder=config.parent, num_ranks=num_ranks)
+
+
+def wait_for(run: Job, metrics: Path, step: int) -> None:
+    """Return once the run has logged `step`."""
+    run.wait_until(lambda: bool(logged := rows(metrics)) and logged[-1]["step"] >= step)
+
+
+def finish(run: Job, code: int = 0) -> None:
+    """Wait for the run to end with this exit code on every rank."""
+    assert run.codes() == [code] * len(run.ranks), run.text()
 
 
 def rows(metrics: Path) -> list[dict[str, Any]]:
@@ -112,7 +74,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]
     @functools.cache
     def run(num_ranks: int) -> Path:
         folder = tmp_path_factory.mktemp("whole")
-        start(write_config(folder), num_ranks).finish()
+        finish(start(write_config(folder), num_ranks))
         return folder
 
     return run
@@ -139,14 +101,15 @@ def test_a6_fifty_and_fifty_steps_with_a_kill_between_equal_a_hundred(
     config = write_config(tmp_path)
     metrics, steps = tmp_path / "metrics.jsonl", tmp_path / "checkpoints"
     run = start(config, num_ranks)
-    run.wait_for(metrics, HALF + 3)
-    run.wait_until((steps / f"step-{HALF}").exists, "the save of the half is committed")  # a thread may take longer
-    run.send(signal.SIGKILL)
-    assert [rank.wait(60) for rank in run.ranks] == [-signal.SIGKILL] * num_ranks
+    wait_for(run, metrics, HALF + 3)
+    run.wait_until((steps / f"step-{HALF}").exists)  # a thread may take longer
+    for rank in run.ranks:
+        rank.kill()
+    finish(run, -signal.SIGKILL)
     logged_before_kill = course(metrics)
     assert HALF + 3 <= logged_before_kill[-1][0] < STEPS, "the kill must come after the half and before the end"
     assert not (steps / f"step-{STEPS}").exists()
-    start(config, num_ranks).finish()
+    finish(start(config, num_ranks))
 
     expected = course(whole / "metrics.jsonl")
     assert [row[0] for row in expected] == list(range(1, STEPS + 1))
@@ -172,19 +135,19 @@ def test_sigterm_saves_the_step_under_way_and_the_run_goes_on_from_there(
     metrics = tmp_path / "metrics.jsonl"
     (tmp_path / "save-request").touch()
     run = start(config, 2)
-    run.wait_for(metrics, 7)
-    run.wait_until((tmp_path / "save-answer.json").exists, "the save that was asked for")
+    wait_for(run, metrics, 7)
+    run.wait_until((tmp_path / "save-answer.json").exists)
     asked = json.loads((tmp_path / "save-answer.json").read_text())["step"]
-    run.wait_for(metrics, asked + 1)
+    wait_for(run, metrics, asked + 1)
     run.ranks[-1].terminate()  # one is enough: it tells the others
-    run.finish(75)
+    finish(run, 75)
     stopped = rows(metrics)[-1]["step"]
     assert max(7, asked + 1) <= stopped < HALF
     assert {path.name for path in (tmp_path / "checkpoints").glob("step-*")} == {f"step-{asked}", f"step-{stopped}"}
     resumed = start(config, 2)
-    resumed.wait_for(metrics, stopped + 5)
+    wait_for(resumed, metrics, stopped + 5)
     resumed.ranks[0].terminate()
-    resumed.finish(75)
+    finish(resumed, 75)
     expected = course(whole_run(2) / "metrics.jsonl")
     assert course(metrics) == expected[: len(rows(metrics))]
     assert stopped + 5 <= len(rows(metrics)) < STEPS

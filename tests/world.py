@@ -289,9 +289,11 @@ def write_hf(
     export_huggingface(folder, groups, coordinator=line or Coordinator.current(60.0), **given | options)
 
 
-def fill(state: StateDict, source: Any, table: KeyMap | None = None, *, cast: bool = False) -> LoadReport:
-    """Fill tensors from a folder of any format, of which none is missing there or of another kind."""
-    with open_reader(source) as reader:
+def fill(
+    state: StateDict, source: Any, table: KeyMap | None = None, *, cast: bool = False, form: Any = None
+) -> LoadReport:
+    """Fill tensors from a folder of any format, or of this one, of which none is missing there or of another kind."""
+    with open_reader(source, form) as reader:
         plan = StateDictTransforms(table or KeyMap(identity=True)).from_file(state, reader.tensors, None, cast=cast)
         assert not (plan.report.missing or plan.report.mismatched), plan.report
         reader.read(plan.requests)

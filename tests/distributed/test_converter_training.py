@@ -18,10 +18,7 @@ from transformers import LlamaForCausalLM
 from tests.converter_sets import FLOAT8, INT4, LORA
 from tests.world import TINY, adamw, convert, llama, read_all, same, shard, whole, write_llama
 from tests.world import manager as build
-from titan_ckpt import (
-    ExportConfig,
-    InitialLoadConfig,
-)
+from titan_ckpt import ExportConfig, InitialLoadConfig
 from titan_ckpt.errors import ConverterError, ExportError
 from titan_ckpt.testing import distributed
 

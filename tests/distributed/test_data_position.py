@@ -74,12 +74,10 @@ def test_d4_the_data_goes_on_at_any_data_parallel_size(tmp_path: Path) -> None:
     go_on_with_peers(tmp_path)
     loader = packed(0, 1, 6)
     seed(5)
-    with manager(tmp_path, loader) as m:
-        assert m.load().step == 2
+    assert world.load(manager(tmp_path, loader)).step == 2
     after_two = drawn()
     seed(5)
-    with manager(tmp_path, packed(0, 1, 6), step=1) as m:
-        m.load()
+    world.load(manager(tmp_path, packed(0, 1, 6), step=1))
     assert drawn() != after_two, "generators are derived from the step too"
     alone = iter(packed(0, 1, 1))
     for _ in range(4 * 2 * 3 + 2 * 3 * 3):  # ranks x batch x steps
@@ -113,8 +111,7 @@ def go_on_with_peers(folder: Path) -> None:
     generators = gathered(first)
     assert generators[0] == generators[1] != generators[2] == generators[3], "peers stay alike, others differ"
     seed(rank // 2 + 10)
-    with manager(folder, packed(rank // 2, 2, 3), step=1) as m:
-        m.load()
+    world.load(manager(folder, packed(rank // 2, 2, 3), step=1))
     assert drawn() == first, "deterministic"
 
     shares, peers = gathered(taken), gathered(more)
@@ -135,8 +132,7 @@ def test_d4_a_position_follows_its_data_rank_and_none_is_guessed(
     with manager(tmp_path, Position(0, 1)) as m, refused:
         m.load()
     loader = Divisible(0, 1)
-    with manager(tmp_path, loader) as m:
-        m.load()
+    world.load(manager(tmp_path, loader))
     assert loader.old == [100, 101], "those of all old ranks, in their order"
     resume = ResumeConfig(exclude=("dataloader",))
     with world.manager(tmp_path, nn.Linear(2, 2), resume=resume, save=None) as m, caplog.at_level(logging.WARNING):
@@ -151,18 +147,15 @@ def reorder(folder: Path) -> None:
         m.load()
         m.save(1)
     loader = Position(rank % 2, 2)
-    with manager(folder, loader) as m:
-        m.load()
+    world.load(manager(folder, loader))
     assert loader.value == 100 + rank % 2
     loader = Position(rank, 4)
-    with manager(folder, loader) as m, pytest.raises((LoadMismatchError, PeerError), match="cannot divide them anew"):
-        m.load()
+    world.load_fails(manager(folder, loader), (LoadMismatchError, PeerError), "cannot divide them anew")
 
 
 def test_large_positions_are_given_to_another_number_of_ranks(tmp_path: Path) -> None:
     """A loader with a shuffle buffer of 9 MB in its state: more than a TCPStore takes at once."""
-    with manager(tmp_path, Divisible(0, 1, random.Random(0).randbytes(4_500_000).hex())) as m:
-        m.save(1)
+    world.save(manager(tmp_path, Divisible(0, 1, random.Random(0).randbytes(4_500_000).hex())))
     resume_on_two(tmp_path)
     refused = pytest.raises(LoadMismatchError, match=r"of 2 data-parallel ranks, this run has 1, and Value cannot")
     with manager(tmp_path / "own", Value()) as m, refused:  # without attributes, every rank reads data of its own
@@ -172,8 +165,6 @@ def test_large_positions_are_given_to_another_number_of_ranks(tmp_path: Path) ->
 @distributed(nproc=2)
 def resume_on_two(folder: Path) -> None:
     loader = Divisible(dist.get_rank(), 2, "")
-    with manager(folder, loader) as m:
-        m.load()
+    world.load(manager(folder, loader))
     assert loader.old == [random.Random(0).randbytes(4_500_000).hex()]
-    with manager(folder / "own", Value(dist.get_rank())) as m:
-        m.save(1)
+    world.save(manager(folder / "own", Value(dist.get_rank())))

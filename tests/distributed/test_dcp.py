@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from tests import world
 from tests.world import Value, convert, manager, on_ranks, same, whole
 from titan_ckpt import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -51,8 +52,7 @@ def assert_is(net: Net, other: Net) -> None:
 
 
 def load(net: Net, source: Path, folder: Path, **settings: Any) -> None:
-    with manager(folder, net, initial_load=(InitialLoadConfig(str(source), **settings),), save=None) as m:
-        m.load()
+    world.load(manager(folder, net, initial_load=(InitialLoadConfig(str(source), **settings),), save=None))
 
 
 def dcp_load(into: dict[str, Any], folder: Path) -> None:
@@ -99,8 +99,7 @@ def export_here(folder: Path) -> None:
     mesh = init_device_mesh("cpu", (2,))
     big = torch.randn(300, 1000, generator=torch.Generator().manual_seed(1))
     net.copies = nn.Parameter(distribute_tensor(big, mesh, [Replicate()], src_data_rank=None))
-    with manager(folder, net, export=(ExportConfig("dcp"),), save=None) as m:
-        m.save(1, last_step=True)
+    world.save(manager(folder, net, export=(ExportConfig("dcp"),), save=None), 1, last_step=True)
 
 
 def test_an_export_of_two_ranks_holds_everything_once_and_opens_with_dcp_load(tmp_path: Path) -> None:
@@ -185,8 +184,9 @@ def export_adapted(folder: Path) -> None:
     with torch.no_grad():
         net.get_parameter("model.up.lora_b.weight").fill_(0.5)
     shard(net)
-    with manager(folder, net, model_converters=converters, export=(ExportConfig("dcp"),), save=None) as m:
-        m.save(1, last_step=True)
+    world.save(
+        manager(folder, net, model_converters=converters, export=(ExportConfig("dcp"),), save=None), 1, last_step=True
+    )
 
 
 def test_merged_weights_are_tensors_to_dcp_load(tmp_path: Path) -> None:

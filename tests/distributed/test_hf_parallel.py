@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import resource
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +23,18 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tests.distributed.layouts import split_heads
 from tests.faults.shim import FailAt, intercepted
-from tests.world import contents, llama, on_ranks
+from tests.forked import resident
+from tests.world import contents, fill, llama, misplaced, on_ranks, write_hf
 from titan_ckpt.disk import kernel, posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import PeerGroups, Ranks
 from titan_ckpt.errors import ExportError, PeerError
-from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish import exchange as exchange_module
 from titan_ckpt.formats.publish import write as export_writer
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, info_of, local_tensor
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Tie
+from titan_ckpt.models import qwen3_moe
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import StateDict
@@ -130,6 +132,27 @@ def pipeline_and_fsdp(made: Any = None) -> StateDict:
     return {k: distribute_tensor(v, mesh["shard"], [Shard(0)], src_data_rank=None) for k, v in mine.items()}
 
 
+def experts_and_rows(made: Any = None) -> StateDict:
+    """Experts over one axis of ranks, the rows of each over the other."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    return {
+        k: distribute_tensor(v, mesh, [Shard(0), Shard(1) if v.dim() > 1 else Replicate()])
+        for k, v in single(made).items()
+    }
+
+
+def sparse() -> Any:
+    """One dense layer, and one of five experts of 27 rows: neither divides. The same on every rank."""
+    torch.manual_seed(3)
+    made = qwen3_moe.Qwen3Moe(
+        replace(
+            qwen3_moe.FLAVORS["debug-1m"], max_seq_len=64, vocab_size=161, num_layers=2, num_experts=5, expert_dim=27
+        )
+    )
+    made.init_weights()
+    return made
+
+
 ON_TWO = [fsdp, tensor_parallel, columns, single, pipeline]
 ON_FOUR = [
     fsdp, hsdp, fsdp_and_tensor_parallel, replicated_tensor_parallel, rows_and_columns, columns, single, pipeline,
@@ -144,20 +167,8 @@ def export(
     state: StateDict, folder: Path, coordinator: Coordinator, dtype: torch.dtype | None = None, made: Any = None
 ) -> None:
     made = made or model()
-    groups = StateDictTransforms(made.key_map()).to_file(state, None, dtype)
-    export_huggingface(
-        folder, groups, config=made.hf_config(), assets=None, max_shard_bytes=150_000, coordinator=coordinator
-    )
-
-
-def fill(state: StateDict, folder: Path, made: Any = None) -> None:
-    """Read a folder into tensors, whatever they held, with nothing missing."""
-    for value in state.values():
-        local_tensor(value).detach().zero_()
-    with open_reader(folder) as reader:
-        plan = StateDictTransforms((made or model()).key_map()).from_file(state, reader.tensors, None, cast=False)
-        assert not (plan.report.missing or plan.report.mismatched), plan.report
-        reader.read(plan.requests)
+    about = {"config": made.hf_config(), "max_shard_bytes": 150_000}
+    write_hf(folder, state, made.key_map(), dtype=dtype, line=coordinator, **about)
 
 
 def write_and_load(root: Path, layouts: Sequence[Layout], make: Callable[[], Any] = model) -> None:
@@ -175,23 +186,31 @@ def write_and_load(root: Path, layouts: Sequence[Layout], make: Callable[[], Any
             export(state, folder, Coordinator.current(60.0), dtype, make())
             assert contents(folder) == contents(reference), layout.__name__
             state = {fqn: value.to(dtype or value.dtype) for fqn, value in state.items()}
-            fill(state, folder, make())
+            for value in state.values():
+                local_tensor(value).detach().zero_()
+            fill(state, folder, make().key_map())
             assert logical_digests(state, Coordinator.current(60.0)) == digests, layout.__name__
-            for fqn, value in state.items():
-                for block in blocks_of(value):
-                    expected = whole[fqn][block.chunk.within(Chunk.whole(whole[fqn].shape))]
-                    assert torch.equal(block.data, expected.to(block.data.dtype)), (layout.__name__, fqn)
+            assert misplaced(state, {k: v.to(dtype or v.dtype) for k, v in whole.items()}) == [], layout.__name__
             dist.barrier()
     assert [p.name for p in root.iterdir() if p.name.startswith(".")] == []
 
 
-@pytest.mark.parametrize(("nproc", "layouts"), [(2, ON_TWO), (4, ON_FOUR)], ids=["two", "four"])
-def test_ranks_write_what_one_writes_and_load_their_slices(tmp_path: Path, nproc: int, layouts: list[Layout]) -> None:
+CASES: dict[str, tuple[int, list[Layout], Callable[[], Any]]] = {
+    "two": (2, ON_TWO, model),
+    "four": (4, ON_FOUR, model),
+    "experts on two": (2, [fsdp, tensor_parallel, pipeline, columns], sparse),
+    "experts on four": (4, [fsdp_and_tensor_parallel, experts_and_rows, columns], sparse),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_write_what_one_writes_and_load_their_slices(tmp_path: Path, name: str) -> None:
     """Each layout gives byte-identical folders with the digests sent, plain and cast, and is filled from them.
 
-    FSDP2, TP, dim-1 shards, replicas and PP; HSDP, FSDP2 + TP, TP under DDP, 2-D shards and PP + FSDP.
+    FSDP2, TP, dim-1 shards, replicas and PP; HSDP, FSDP2 + TP, TP under DDP, 2-D shards and PP + FSDP; experts by rows.
     """
-    on_ranks(nproc, write_and_load, tmp_path, layouts)
+    nproc, layouts, make = CASES[name]
+    on_ranks(nproc, write_and_load, tmp_path, layouts, make)
 
 
 def lazily_doubled(value: Any) -> LazyTensor:
@@ -243,45 +262,6 @@ def test_lazy_tensors_that_leave_a_hole_are_refused(tmp_path: Path) -> None:
 
 
 @distributed(nproc=2)
-def test_a_rank_with_nothing_takes_part(tmp_path: Path) -> None:
-    """One rank has the whole model, the other no tensor at all."""
-    export(single() if dist.get_rank() == 1 else {}, tmp_path / "out", Coordinator.current(60.0))
-    if dist.get_rank() == 0:
-        export(single(), tmp_path / "one", ALONE)
-        assert contents(tmp_path / "out") == contents(tmp_path / "one")
-
-
-def forbid_large_files() -> None:
-    """From here on this process's disk is full: the kernel refuses to let a file grow past 1000 bytes."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
-
-
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_on_one_rank_fails_all_and_leaves_nothing(tmp_path: Path, failing: int) -> None:
-    """The rank that cannot write says so, the other names it, nobody waits, no folder and no rest remain."""
-    full_disk(tmp_path, failing)
-
-
-@distributed(nproc=2)
-def full_disk(tmp_path: Path, failing: int) -> None:
-    state = {k: lazily_doubled(v) for k, v in fsdp().items()}
-    if dist.get_rank() == failing:
-        forbid_large_files()
-    started = time.monotonic()
-    with pytest.raises(ExportError, match="nothing was published") as caught:
-        export(state, tmp_path / "out", Coordinator.current(600.0))
-    assert time.monotonic() - started < 100
-    if dist.get_rank() == failing:
-        assert isinstance(caught.value.__cause__, OSError)
-        assert "File too large" in str(caught.value)
-    else:
-        assert isinstance(caught.value.__cause__, PeerError)
-        assert f"rank {failing} failed" in str(caught.value)
-    dist.barrier()
-    assert list(tmp_path.iterdir()) == []
-
-
-@distributed(nproc=2)
 def test_ranks_that_disagree_about_a_tensor_export_nothing(tmp_path: Path) -> None:
     """Another shape on another rank is named, with both."""
     state = single()
@@ -323,11 +303,7 @@ def lasting_columns() -> StateDict:
 
 def export_columns(state: StateDict, folder: Path, coordinator: Coordinator) -> None:
     table = KeyMap((KeyRule.of("w0.weight", "q.weight", PermuteRotary(3)), KeyRule.of("w1.weight", "w1.weight")))
-    groups = StateDictTransforms(table).to_file(state, None, None)
-    export_huggingface(
-        folder, groups, config={"model_type": "x", "architectures": ["X"]}, assets=None, max_shard_bytes=10_000_000,
-        coordinator=coordinator,
-    )  # fmt: skip
+    write_hf(folder, state, table, line=coordinator, max_shard_bytes=10_000_000)
 
 
 @distributed(nproc=2)
@@ -423,36 +399,45 @@ def test_columns_that_are_not_those_of_their_owner_are_found(tmp_path: Path) -> 
         name: DTensor.from_local(torch.ones(100, 50), mesh, [Shard(1)], run_check=False) for name in ("a", "b")
     }
     copies["b"]._local_tensor[3, 4] += dist.get_rank()
-    groups = StateDictTransforms(KeyMap((KeyRule.of(("a", "b"), "x", Tie(2)),))).to_file(copies, None, None)
     with pytest.raises(ExportError, match=r"of x \(tied, and not equal: a, b\)"):
-        export_huggingface(
-            tmp_path / "out", groups, config={"model_type": "x", "architectures": ["X"]}, assets=None,
-            max_shard_bytes=10**9, coordinator=Coordinator.current(60.0),
-        )  # fmt: skip
+        write_hf(tmp_path / "out", copies, KeyMap((KeyRule.of(("a", "b"), "x", Tie(2)),)))
     dist.barrier()
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("failing", [0, 1])
-def test_a_full_disk_while_columns_are_put_together(tmp_path: Path, failing: int) -> None:
-    """The rank that cannot write goes on exchanging, so the other does not wait in vain, and both know who failed."""
-    full_disk_for_columns(tmp_path, failing)
+@contextlib.contextmanager
+def small_files() -> Iterator[None]:
+    """Let this process's disk be full: the kernel refuses to let a file grow past 1000 bytes."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
 @distributed(nproc=2)
-def full_disk_for_columns(tmp_path: Path, failing: int) -> None:
-    state = lasting_columns()
-    for ordinal, lasting in ((2, False), (3, True), (5, False), (9, False)):
-        full = FailAt(ordinal=ordinal, errno=errno.ENOSPC, lasting=lasting, named="pwrite_all")
-        started = time.monotonic()
+def test_a_full_disk_on_one_rank_fails_all_and_leaves_nothing(tmp_path: Path) -> None:
+    """The rank that cannot write says so, the other names it, nobody waits, no folder and no rest remain.
+
+    A rank that cannot write columns goes on exchanging them, so that the other one does not wait in vain.
+    """
+    rows, columns = {k: lazily_doubled(v) for k, v in fsdp().items()}, lasting_columns()
+    cases: list[tuple[Callable[..., None], StateDict, Callable[[], Any], str]]
+    cases = [(export, rows, small_files, "File too large")]
+    for ordinal in (2, 3, 5, 9):
+        full = FailAt(ordinal=ordinal, errno=errno.ENOSPC, lasting=ordinal == 3, named="pwrite_all")
+        cases.append((export_columns, columns, partial(intercepted, full), "No space left"))
+    for failing, (act, state, full_disk, cause) in product((0, 1), cases):
+        is_failing, started = dist.get_rank() == failing, time.monotonic()
         with (
-            intercepted(full) if dist.get_rank() == failing else contextlib.nullcontext(),
-            pytest.raises(ExportError, match="No space left") as caught,
+            full_disk() if is_failing else contextlib.nullcontext(),
+            pytest.raises(ExportError, match="nothing was published") as caught,
         ):
-            export_columns(state, tmp_path / "out", Coordinator.current(600.0))
+            act(state, tmp_path / "out", Coordinator.current(600.0))
         assert time.monotonic() - started < 100
-        if dist.get_rank() != failing:
-            assert f"rank {failing} failed: OSError" in str(caught.value)
+        assert isinstance(caught.value.__cause__, OSError if is_failing else PeerError)
+        assert cause in str(caught.value)
+        assert is_failing or f"rank {failing} failed: OSError" in str(caught.value)
         dist.barrier()
         assert list(tmp_path.iterdir()) == []
         dist.barrier()
@@ -468,28 +453,10 @@ def test_an_export_needs_little_memory(tmp_path: Path) -> None:
         state = {
             f"w{i}.weight": DTensor.from_local(torch.ones(shape), mesh, [Shard(dim)], run_check=False) for i in range(3)
         }
-        groups = StateDictTransforms().to_file(state, None, torch.bfloat16)
         Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-        before = status("VmRSS")
+        before = resident()
         with pytest.MonkeyPatch.context() as patch:
             if mapped:  # as where gloo cannot connect the ranks
                 patch.setattr(export_writer, "row_peers", lambda _: {})
-            export_huggingface(
-                tmp_path / f"{dim}-{mapped}", groups, config={"model_type": "x", "architectures": ["X"]}, assets=None,
-                max_shard_bytes=10**9, coordinator=Coordinator.current(60.0),
-            )  # fmt: skip
-        assert status("VmHWM") - before < 64 << 20
-
-
-def status(name: str) -> int:
-    """A field of this process's memory status, in bytes."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return int(fields[name].split()[0]) * 1024
-
-
-def test_the_index_names_every_tensor_once(tmp_path: Path) -> None:
-    """Written by one rank or by many, the index is complete."""
-    export(single(), tmp_path / "out", Coordinator.current())
-    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
-    assert len(index["weight_map"]) == len(single())
-    assert index["metadata"]["total_size"] == sum(v.nbytes for v in single().values())
+            write_hf(tmp_path / f"{dim}-{mapped}", state, dtype=torch.bfloat16)
+        assert resident("VmHWM") - before < 64 << 20

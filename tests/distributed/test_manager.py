@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests import world
 from tests.run_folder import RunFolder
 from tests.world import Run, gathered, heard, manager, same
 from titan_ckpt import CheckpointManager, ExportConfig
@@ -59,16 +60,14 @@ def test_a_sharded_run_resumes_bit_for_bit_and_its_checkpoint_opens_in_one_proce
     """FSDP2 x2: 4 + 2 steps equal 6; then a single process reads the same weights and moments."""
     train_and_resume(run_folder, mode)
     single = Run(seed=5)
-    with single.manager(run_folder, interval=2) as manager:
-        assert manager.load().step == 6
+    assert world.load(single.manager(run_folder, interval=2)).step == 6
     assert same(single.state(), torch.load(run_folder.base / "reference.pt"))
 
 
 @distributed(nproc=2)
 def test_a_misfit_and_one_ranks_damaged_header_raise_on_every_rank_and_change_none(tmp_path: Path) -> None:
     """All ranks get one error each, and none goes on alone: rank 1's header is bad, and rank 0 fills nothing."""
-    with Run().manager(tmp_path) as manager:
-        manager.save(2)
+    world.save(Run().manager(tmp_path), 2)
     with (
         Run(nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 1))).manager(tmp_path) as manager,
         pytest.raises(CheckpointError) as caught,
@@ -83,8 +82,7 @@ def test_a_misfit_and_one_ranks_damaged_header_raise_on_every_rank_and_change_no
     dist.barrier()
     live = Run(seed=4)
     before = live.state()
-    with live.manager(tmp_path) as manager, pytest.raises(CheckpointError, match=r"rank-00001\.safetensors"):
-        manager.load()
+    world.load_fails(live.manager(tmp_path), CheckpointError, r"rank-00001\.safetensors")
     assert same(live.state(), before)
 
 
@@ -128,8 +126,7 @@ def test_rank_0_warns_of_each_class_whose_state_another_takes_over_on_any_rank(t
         stage = nn.ModuleDict({str(dist.get_rank()): nn.Linear(2, 2)})
         return manager(tmp_path, stage, of_stages[dist.get_rank()](stage.parameters(), lr=0.1))
 
-    with run(sgd, sgd) as saved:
-        saved.save(1)
+    world.save(run(sgd, sgd))
     for now, told in ((sgd, other), ["Other"]), ((one, one), ["One"]), ((one, other), ["One", "Other"]):
         with heard() as lines, run(*now) as resumed:
             assert resumed.load().step == 1

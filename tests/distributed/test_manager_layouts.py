@@ -12,17 +12,16 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load, save_file
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import tests.world as kit
 from tests.run_folder import RunFolder
-from tests.world import Bare, Value, differing, on_ranks, same, step_on, weights_and_moments, whole
+from tests.world import Bare, Value, differing, on_ranks, same, shard, step_on, weights_and_moments, whole
 from tests.world import manager as build
-from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
+from titan_ckpt import CheckpointManager, ExportConfig
 from titan_ckpt.errors import BaseMismatchError, CheckpointError, LoadMismatchError, SaveError
 from titan_ckpt.testing import distributed
 
@@ -65,20 +64,7 @@ def ddp() -> list[nn.Module]:
 
 
 def fsdp() -> list[nn.Module]:
-    return _sharded(Net(), init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
-def hsdp() -> list[nn.Module]:
-    return _sharded(Net(), init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")))
-
-
-def tensor_parallel() -> list[nn.Module]:
-    return [_tensor_parallel(init_device_mesh("cpu", (dist.get_world_size(),)))]
-
-
-def fsdp_and_tensor_parallel() -> list[nn.Module]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "tensor"))
-    return _sharded(_tensor_parallel(mesh["tensor"]), mesh["shard"])
+    return [shard(Net())]
 
 
 def pipeline() -> list[nn.Module]:
@@ -89,36 +75,13 @@ def pipeline() -> list[nn.Module]:
     return [net]
 
 
-def pipeline_of_sharded() -> list[nn.Module]:
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "shard"))
-    net = Net()
-    del net.layers[str(1 - mesh["pipeline"].get_local_rank())]
-    return _sharded(net, mesh["shard"])
-
-
-def _sharded(net: nn.Module, mesh: DeviceMesh) -> list[nn.Module]:
-    for layer in net.layers.values():  # type: ignore[operator]
-        fully_shard(layer, mesh=mesh)
-    fully_shard(net, mesh=mesh)
-    return [net]
-
-
-def _tensor_parallel(mesh: DeviceMesh) -> Net:
-    net = Net()
-    parallelize_module(net, mesh, {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()})
-    return net
-
-
+# tests/distributed/trainer_layouts.py has the layouts that titan-ckpt train makes itself
 LAYOUTS: dict[str, tuple[int, Callable[[], list[nn.Module]]]] = {
     "single": (1, single),
     "ddp": (2, ddp),
     "fsdp": (2, fsdp),
-    "hsdp": (4, hsdp),
-    "tensor_parallel": (2, tensor_parallel),
-    "fsdp_and_tensor_parallel": (4, fsdp_and_tensor_parallel),
     "pipeline": (2, pipeline),
     "pipeline_and_idle_rank": (3, pipeline),
-    "pipeline_of_sharded": (4, pipeline_of_sharded),
 }
 
 
@@ -183,53 +146,6 @@ def assert_is_the_run_that_was_saved(run: Run) -> None:
     assert not (found := differing(held, {name: expected[name] for name in held})), found
 
 
-def save_in(layout: str, folder: Path, **settings: Any) -> None:
-    run = Run(layout)
-    run.train(3)
-    with run.manager(folder, **settings) as manager:
-        manager.save(3, last_step=True)
-
-
-def load_in(layout: str, folder: Path) -> None:
-    run = Run(layout)
-    with run.manager(folder) as manager:
-        assert manager.load().step == 3
-    assert_is_the_run_that_was_saved(run)
-
-
-def on_its_ranks(layout: str, act: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Run `act(layout, ...)` on as many ranks as the layout needs."""
-    on_ranks(LAYOUTS[layout][0], act, layout, *args, **kwargs)
-
-
-PAIRS = [
-    ("ddp", "fsdp"),
-    ("hsdp", "tensor_parallel"),
-    ("tensor_parallel", "hsdp"),
-    ("fsdp_and_tensor_parallel", "ddp"),
-    ("pipeline", "fsdp_and_tensor_parallel"),
-    ("pipeline_and_idle_rank", "pipeline"),
-    ("single", "pipeline_of_sharded"),
-]
-
-
-@pytest.mark.parametrize(("saved", "loaded"), PAIRS)
-def test_weights_and_optimizer_go_from_one_layout_to_another(tmp_path: Path, saved: str, loaded: str) -> None:
-    """Weights, moments, counts, hyperparameters and extra state: the same bits, there and in a single process."""
-    on_its_ranks(saved, save_in, tmp_path)
-    load_in("single", tmp_path)
-    on_its_ranks(loaded, load_in, tmp_path)
-
-
-def export_and_start(layout: str, folder: Path) -> None:
-    save_in(layout, folder / "a", export=(ExportConfig("dcp"),))
-    source = InitialLoadConfig(str(folder / "a" / "exports" / "step-3"))
-    run = Run(layout)
-    with run.manager(folder / "b", initial_load=(source,)) as manager:
-        assert manager.load().step == 0
-    assert_has_the_weights(run)
-
-
 def assert_has_the_weights(run: Run) -> None:
     single, held = Run("single"), whole(dict(run.nets[0].named_parameters()))
     single.train(3)
@@ -237,15 +153,40 @@ def assert_has_the_weights(run: Run) -> None:
     assert not (found := differing(held, {name: whole(expected[name]) for name in held})), found
 
 
-@pytest.mark.parametrize("layout", ["pipeline_and_idle_rank", "fsdp_and_tensor_parallel"])
-def test_an_export_of_any_layout_is_a_source_for_any_other(tmp_path: Path, layout: str) -> None:
-    """DCP out of stages and out of shards, back into them, and into one process."""
-    on_its_ranks(layout, export_and_start, tmp_path)
-    run = Run("single")
-    source = InitialLoadConfig(str(tmp_path / "a" / "exports" / "step-3"))
-    with run.manager(tmp_path / "c", initial_load=(source,)) as manager:
-        manager.load()
-    assert_has_the_weights(run)
+def layouts_here() -> list[str]:
+    """Return the layouts that this number of ranks has."""
+    world = dist.get_world_size() if dist.is_initialized() else 1
+    return [layout for layout, (nproc, _) in LAYOUTS.items() if nproc == world]
+
+
+def save_everywhere(root: Path) -> None:
+    for layout in layouts_here():
+        run = Run(layout)
+        run.train(3)
+        kit.save(run.manager(root / layout, export=(ExportConfig("dcp"),)), 3, last_step=True)
+
+
+def load_everywhere(root: Path) -> None:
+    """Resume a step of another layout, a single process that of each, and start another run from its export."""
+    names = [*LAYOUTS]
+    for layout in layouts_here():
+        for saved in names if layout == "single" else [names[names.index(layout) - 1]]:
+            run = Run(layout)
+            assert kit.load(run.manager(root / saved)).step == 3
+            assert_is_the_run_that_was_saved(run)
+            other = Run(layout)
+            assert kit.load(other.manager(root / "b", initial_load=[root / saved / "exports/step-3"])).step == 0
+            assert_has_the_weights(other)
+
+
+def test_each_layout_takes_what_any_other_one_saves_and_exports(tmp_path: Path) -> None:
+    """Weights, moments, counts, hyperparameters and extra state: the same bits, there and in a single process.
+
+    A DCP export of stages and of shards gives each of them the weights.
+    """
+    for act in (save_everywhere, load_everywhere):
+        for nproc in (1, 2, 3):
+            on_ranks(nproc, act, tmp_path)
 
 
 class State(Value):
@@ -265,11 +206,9 @@ def test_a_stage_gets_its_own_state_back(tmp_path: Path) -> None:
     """An average of a stage's weights has other names and values on each rank; what all have alike is stored once."""
     rank = dist.get_rank()
     own = {"count": rank, "average": {f"layers.{rank}.weight": torch.full((2, 2), float(rank))}}
-    with Run("pipeline").manager(tmp_path, states={"ema": State(own), "train": State({"tokens": 5})}) as manager:
-        manager.save(1)
+    kit.save(Run("pipeline").manager(tmp_path, states={"ema": State(own), "train": State({"tokens": 5})}))
     found = {"ema": State({}), "train": State({})}
-    with Run("pipeline").manager(tmp_path, states=found) as manager:
-        manager.load()
+    kit.load(Run("pipeline").manager(tmp_path, states=found))
     assert found["ema"].value["count"] == rank
     assert torch.equal(found["ema"].value["average"][f"layers.{rank}.weight"], torch.full((2, 2), float(rank)))
     assert found["train"].value == {"tokens": 5}
@@ -298,11 +237,8 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None:
 @distributed(nproc=2)
 def test_ranks_that_save_different_steps_are_stopped(tmp_path: Path) -> None:
     """One rank that counts otherwise would make a step of two."""
-    with (
-        Run("ddp").manager(tmp_path) as manager,
-        pytest.raises(SaveError, match="every rank must call save"),
-    ):
-        manager.save(1 + dist.get_rank())
+    with pytest.raises(SaveError, match="every rank must call save"):
+        kit.save(Run("ddp").manager(tmp_path), 1 + dist.get_rank())
 
 
 @distributed(nproc=2)
@@ -312,11 +248,7 @@ def test_a_missing_source_on_one_rank_is_an_error_on_all(tmp_path: Path) -> None
     if dist.get_rank() == 0:
         there.mkdir()
         save_file({n: p.detach() for n, p in Net().named_parameters()}, there / "model.safetensors")
-    with (
-        Run("ddp").manager(tmp_path, initial_load=(InitialLoadConfig(str(there)),)) as manager,
-        pytest.raises(CheckpointError, match="is not there"),
-    ):
-        manager.load()
+    kit.load_fails(Run("ddp").manager(tmp_path, initial_load=[there]), CheckpointError, "is not there")
 
 
 @distributed(nproc=2)
@@ -324,16 +256,11 @@ def test_state_of_parameters_that_no_stage_trains_is_named_on_every_rank(tmp_pat
     """Another stage's parameters are no strangers; those that nobody trains are."""
     run = Run("pipeline")
     run.train(1)
-    with run.manager(tmp_path) as manager:
-        manager.save(1)
+    kit.save(run.manager(tmp_path))
     other = Run("pipeline")
     if dist.get_rank() == 1:
         other.optimizers = []
-    with (
-        other.manager(tmp_path) as manager,
-        pytest.raises(LoadMismatchError, match=r"2 trained there.*layers\.1\.bias"),
-    ):
-        manager.load()
+    kit.load_fails(other.manager(tmp_path), LoadMismatchError, r"2 trained there.*layers\.1\.bias")
 
 
 @distributed(nproc=2)
@@ -374,7 +301,7 @@ def adapted(base: Path, folder: RunFolder) -> tuple[Net, CheckpointManager]:
     net.requires_grad_(requires_grad=False)  # a base that is trained would be saved
     if dist.get_rank() == 0:
         net.layers["0"].register_parameter("lora", nn.Parameter(torch.zeros(3)))
-    return net, build(folder, net, initial_load=(InitialLoadConfig(str(base)),), model_converters=Adapters())
+    return net, build(folder, net, initial_load=[base], model_converters=Adapters())
 
 
 @distributed(nproc=2)
@@ -386,12 +313,10 @@ def adapt_a_stage(base: Path, other: Path, folder: RunFolder) -> None:
             nn.init.constant_(net.get_parameter("layers.0.lora"), 7.0)
         manager.save(1)
     again, manager = adapted(base, folder)
-    with manager:
-        assert manager.load().step == 1
+    assert kit.load(manager).step == 1
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), net.parameters(), strict=True))
     _, manager = adapted(other, folder)
-    with manager, pytest.raises(BaseMismatchError, match="trained on another base"):
-        manager.load()
+    kit.load_fails(manager, BaseMismatchError, "trained on another base")
 
 
 def test_a_stage_without_adapters_takes_part_in_those_of_another(run_folder: RunFolder) -> None:
@@ -399,8 +324,7 @@ def test_a_stage_without_adapters_takes_part_in_those_of_another(run_folder: Run
     for name, rate in (("base", 0.1), ("other", 0.2)):
         net = Net()
         nn.init.constant_(net.layers["1"].bias, rate)  # type: ignore[arg-type]
-        with build(run_folder.base / name, net) as manager:
-            manager.save(1)
+        kit.save(build(run_folder.base / name, net))
     base, other = (run_folder.base / name / "checkpoints" / "step-1" for name in ("base", "other"))
     adapt_a_stage(base, other, run_folder)
     stored = [load(run_folder.read(1, f"rank-{rank:05d}.safetensors")) for rank in range(2)]

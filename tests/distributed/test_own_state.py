@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.functional import mse_loss
 from torch.optim.swa_utils import AveragedModel
 
+from tests import world
 from tests.own_state_models import DIM, KINDS, FusedGate, FusedHeads, add_hooks
 from tests.world import Run, gathered, manager, same, whole
 from titan_ckpt.errors import PeerError, ReplicaMismatchError
@@ -73,12 +74,10 @@ def test_fused_weights_go_from_one_layout_to_another(tmp_path: Path) -> None:
         train(first, 1, 2)
         returned = ModelWrapper([first.model]).state_dict()["1.0.wq.weight"]
         assert not isinstance(returned, DTensor) or (returned.placements == (Shard(0),)) is (saved == "fsdp")
-        with first.manager(tmp_path / saved) as m:
-            m.save(2)
+        world.save(first.manager(tmp_path / saved), 2)
         for loaded in layouts:
             other = run("fused", loaded, seed=1)
-            with other.manager(tmp_path / saved) as m:
-                assert m.load().step == 2
+            assert world.load(other.manager(tmp_path / saved)).step == 2
             assert same(other.state(), first.state()), f"{saved} to {loaded}"
 
 
@@ -122,8 +121,7 @@ def test_a_moving_average_of_a_sharded_model_is_exact(tmp_path: Path) -> None:
             average.update_parameters(first.model)
         m.save(2)
     other, other_average = build(1)
-    with other.manager(tmp_path, states={"average": other_average}) as m:
-        assert m.load().step == 2
+    assert world.load(other.manager(tmp_path, states={"average": other_average})).step == 2
     assert same(other.state(), first.state())
     assert same(whole(dict(other_average.state_dict())), whole(dict(average.state_dict())))
 

@@ -17,6 +17,7 @@ from torchao.prototype.quantized_training import int8_weight_only_quantized_trai
 from torchao.quantization import Float8WeightOnlyConfig, quantize_
 from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
 
+from tests import world
 from tests.unit.weights.test_inner_tensors import Run as Frozen
 from tests.world import manager as build
 from tests.zoo.optimizer_runs import comparable
@@ -60,8 +61,7 @@ class Run:
 
     def resumed(self) -> dict[str, torch.Tensor]:
         """Load, and return the tensors inside the state; the optimizer can step on them."""
-        with self.manager as manager:
-            assert manager.load().step == 1
+        assert world.load(self.manager).step == 1
         inner = self.inner()
         self.step()
         return inner
@@ -93,11 +93,11 @@ def save_on_two_ranks(folder: Path) -> None:
     """Save a step of every kind; refuse a matrix of which one rank's part would be quantised."""
     for kind in KINDS:
         Run(folder / kind, kind, *SHAPES).saved(folder / kind)
-    with (
-        Run(folder, "8 bit", (41, 320)).manager as manager,
-        pytest.raises(StateEncodingError, match=r"AdamW8bit: it quantises .*\[41, 320\] on some ranks"),
-    ):
-        manager.load()
+    world.load_fails(
+        Run(folder, "8 bit", (41, 320)).manager,
+        StateEncodingError,
+        r"AdamW8bit: it quantises .*\[41, 320\] on some ranks",
+    )
 
 
 @distributed(nproc=2)
@@ -122,8 +122,7 @@ def _share_a_frozen_weight(folder: Path) -> None:
         manager.save(1)
     fully_shard(second.model.head)
     second.optimizer.param_groups[0]["params"] = list(second.model.head.parameters())
-    with second.manager as manager:
-        assert manager.load().step == 1
+    assert world.load(second.manager).step == 1
     assert comparable(dict(first.model.base.state_dict())) == comparable(dict(second.model.base.state_dict()))
 
 
@@ -166,8 +165,7 @@ def _shard_frozen_weights(folder: Path) -> None:
         assert comparable(dict(first.state_dict())) == comparable(dict(second.state_dict())), kind
     for kind, name in (("nf4 of FSDP2", "NF4Tensor.quantized_data"), ("float8 columns", "Float8Tensor.scale")):
         message = rf"base\.weight\.{name}: .* cannot be saved\. Shard rows"
-        with manager(kind, Base(kind, 0)) as m, pytest.raises(StateEncodingError, match=message):
-            m.load()
+        world.load_fails(manager(kind, Base(kind, 0)), StateEncodingError, message)
 
 
 def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:

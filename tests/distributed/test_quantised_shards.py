@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.distributed.layouts import split_converted
-from tests.world import assert_same_bytes, convert, llama, part, shard
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, StateDictTransforms
+from tests.world import assert_same_bytes, convert, llama, manager, part, save, shard
+from titan_ckpt import ExportConfig
 from titan_ckpt.errors import ExportError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.models.llama3 import Llama3Config
@@ -53,17 +53,11 @@ class Run:
                 whole = torch.rand(value.shape, generator=torch.Generator().manual_seed(sum(fqn.encode()))) / 8
                 for block in blocks_of(value):
                     block.data.copy_(part(whole, block.chunk))
-        self.manager = CheckpointManager(
-            CheckpointConfig(export=(ExportConfig("hf", quantised=True, max_shard_bytes=30_000),)),
-            model_parts=[self.model],
-            sd_transforms=StateDictTransforms(self.model.key_map(), self.model.hf_config()),
-            model_converters=self.converters,
-            base_folder=folder,
-        )
+        export = ExportConfig("hf", quantised=True, max_shard_bytes=30_000)
+        self.manager = manager(folder, self.model, save=None, export=(export,), model_converters=self.converters)
 
     def export(self) -> None:
-        with self.manager:
-            self.manager.save(1, last_step=True)
+        save(self.manager, last_step=True)
 
 
 @distributed(nproc=2)

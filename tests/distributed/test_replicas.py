@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests import world
 from tests.world import Value, gathered, heard, manager
 from titan_ckpt.errors import LoadMismatchError, ReplicaMismatchError, SaveError
 from titan_ckpt.testing import distributed
@@ -41,41 +42,31 @@ def test_replicas_share_the_bytes_and_drifted_ones_are_named(tmp_path: Path) -> 
     torch.manual_seed(0)
     whole = Net()
     total = sum(p.nbytes for p in whole.parameters())
-    with manager(tmp_path / "ddp", whole, async_mode="disabled") as m:
-        m.save(1)
-    of_ranks = sizes(tmp_path / "ddp/checkpoints/step-1")
-    assert total < sum(of_ranks) < total + 4 * 16384, "headers apart, each byte is there once"
-    assert max(of_ranks) - min(of_ranks) < 32768, of_ranks
-
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     sharded = Net()
-    fully_shard(sharded, mesh=mesh)
-    with manager(tmp_path / "hsdp", sharded, async_mode="disabled") as m:
-        m.save(1)
-        of_ranks = sizes(tmp_path / "hsdp/checkpoints/step-1")
+    fully_shard(sharded, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp_replicate", "dp_shard")))
+    run = partial(manager, async_mode="disabled")
+    for name, net in (("ddp", whole), ("hsdp", sharded)):
+        world.save(run(tmp_path / name, net))
+        of_ranks = sizes(tmp_path / name / "checkpoints/step-1")
         assert total < sum(of_ranks) < total + 4 * 16384, "headers apart, each byte is there once"
         assert max(of_ranks) - min(of_ranks) < 32768, of_ranks
-        weight = sharded.odd.weight
-        assert isinstance(weight, DTensor)
-        if dist.get_rank() == 3:
-            with torch.no_grad():
-                weight.to_local().add_(1e-3)
-        with pytest.raises(ReplicaMismatchError, match=r"odd\.weight: rank \d of 2 ranks") as caught:
-            m.save(2)
-        assert caught.value.tensors == ("model.odd.weight",)
-    assert not (tmp_path / "hsdp/checkpoints/step-2").exists()
+
+    weight = sharded.odd.weight
+    assert isinstance(weight, DTensor)
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            weight.to_local().add_(1e-3)
+    with pytest.raises(ReplicaMismatchError, match=r"odd\.weight: rank \d of 2 ranks") as caught:
+        world.save(run(tmp_path / "drifted", sharded))
+    assert caught.value.tensors == ("model.odd.weight",)
+    assert not (tmp_path / "drifted/checkpoints/step-1").exists()
 
     if dist.get_rank() == 2:
         with torch.no_grad():
             whole.wide.weight[4000, 17] += 1
-    run = partial(manager, async_mode="disabled")
-    with (
-        run(tmp_path / "full", whole, check_replicas="full") as m,
-        pytest.raises(SaveError, match=r"wide\.weight: rank 2 of 4"),
-    ):
-        m.save(1)
-    with run(tmp_path / "off", whole, check_replicas="off") as m:
-        assert m.save(1)
+    with pytest.raises(SaveError, match=r"wide\.weight: rank 2 of 4"):
+        world.save(run(tmp_path / "full", whole, check_replicas="full"))
+    assert world.save(run(tmp_path / "off", whole, check_replicas="off"))
     with run(tmp_path / "sampled", whole) as m:
         found = None
         for step in range(1, 60):  # a lone value is found when its turn comes
@@ -141,6 +132,5 @@ def test_a_state_that_differs_is_each_rank_s_own_and_statistics_of_a_module_fit_
     refused = pytest.raises(LoadMismatchError, match=r"no state for: states \('own'\).*number of ranks.*exclude")
     with manager(tmp_path, statistics(), states=states, save=None) as m, refused:
         m.load()
-    with manager(tmp_path, statistics(), states={"alike": states["alike"]}, save=None) as m:
-        assert m.load().step == 2
+    assert world.load(manager(tmp_path, statistics(), states={"alike": states["alike"]}, save=None)).step == 2
     assert torch.equal(states["alike"].value["average"], torch.ones(700_000))

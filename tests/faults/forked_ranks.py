@@ -28,6 +28,7 @@ class Ranks:
     """
 
     def __init__(self, world: int, body: Callable[[Coordinator], Any], timeout: float, rank_0_serves: bool) -> None:
+        self.world = world
         self.pids: list[int] = []
         self.pipes: list[int] = []
         host_read, host_write = os.pipe()
@@ -62,6 +63,16 @@ class Ranks:
             data += block
         return json.loads(data) if data else None
 
+    def results(self) -> list[Any]:
+        """Return what every rank returned; None of one that was killed."""
+        return [self.result(rank) for rank in range(self.world)]
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
     def stop(self) -> None:
         for pid, pipe in zip(self.pids, self.pipes, strict=True):
             os.kill(pid, signal.SIGKILL)
@@ -73,11 +84,8 @@ def run(
     world: int, body: Callable[[Coordinator], Any], timeout: float = 20.0, rank_0_serves: bool = False
 ) -> list[Any]:
     """Run `body` on every rank and return what each returned."""
-    ranks = Ranks(world, body, timeout, rank_0_serves)
-    try:
-        return [ranks.result(rank) for rank in range(world)]
-    finally:
-        ranks.stop()
+    with Ranks(world, body, timeout, rank_0_serves) as ranks:
+        return ranks.results()
 
 
 def outcome(call: Callable[[], Any]) -> list[Any]:

@@ -29,26 +29,9 @@ from titan_ckpt.errors import CorruptCheckpointError
 
 FUZZ = 500_000 if SOAK else 5_000
 HOSTILE: list[Any] = [
-    *(
-        None,
-        True,
-        False,
-        -1,
-        0,
-        0.5,
-        2**62,
-        2**64,
-        10**400,
-        1e308,
-        "",
-        "$",
-        "../x",
-        "eval",
-        "AAAA",
-        "\ud800",
-        "a" * 300,
-    ),
-    *([], {}, [[]], [2**62, 2**62], [0, 2**62], {"$set": [[]]}, {"$type": "os.system"}, {"__reduce__": ["os.system"]}),
+    *(None, True, False, -1, 0, 0.5, 2**62, 2**64, 10**400, 1e308, "", "$", "../x", "eval", "AAAA", "\ud800"),
+    *("a" * 300, [], {}, [[]], [2**62, 2**62], [0, 2**62]),
+    *({"$set": [[]]}, {"$type": "os.system"}, {"__reduce__": ["os.system"]}),
 ]
 
 

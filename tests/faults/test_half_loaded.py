@@ -109,6 +109,11 @@ def keeps(manager: CheckpointManager, step: int) -> bool:
     return manager.save(step, last_step=True)
 
 
+def resumes(manager: CheckpointManager, run: Run, step: int, values: Values) -> bool:
+    """Return whether the ladder ends on this step with every tensor right."""
+    return manager.load().step == step and same(run.values(), values)
+
+
 def after_a_step(guard: RunGuard) -> None:
     """Complete a step of which nothing is due to be saved, and fail."""
     guard._manager.last_step.complete(3)
@@ -184,8 +189,7 @@ def test_f5_after_a_flipped_bit_the_ladder_ends_on_a_step_with_every_tensor_righ
     flip(file_of(tmp_path, 2), share, cold=cold)
     run = Run(tmp_path) if fresh else run
     with run.manager() as manager:
-        assert manager.load().step == 1
-        assert same(run.values(), history[0])
+        assert resumes(manager, run, 1, history[0])
         assert keeps(manager, 3)
 
 
@@ -244,8 +248,7 @@ def test_after_an_io_error_the_ladder_ends_on_a_step_with_every_tensor_right(
         assert not same(run.values(), before)
         assert ways == ({AROUND_CACHE} if cold else {THROUGH_CACHE, AROUND_CACHE})  # the second look is at the disk
         assert refused(manager)
-        assert manager.load().step == 1
-        assert same(run.values(), history[0])
+        assert resumes(manager, run, 1, history[0])
         assert keeps(manager, 3)
 
 
@@ -266,8 +269,7 @@ def test_an_interrupt_leaves_no_thread_that_writes_and_nothing_is_kept(tmp_path:
         with pytest.raises(RuntimeError, match="of the loop"), RunGuard(manager) as guard:
             after_a_step(guard)
         assert sorted(path.name for path in (tmp_path / "checkpoints").glob("step-*")) == ["step-1", "step-2"]
-        assert manager.load().step == 2
-        assert same(run.values(), history[1])
+        assert resumes(manager, run, 2, history[1])
         assert keeps(manager, 3)
 
 

@@ -92,14 +92,6 @@ def rests() -> list[str]:
     return [str(ranks) for one in gc.get_objects() if isinstance(one, PeerGroups) for ranks in one._groups]
 
 
-def results(ranks: Ranks) -> list[Any]:
-    """Return what both ranks returned; of a killed one nothing."""
-    try:
-        return [ranks.result(rank) for rank in range(2)]
-    finally:
-        ranks.stop()
-
-
 def unfinished(root: Path) -> list[str]:
     """Return what attempts have left in a run's folder."""
     left = [*root.glob("exports/.staging*"), *root.glob("checkpoints/.staging/*"), *root.glob("checkpoints/.trash/*")]
@@ -147,7 +139,8 @@ def says_nothing(case: Case, answers: list[Any], bound: float, crowded: bool) ->
 
 def undisturbed(kind: Kind, root: Path) -> tuple[list[list[str]], dict[str, bytes]]:
     """Return the names of each rank's operations, and the export that they make."""
-    whole = results(world(kind, root, Counter()))
+    with world(kind, root, Counter()) as ranks:
+        whole = ranks.results()
     assert [one[0] for one in whole] == [["ok", None]] * 2, whole
     names: list[list[str]] = [one[1] for one in whole]
     assert all("pwrite_all" in one for one in names)
@@ -180,11 +173,8 @@ def test_a_stopped_or_dead_rank_ends_the_exchange_of_columns_in_time(victim: int
             start = time.monotonic()
             return [outcome(act), time.monotonic() - start, rests()]
 
-        ranks = Ranks(2, body, HEALTHY, False)
-        try:
+        with Ranks(2, body, HEALTHY, False) as ranks:
             (ended, why), seconds, rest = ranks.result(1 - victim)
-        finally:
-            ranks.stop()
         assert ended == "ExportError"
         assert f"rank {victim} did not a" in why  # arrive, or answer
         assert "nothing was published" in why
@@ -223,7 +213,8 @@ def test_a_killed_rank_leaves_no_folder_or_a_proved_one(kinds: Sequence[Kind]) -
                     running.append((cases[i], root, cases[i].start(root, bound)))
                 if i >= at_once - 1 and running:
                     case, root, ranks = running.popleft()
-                    answers = results(ranks)
+                    with ranks:
+                        answers = ranks.results()
                     if says_nothing(case, answers, bound, crowded):
                         late.append(case)
                     else:

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from tests.chats import chat_tokenizer
 from tests.faults.test_fuzz import walk
 from tests.faults.test_rank_file_fuzz import sealed
+from tests.forked import resident
 from tests.unit.directory.test_manifest import example
 from titan_ckpt.directory.lease import FileLease
 from titan_ckpt.directory.manifest import Manifest
@@ -213,9 +214,9 @@ KINDS = (
 
 def peak_mib() -> float:
     """Return the most memory that this process had since it was last asked for."""
-    status = Path("/proc/self/status").read_text()
+    peak = resident("VmHWM")
     Path("/proc/self/clear_refs").write_text("5")
-    return int(status.partition("VmHWM:")[2].split()[0]) / 1024
+    return peak / (1 << 20)
 
 
 def fault(read: Callable[[bytes], object], data: bytes) -> str | None:

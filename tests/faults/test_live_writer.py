@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests import world
 from tests.forked import Program
 from tests.run_folder import RunFolder
 from tests.world import manager as build
@@ -44,9 +44,7 @@ def writing(folder: RunFolder) -> Iterator[Program]:
     folder.base.mkdir(exist_ok=True)
     writer = Program(save_without_a_pause, folder, output=folder.base / "writer.txt")
     try:
-        while "ready" not in writer.text():
-            assert writer.poll() is None, writer.text()
-            time.sleep(0.01)
+        writer.wait_until(lambda: "ready" in writer.text())
         yield writer
     finally:
         writer.kill()
@@ -57,8 +55,7 @@ def load(folder: RunFolder | Path, step: int | None = None) -> int:
     """Load as a run without [checkpoint.save]; return the step, whose number every weight must have."""
     folder = RunFolder(folder) if isinstance(folder, Path) else folder
     model = nn.Linear(64, 64)
-    with build(folder, model, save=None, resume=ResumeConfig(step=step)) as manager:
-        loaded = manager.load().step
+    loaded = world.load(build(folder, model, save=None, resume=ResumeConfig(step=step))).step
     assert {value for p in model.parameters() for value in p.detach().unique().tolist()} == {float(loaded)}
     return loaded
 

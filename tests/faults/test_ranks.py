@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.faults.forked_ranks import Ranks, outcome
+from tests.faults.forked_ranks import Ranks, outcome, run
 from tests.faults.scenarios import quick_folder
 from tests.faults.shim import Counter, FailAt, KillAt, StopAt, intercepted
 from tests.faults.small_checkpoints import load, manifest_of, write_files
@@ -57,6 +58,10 @@ class Case:
     how: str
     ordinal: int
 
+    def live(self) -> list[int]:
+        """Return the ranks that end by themselves."""
+        return [rank for rank in range(self.world) if rank not in self.victims or self.how == "ENOSPC"]
+
     def shim(self) -> Counter:
         if self.how == "SIGSTOP":
             return StopAt(ordinal=self.ordinal)
@@ -95,8 +100,7 @@ CASES = [
 
 def judge(case: Case, root: Path, results: list[Any]) -> str | None:
     """Say what is wrong with how the ranks ended and with what they left, if anything is."""
-    live = [rank for rank in range(case.world) if rank not in case.victims or case.how == "ENOSPC"]
-    for rank in live:
+    for rank in case.live():
         if results[rank] is None or "crash" in results[rank]:
             return f"rank {rank} ended with {results[rank]}"
         (kind, *details), seconds = results[rank]
@@ -106,7 +110,7 @@ def judge(case: Case, root: Path, results: list[Any]) -> str | None:
             return f"rank {rank} blames {details}"
         if kind not in ("ok", "PeerError", "SaveError", "OSError"):
             return f"rank {rank} raised {kind}: {details}"
-    kinds = {results[rank][0][0] for rank in live}
+    kinds = {results[rank][0][0] for rank in case.live()}
     if case.how == "ENOSPC" and "ok" in kinds and len(kinds) > 1:
         return f"some ranks think it is saved: {results}"
     found = load(root)
@@ -122,20 +126,15 @@ def test_no_operation_is_a_bad_moment_for_a_rank_to_fail() -> None:
         cases = CASES[batch : batch + 16]
         with quick_folder() as folder:
             roots = [folder / str(number) for number in range(len(cases))]
-            worlds = [
-                Ranks(case.world, case.body(root), HEALTHY, False) for case, root in zip(cases, roots, strict=True)
-            ]
-            try:
+            with ExitStack() as stack:
+                worlds = [
+                    stack.enter_context(Ranks(case.world, case.body(root), HEALTHY, False))
+                    for case, root in zip(cases, roots, strict=True)
+                ]
                 answers = [
-                    [
-                        world.result(rank) if rank not in case.victims or case.how == "ENOSPC" else None
-                        for rank in range(case.world)
-                    ]
+                    [world.result(rank) if rank in case.live() else None for rank in range(case.world)]
                     for case, world in zip(cases, worlds, strict=True)
                 ]
-            finally:
-                for world in worlds:
-                    world.stop()
             for case, root, results in zip(cases, roots, answers, strict=True):
                 if fault := judge(case, root, results):
                     found.append(f"{case}: {fault}")
@@ -151,14 +150,12 @@ def save_30(root: Path) -> Callable[[Coordinator], Any]:
 
 def outcomes_of_next_worlds(cases: list[Case], roots: list[Path]) -> list[Any]:
     """Save step 30 in each folder with new ranks, and load it."""
-    worlds = [Ranks(case.world, save_30(root), HEALTHY, False) for case, root in zip(cases, roots, strict=True)]
-    try:
-        results = [
-            [world.result(rank) for rank in range(case.world)] for world, case in zip(worlds, cases, strict=True)
+    with ExitStack() as stack:
+        worlds = [
+            stack.enter_context(Ranks(case.world, save_30(root), HEALTHY, False))
+            for case, root in zip(cases, roots, strict=True)
         ]
-    finally:
-        for world in worlds:
-            world.stop()
+        results = [world.results() for world in worlds]
     return [
         load(root) if result == [["ok", None]] * case.world else result
         for case, root, result in zip(cases, roots, results, strict=True)
@@ -176,11 +173,7 @@ def test_the_numbers_of_operations_are_right() -> None:
                 save_together(folder / "x", line, 20, 2)
             return counter.names
 
-        ranks = Ranks(2, body, 20.0, False)
-        try:
-            names = [ranks.result(rank) for rank in range(2)]
-        finally:
-            ranks.stop()
+        names = run(2, body)
     assert len(names[0]) == NUM_RANK_0_OPERATIONS, names[0]
     assert names[1] == ["open_exclusive", "pwrite_all", "fsync", "close"]
 
@@ -201,11 +194,7 @@ def test_ranks_with_stale_views_wait_or_refuse_together(view: str) -> None:
             directory = CheckpointDirectory(root, line)
             return [directory.steps(), outcome(lambda: directory.committed(20)[0].step)]
 
-        ranks = Ranks(2, body, 20.0, False)
-        try:
-            results = [ranks.result(rank) for rank in range(2)]
-        finally:
-            ranks.stop()
+        results = run(2, body)
     steps = [10, 20] if view == "older" else [20]
     assert [result[0] for result in results] == [steps, steps]
     assert [result[1][0] for result in results] == ["PeerError", "CheckpointNotFoundError"]

@@ -4,72 +4,33 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from safetensors.torch import load_file
 
+from tests import forked
 from tests.faults import guarded_loop
-from tests.forked import Program
 from titan_ckpt.cli.main import main as cli
 
 
-class Job:
-    """The ranks of one run of the script; each one's output is a file."""
+class Job(forked.Job):
+    """The ranks of one run of the script."""
 
     def __init__(self, folder: Path, num_ranks: int = 1, **job: Any) -> None:
         self.folder = folder
         checkpoint = {"save": {"interval": 1000, "timeout_seconds": 60}, **job.pop("checkpoint", {})}
         settings = {"folder": str(folder), "steps": 400, **job, "checkpoint": checkpoint}
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.store = None
-        if num_ranks > 1:
-            self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            environment |= {
-                "WORLD_SIZE": str(num_ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(self.store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "GLOO_SOCKET_IFNAME": "lo",
-            }
-        folder.mkdir(exist_ok=True)
-        self.outputs = [folder / f"out-{rank}-{time.time_ns()}.txt" for rank in range(num_ranks)]
-        self.ranks = []
-        for rank, output in enumerate(self.outputs):
-            own = environment | ({"RANK": str(rank)} if num_ranks > 1 else {})
-            self.ranks.append(Program(guarded_loop.main, settings, output=output, environment=own))
+        super().__init__(guarded_loop.main, settings, folder=folder, num_ranks=num_ranks)
 
     def lines(self, rank: int = 0) -> list[str]:
-        return self.outputs[rank].read_text().splitlines()
+        return self.ranks[rank].text().splitlines()
 
     def wait_for(self, line: str, rank: int = 0) -> None:
         """Return once a rank has printed a line that begins so."""
-        deadline = time.monotonic() + 100
-        while not any(found.startswith(line) for found in self.lines(rank)):
-            assert self.ranks[rank].poll() is None, self.text()
-            assert time.monotonic() < deadline, self.text()
-            time.sleep(0.005)
-
-    def codes(self, but: tuple[int, ...] = ()) -> list[int]:
-        """Wait for all ranks to end and return their exit codes."""
-        codes = []
-        for rank, process in enumerate(self.ranks):
-            if rank not in but:
-                try:
-                    codes.append(process.wait(100))
-                except subprocess.TimeoutExpired:
-                    raise AssertionError(f"rank {rank} does not end: {self.text()}") from None
-        return codes
-
-    def text(self) -> str:
-        return "\n".join(output.read_text() for output in self.outputs)
+        self.wait_until(lambda: any(found.startswith(line) for found in self.lines(rank)))
 
     def steps(self) -> list[int]:
         return sorted(int(path.name[5:]) for path in (self.folder / "checkpoints").glob("step-*"))
@@ -79,28 +40,17 @@ class Job:
         return {int(words[1]): words[2] for line in self.lines() if (words := line.split())[:1] == ["step"]}
 
 
-@contextmanager
-def running(folder: Path, num_ranks: int = 1, **job: Any) -> Iterator[Job]:
-    started = Job(folder, num_ranks, **job)
-    try:
-        yield started
-    finally:
-        for process in started.ranks:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> dict[int, str]:
     """Return the weights that one process prints when nothing disturbs it."""
-    with running(tmp_path_factory.mktemp("whole"), steps=60, slow=0) as job:
+    with Job(tmp_path_factory.mktemp("whole"), steps=60, slow=0) as job:
         assert job.codes() == [0]
         return job.weights()
 
 
 def goes_on(folder: Path, whole: dict[int, str], from_step: int) -> None:
     """Resume and compare every step with the undisturbed run: weights, noise, data position and buffer."""
-    with running(folder, steps=from_step + 3, slow=0) as job:
+    with Job(folder, steps=from_step + 3, slow=0) as job:
         assert job.codes() == [0], job.text()
         assert f"from {from_step} {2 * from_step} {2 * from_step}" in job.lines(), job.text()
         after = range(from_step + 1, from_step + 4)
@@ -109,7 +59,7 @@ def goes_on(folder: Path, whole: dict[int, str], from_step: int) -> None:
 
 def test_a_signal_within_a_step_saves_the_step_before(tmp_path: Path, whole: dict[int, str]) -> None:
     """SIGUSR1 while micro-batches are added up: the half step is left, and what it had moved is put back."""
-    with running(tmp_path, slow=0.4) as job:
+    with Job(tmp_path, slow=0.4) as job:
         job.wait_for("micro-batch 2 0")
         job.ranks[0].send_signal(signal.SIGUSR1)
         assert job.codes() == [0], job.text()
@@ -122,7 +72,7 @@ def test_a_signal_within_a_step_saves_the_step_before(tmp_path: Path, whole: dic
 
 def test_f8_a_request_a_time_limit_and_a_second_signal(tmp_path: Path, whole: dict[int, str]) -> None:
     """`titan-ckpt save` returns when its save is committed; the run goes on, and ends in time by itself."""
-    with running(tmp_path, slow=0.02, checkpoint={"save": {"interval": 1000, "async_mode": "thread"}}) as job:
+    with Job(tmp_path, slow=0.02, checkpoint={"save": {"interval": 1000, "async_mode": "thread"}}) as job:
         job.wait_for("step 1 ")
         assert cli(["save", "--run", str(tmp_path), "--timeout-seconds", "60"]) == 0
         (asked,) = job.steps()
@@ -137,11 +87,11 @@ def test_f8_a_request_a_time_limit_and_a_second_signal(tmp_path: Path, whole: di
     assert cli(["save", "--run", str(tmp_path)]) == 2, "nobody runs there"
     assert not (tmp_path / "save-request").exists()
     goes_on(tmp_path, whole, job.steps()[-1])
-    with running(tmp_path / "limited", slow=0.2, checkpoint={"stop": {"after_hours": 13 / 3600}}) as job:
+    with Job(tmp_path / "limited", slow=0.2, checkpoint={"stop": {"after_hours": 13 / 3600}}) as job:
         assert job.codes() == [0], job.text()
         assert len(job.steps()) == 1 or "no last save: " in job.text(), job.text()  # the machine may have stood still
         assert "stopping: the time of [checkpoint.stop] is up" in job.text()
-    with running(tmp_path / "twice", slow=30) as job:
+    with Job(tmp_path / "twice", slow=30) as job:
         job.wait_for("from")
         began = time.monotonic()
         job.ranks[0].terminate()
@@ -153,7 +103,7 @@ def test_f8_a_request_a_time_limit_and_a_second_signal(tmp_path: Path, whole: di
         job.ranks[0].terminate()
         assert job.codes() == [128 + signal.SIGTERM]
     short = {"stop": {"grace_seconds": 0.1}}
-    with running(tmp_path / "closing", slow=0.01, closing=1, same_signal_seconds=100, checkpoint=short) as job:
+    with Job(tmp_path / "closing", slow=0.01, closing=1, same_signal_seconds=100, checkpoint=short) as job:
         job.wait_for("step 2 ")
         job.ranks[0].terminate()
         job.wait_for("closing")
@@ -166,12 +116,12 @@ def test_f8_a_request_a_time_limit_and_a_second_signal(tmp_path: Path, whole: di
 def test_an_exception_saves_the_last_whole_step_and_never_a_half_one(tmp_path: Path, whole: dict[int, str]) -> None:
     """Raised within micro-batches: the step before is saved; between the optimizer and the step's end: nothing is."""
     save = {"interval": 2, "keep": {"latest": 1}}
-    with running(tmp_path, raise_at=4, checkpoint={"save": save}) as job:
+    with Job(tmp_path, raise_at=4, checkpoint={"save": save}) as job:
         assert job.codes() == [1]
         assert "ValueError: a batch that cannot be" in job.text()
         assert job.steps() == [2, 3], "nothing expires for it"
     goes_on(tmp_path, whole, 3)
-    with running(tmp_path / "half", raise_after_step=4, checkpoint={"save": save}) as job:
+    with Job(tmp_path / "half", raise_after_step=4, checkpoint={"save": save}) as job:
         assert job.codes() == [1]
         assert job.steps() == [2], job.text()
         assert "partly applied" in job.text()
@@ -181,7 +131,7 @@ def test_an_exception_saves_the_last_whole_step_and_never_a_half_one(tmp_path: P
 def test_f12_all_ranks_stop_at_one_step_with_a_save_in_flight(tmp_path: Path, async_mode: str) -> None:
     """SIGTERM to all, writers too: the save in flight is finished, a last one made; who lags stops there too."""
     save = {"interval": 2, "async_mode": async_mode}
-    with running(tmp_path, 2, slow=0.01, lag=0.1, width=1_000_000, checkpoint={"save": save}) as job:
+    with Job(tmp_path, 2, slow=0.01, lag=0.1, width=1_000_000, checkpoint={"save": save}) as job:
         job.wait_for("step 2")
         for process in job.ranks:
             for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
@@ -200,7 +150,7 @@ def test_f12_all_ranks_stop_at_one_step_with_a_save_in_flight(tmp_path: Path, as
 def test_a_rank_that_is_silent_for_less_than_the_grace_costs_nothing(tmp_path: Path) -> None:
     """SIGTERM to one rank, while another gives no answer for longer than in a roll call: the last save is made."""
     stop = {"grace_seconds": 300}
-    with running(tmp_path, 2, slow=0.05, answer_seconds=0.5, checkpoint={"stop": stop}) as job:
+    with Job(tmp_path, 2, slow=0.05, answer_seconds=0.5, checkpoint={"stop": stop}) as job:
         job.wait_for("step 2 ", rank=1)
         job.ranks[1].send_signal(signal.SIGSTOP)
         job.ranks[0].terminate()
@@ -213,7 +163,7 @@ def test_a_rank_that_is_silent_for_less_than_the_grace_costs_nothing(tmp_path: P
 def test_a_dead_a_raising_and_a_hung_rank_stop_the_others_in_time(tmp_path: Path) -> None:
     """The others end within the bounds, though they wait in C, and name who raised and who hangs."""
     stop: dict[str, Any] = {"exception_seconds": 2}
-    with running(tmp_path / "dead", 2, slow=0.01, checkpoint={"stop": stop}) as job:
+    with Job(tmp_path / "dead", 2, slow=0.01, checkpoint={"stop": stop}) as job:
         job.wait_for("step 2", rank=1)
         job.ranks[0].kill()
         began = time.monotonic()
@@ -221,7 +171,7 @@ def test_a_dead_a_raising_and_a_hung_rank_stop_the_others_in_time(tmp_path: Path
         assert time.monotonic() - began < 100
         assert job.steps() == []
         assert "the last completed step is not saved: " in job.text()
-    with running(tmp_path / "raised", 2, raise_at=[3, 1], checkpoint={"stop": stop}) as job:
+    with Job(tmp_path / "raised", 2, raise_at=[3, 1], checkpoint={"stop": stop}) as job:
         assert job.codes() == [1, 1]
         assert job.steps() == [], job.text()
         assert "rank 1 has raised ValueError: it waits up to 2 s" in "\n".join(job.lines(1))
@@ -230,7 +180,7 @@ def test_a_dead_a_raising_and_a_hung_rank_stop_the_others_in_time(tmp_path: Path
         assert "rank 0 did not" in "\n".join(job.lines(1)), job.text()
     stop = {"hang_seconds": 2}
     checkpoint = {"save": {"interval": 1000, "timeout_seconds": 3}, "stop": stop}
-    with running(tmp_path / "hung", 3, slow=0.01, checkpoint=checkpoint) as job:
+    with Job(tmp_path / "hung", 3, slow=0.01, checkpoint=checkpoint) as job:
         job.wait_for("step 2", rank=1)
         job.ranks[1].send_signal(signal.SIGSTOP)
         assert job.codes(but=(1,)) == [1, 1], job.text()

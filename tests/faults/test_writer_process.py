@@ -17,7 +17,7 @@ import torch
 from tests.faults.power import read_tree
 from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.writers import ManagerWriter
-from tests.forked import fork
+from tests.forked import fork, wait_until
 from titan_ckpt.disk import descriptors
 from titan_ckpt.disk.memory import SharedBuffer
 from titan_ckpt.errors import SaveError
@@ -109,9 +109,9 @@ def test_a_writer_process_ends_with_its_trainer_though_a_fork_holds_its_line() -
 
     def train() -> None:
         writer = WriterProcess(SharedBuffer.allocate(4096))
-        loader = fork(lambda: time.sleep(200))  # longer than await_end waits
+        loader = fork(lambda: time.sleep(500))  # longer than await_end waits
         os.write(write, json.dumps([writer._process.pid, loader]).encode())
-        time.sleep(200)
+        time.sleep(500)
 
     trainer = fork(train)
     os.close(write)
@@ -129,30 +129,25 @@ def test_a_writer_process_ends_with_its_trainer_though_a_fork_holds_its_line() -
 
 def environment_of(pid: int) -> list[bytes]:
     """Return the environment that a process began with; for a moment after its start the kernel shows none."""
-    deadline = time.monotonic() + 60
-    while not (environment := Path(f"/proc/{pid}/environ").read_bytes()):
-        assert time.monotonic() < deadline, "the process shows no environment"
-        time.sleep(0.01)
-    return environment.split(b"\0")
+    environment = Path(f"/proc/{pid}/environ")
+    wait_until(lambda: environment.read_bytes() != b"")
+    return environment.read_bytes().split(b"\0")
 
 
 def stopped_child_of(pid: int) -> int:
     """Wait until a child of a process has been stopped; return it."""
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            if state_of(int(child)) == "T":
-                return int(child)
-        time.sleep(0.05)
-    raise AssertionError("the writer process did not come to its operation")
+
+    def stopped() -> list[int]:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        return [int(child) for child in children if state_of(int(child)) == "T"]
+
+    wait_until(lambda: stopped() != [])
+    return stopped()[0]
 
 
 def await_end(pid: int) -> None:
     """Wait until a process that is nobody's child here has ended."""
-    deadline = time.monotonic() + 60
-    while state_of(pid) not in ("", "Z"):
-        assert time.monotonic() < deadline, "the writer process outlives its line"
-        time.sleep(0.05)
+    wait_until(lambda: state_of(pid) in ("", "Z"))
 
 
 def state_of(pid: int) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from tests import world
 from tests.faults import small_checkpoints as small
 from tests.world import manager as build
 from titan_ckpt.config import KeepConfig, ResumeConfig
@@ -147,8 +148,7 @@ class ManagerWriter:
 
     def load(self, root: Path) -> Save | None:
         model, optimizer = _model_and_optimizer(self.num_rows)
-        with build(root.parent, model, optimizer, folder=root.name, save=None) as manager:
-            step = manager.load().step
+        step = world.load(build(root.parent, model, optimizer, folder=root.name, save=None)).step
         if step == 0:
             return None
         state = [value for entry in optimizer.state.values() for value in entry.values()]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from tests import world
-from tests.world import TOKENS, fill, write_hf
+from tests.world import TOKENS, fill, part, write_hf
+from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import ReadRequest, TensorReader
@@ -108,6 +109,14 @@ def read(reader: TensorReader, key: str = "a.weight", chunk: Chunk | None = None
     into = torch.full(chunk.sizes, float("nan"), dtype=dtype or info.dtype)
     reader.read([ReadRequest(key, chunk, into)])
     return into
+
+
+def assert_reads(folder: Path, key: str, expected: torch.Tensor, *boxes: Chunk) -> None:
+    """Fail unless a tensor of a folder, whole and in these regions, has these values."""
+    with open_reader(folder) as reader:
+        assert torch.equal(read(reader, key), expected)
+        for box in boxes:
+            assert torch.equal(read(reader, key, box), part(expected, box))
 
 
 def a_box(data: Any, shape: Sequence[int]) -> Chunk:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,10 +14,11 @@ from tests import world
 from tests.interop.folders import disturb
 from tests.interop.test_lora_fused import fused_qwen3
 from tests.interop.test_lora_run import LoraRun, trained
+from tests.interop.test_merge_sources import load as merge_into
 from titan_ckpt import CheckpointManager, InitialLoadConfig, SaveConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import BaseMismatchError, LoadMismatchError
-from titan_ckpt.models.llama3 import Llama3, Llama3Config
+from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.models.qwen3_moe import FLAVORS, Qwen3Moe
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -120,14 +120,6 @@ def test_f9_another_base_than_the_steps_is_named(tmp_path: Path, base: Path) -> 
         merge_into(other, tmp_path / "b", adapter)
 
 
-def merge_into(base: Path, folder: Path, *adapters: Path) -> Llama3:
-    """Return a model without converters: the base with the adapters merged into it."""
-    model = Llama3(Llama3Config.from_hf(json.loads((base / "config.json").read_text())))
-    sources = (InitialLoadConfig(str(base)), *(InitialLoadConfig(str(path), merge=True) for path in adapters))
-    world.load(world.manager(folder, model, initial_load=sources))
-    return model
-
-
 @pytest.mark.parametrize(
     "lora",
     [
@@ -185,14 +177,8 @@ def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Pat
     first = trained(tmp_path, base)
     adapter = tmp_path / "run/checkpoints/step-4"
     second = LoraRun.build(base, seed=3)
-    with world.manager(
-        tmp_path / "second",
-        second.model,
-        second.optimizer,
-        interval=2,
-        initial_load=[base, InitialLoadConfig(str(adapter), merge=True)],
-        model_converters=second.hooks,
-    ) as manager:
+    merged = InitialLoadConfig(str(adapter), merge=True)
+    with second.manager(tmp_path / "second", [base, merged]) as manager:
         manager.load()
         torch.testing.assert_close(second.logits(), first.logits(), rtol=0, atol=1e-5)
         second.step()
@@ -200,8 +186,8 @@ def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Pat
         manager.save(2, last_step=True)
     chain = [adapter, tmp_path / "second/checkpoints/step-2"]
     with torch.no_grad():
-        merged = merge_into(base, tmp_path / "merged", *chain)(torch.arange(18).view(2, 9))
-        torch.testing.assert_close(merged, second.model(torch.arange(18).view(2, 9)), rtol=0, atol=1e-5)
+        ours = merge_into(base, tmp_path / "merged", *chain)(torch.arange(18).view(2, 9))
+        torch.testing.assert_close(ours, second.model(torch.arange(18).view(2, 9)), rtol=0, atol=1e-5)
     with pytest.raises(BaseMismatchError, match="step-2 was trained on another base"):
         merge_into(base, tmp_path / "alone", chain[1])
 

@@ -14,7 +14,7 @@ from torch import nn
 from tests import world
 from tests.faults.shim import intercepted
 from tests.interop.test_lora_run import LoraRun
-from titan_ckpt import ExportConfig, InitialLoadConfig, SaveConfig, converters
+from titan_ckpt import ExportConfig, SaveConfig
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.errors import ConfigError, ExportError, ExportSettingError
 
@@ -131,28 +131,17 @@ class NormedRun:
         torch.manual_seed(seed)
         self.model = Normed()
         table = {"kind": "lora", "rank": 2, "target_modules": ["first"]}
-        hooks = converters.from_tables([table]) if adapted else None
-        if hooks is not None:
-            hooks.convert(self.model)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
-        sources = () if source is None else (InitialLoadConfig(str(source)),)
-        self.manager = world.manager(
-            folder,
-            self.model,
-            self.optimizer,
-            initial_load=sources,
-            **{"save": SaveConfig(interval=2)} | settings,
-            model_converters=hooks,
-        )
+        hooks = world.convert(self.model, table) if adapted else None
+        self.optimizer = world.adamw(self.model)
+        given = {"save": SaveConfig(interval=2), "initial_load": [source] if source else [], **settings}
+        self.manager = world.manager(folder, self.model, self.optimizer, **given, model_converters=hooks)
 
     def train(self) -> None:
         """Resume or start, make two steps, and save the second."""
         with self.manager as manager:
             resumed = manager.load().step
             for step in (resumed + 1, resumed + 2):
-                self.model(torch.randn(6, 4)).square().sum().backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                world.step_on(self.model, self.optimizer, torch.randn(6, 4))
                 manager.save(step)
 
 

@@ -12,7 +12,6 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests import world
-from tests.forked import memory_of
 from tests.interop.folders import gap
 from tests.world import same
 from titan_ckpt.converting import convert
@@ -111,19 +110,3 @@ def test_an_adapter_is_not_a_model(tmp_path: Path) -> None:
     )
     with pytest.raises(NotACheckpointError, match=r"titan-ckpt merge BASE .* writes a model"):
         convert(adapter, tmp_path / "native", "native")
-
-
-def test_memory_is_bounded(tmp_path: Path) -> None:
-    """A 320 MB model converts in a process that grows by less than 200 MB."""
-    for name, rows in (("hf", 1 << 12), ("small", 4)):
-        (tmp_path / name).mkdir()
-        made = {f"layers.{i}.weight": torch.full((rows, 1 << 13), float(i), dtype=torch.bfloat16) for i in range(5)}
-        save_file(made, tmp_path / name / "model.safetensors", metadata={"format": "pt"})
-
-    def act() -> None:
-        convert(tmp_path / "hf", tmp_path / "native", "native")
-        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-        convert(tmp_path / "native", tmp_path / "back", "hf", hf_config=config)
-
-    peak, _ = memory_of(act, before=lambda: convert(tmp_path / "small", tmp_path / "warm", "native"))
-    assert peak < 200 << 20

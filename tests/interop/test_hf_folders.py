@@ -164,15 +164,6 @@ def test_every_spelling_that_from_pretrained_reads_is_read(
     assert all(torch.equal(value, tensors[key]) for key, value in exported.items())
 
 
-def test_a_tied_head_of_other_values_is_refused(tmp_path: Path) -> None:
-    """transformers would untie the two tensors with a warning; here the run does not start."""
-    tensors = with_head(write(tmp_path / "base", "gpt2"))
-    tensors["lm_head.weight"] += 1
-    rewrite(tmp_path / "base", tensors)
-    with pytest.raises(LoadMismatchError, match=r"lm_head\.weight is not equal to transformer\.wte\.weight"):
-        train_once(tmp_path / "base", tmp_path / "run")
-
-
 def test_a_tensor_that_nothing_declares_is_refused(tmp_path: Path) -> None:
     """A leftover that is in none of transformers' lists may be a weight that the model lacks."""
     rewrite(tmp_path / "base", write(tmp_path / "base", "llama") | {"model.layers.2.mlp.up_proj.weight": torch.ones(2)})

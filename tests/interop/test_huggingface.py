@@ -314,14 +314,6 @@ def test_a_tensor_with_the_containers_own_name_is_refused(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_one_error(tmp_path: Path) -> None:
-    """A file where a folder should be: the cause is named and nothing is left."""
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ExportError, match="nothing was published"):
-        export(native(), tmp_path / "file" / "out")
-    assert [p.name for p in tmp_path.iterdir()] == ["file"]
-
-
 def swap_header(folder: Path, key: str) -> None:
     """Claim another dtype of the same width for a tensor."""
     path = folder / "model.safetensors"

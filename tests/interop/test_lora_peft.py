@@ -8,22 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.nn.functional as F
 from peft import PeftModel
-from torch import nn
 from transformers import LlamaForCausalLM, Qwen3MoeForCausalLM
 
 from tests import world
-from tests.interop.folders import disturb, gap, logits, theirs, tuned, without_a_word
+from tests.interop.folders import disturb, gap, theirs, tuned, without_a_word
 from tests.world import TINY, same, whole
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.converters import ModelConverters
 from titan_ckpt.errors import LoadMismatchError
-from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models import qwen3_moe
-from titan_ckpt.models.llama3 import Llama3
 
 ATTENTION = ["wq", "wk", "wv", "wo"]
 ALL = [*ATTENTION, "w1", "w2", "w3"]
@@ -124,54 +119,6 @@ def test_a4_an_adapter_that_peft_wrote_is_a_source(name: str, tmp_path: Path) ->
     result = world.load(manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter"))
     assert not result.report.initialised
     assert gap(model, adapted) <= 1e-5
-
-
-class FusedFeedForward(nn.Module):
-    """SwiGLU with one matrix for gate and up."""
-
-    def __init__(self, dim: int, hidden: int) -> None:
-        super().__init__()
-        self.w13 = nn.Linear(dim, 2 * hidden, bias=False)
-        self.w2 = nn.Linear(hidden, dim, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.w13(x).chunk(2, dim=-1)
-        out: torch.Tensor = self.w2(F.silu(gate) * up)
-        return out
-
-
-class FusedLlama(Llama3):
-    """A Llama whose gate and up projections are one, as the table says."""
-
-    def __init__(self) -> None:
-        super().__init__(TINY)
-        for layer in self.layers.values():
-            layer.add_module("feed_forward", FusedFeedForward(TINY.dim, TINY.ffn_dim))
-
-    def key_map(self) -> KeyMap:
-        mine, hf = "layers.{i}.feed_forward", "model.layers.{i}.mlp"
-        rest = [rule for rule in super().key_map().rules if ".feed_forward.w1" not in rule.native[0]]
-        fused = KeyRule.of(
-            f"{mine}.w13.weight", [f"{hf}.gate_proj.weight", f"{hf}.up_proj.weight"], Split((TINY.ffn_dim,) * 2)
-        )
-        return KeyMap((fused, *(rule for rule in rest if ".feed_forward.w3" not in rule.native[0])))
-
-
-@pytest.mark.parametrize("settings", [{}, {"use_dora": True}], ids=["lora", "dora"])
-def test_an_adapter_on_a_fused_weight_is_one_per_part(settings: dict[str, Any], tmp_path: Path) -> None:
-    """Gate and up in one matrix have an A and a B each, so PEFT's two adapters go in and out exactly, and merge."""
-    base, adapter = tmp_path / "base", tmp_path / "adapter"
-    adapted = tuned(hf_base(base), adapter, "gate_proj", "up_proj", **settings)
-    model, converters = native({"target_modules": ["w13"], **settings}, FusedLlama())
-    exports = (ExportConfig("peft"), ExportConfig("hf"))
-    world.finish(manager(model, converters, tmp_path / "run", base, adapter, export=exports))
-    assert gap(model, adapted) <= 1e-5
-    assert gap(LlamaForCausalLM.from_pretrained(tmp_path / "run/exports/step-1"), model) <= 1e-5
-    again, ours = (
-        PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(base), str(folder))
-        for folder in (adapter, tmp_path / "run/exports/step-1-peft")
-    )
-    assert torch.equal(logits(ours), logits(again))
 
 
 @pytest.mark.filterwarnings("ignore:The following .*_pattern keys did not match:RuntimeWarning")  # PEFT's own

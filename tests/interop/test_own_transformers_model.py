@@ -18,14 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from tests import world
 from tests.unit.models.test_hf import FAMILIES, SMALL
-from titan_ckpt import (
-    CheckpointConfig,
-    CheckpointManager,
-    ExportConfig,
-    InitialLoadConfig,
-    SaveConfig,
-    StateDictTransforms,
-)
+from titan_ckpt import ExportConfig, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.testing import distributed
@@ -38,7 +31,7 @@ MODELS = {
     "another head": ("llama", "LlamaForSequenceClassification"),
     "no head": ("qwen3", "Qwen3Model"),
 }
-CONFIG = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("hf"),))
+EXPORT = (ExportConfig("hf"),)
 
 
 def built(kind: str, seed: int = 0, **settings: Any) -> Any:
@@ -53,8 +46,8 @@ def keys_in(folder: Path) -> set[str]:
         return set(file.keys())
 
 
-def exported(folder: Path, model: Any, config: CheckpointConfig = CONFIG, **given: Any) -> Path:
-    world.finish(CheckpointManager(config, model_parts=[model], base_folder=folder, **given))
+def exported(folder: Path, model: Any, **given: Any) -> Path:
+    world.finish(world.manager(folder, model, **{"export": EXPORT, **given}))
     return folder / "exports" / "step-1"
 
 
@@ -81,11 +74,9 @@ def test_a_model_of_transformers_exports_by_itself(kind: str, tmp_path: Path) ->
 def test_a_model_of_transformers_starts_from_a_folder_by_itself(kind: str, tmp_path: Path) -> None:
     built(kind, seed=1).save_pretrained(tmp_path / "base")
     model = built(kind)
-    world.load(
-        world.manager(tmp_path / "run", model, initial_load=[InitialLoadConfig(str(tmp_path / "base"), format="hf")])
-    )
-    expected = built(kind, seed=1).state_dict()
-    assert all(torch.equal(value, expected[name]) for name, value in model.state_dict().items())
+    source = InitialLoadConfig(str(tmp_path / "base"), format="hf")
+    world.load(world.manager(tmp_path / "run", model, initial_load=[source]))
+    assert world.same(dict(model.state_dict()), dict(built(kind, seed=1).state_dict()))
 
 
 class Mine(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers leaves its hook untyped
@@ -124,9 +115,7 @@ def test_a_model_with_converters_is_given_its_table(tmp_path: Path) -> None:
     lora.convert(model)
     with pytest.raises(ExportError, match=r"StateDictTransforms\.from_transformers\(model\) before converters"):
         exported(tmp_path, model, model_converters=lora)
-    with CheckpointManager(
-        CONFIG, model_parts=[model], model_converters=lora, sd_transforms=table, base_folder=tmp_path
-    ) as manager:
+    with world.manager(tmp_path, model, export=EXPORT, model_converters=lora, sd_transforms=table) as manager:
         manager.load()
         for name, value in model.named_parameters():
             if name not in whole:
@@ -161,4 +150,4 @@ def test_what_has_no_plain_export_is_refused_by_name(tmp_path: Path) -> None:
             StateDictTransforms.from_transformers(model)
     with pytest.raises(ConfigError, match="has adapters of PEFT"):
         exported(tmp_path / "refused", adapted)
-    exported(tmp_path / "run", adapted, CheckpointConfig(save=SaveConfig(interval=1)))
+    exported(tmp_path / "run", adapted, export=())

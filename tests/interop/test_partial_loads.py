@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests import world
 from titan_ckpt import CheckpointConfig, ExportConfig, InitialLoadConfig
@@ -25,24 +26,19 @@ from titan_ckpt.weights.initialize import construct, materialise
 auto: Any = AutoModelForCausalLM  # its methods have no types
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IN_LLAMA3 = {EMBEDDINGS: "tok_embeddings.weight", HEAD: "output.weight"}
-SHAPE = LlamaConfig(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=40,
-)
 
 
-def write_base(folder: Path, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Write a folder of transformers and return its tensors."""
-    torch.manual_seed(1)
-    shape = LlamaConfig(**{**SHAPE.to_dict(), "tie_word_embeddings": tied})
-    model: Any = LlamaForCausalLM(shape)
-    model.to(dtype).save_pretrained(folder)
-    return load_file(folder / "model.safetensors")
+def write_base(folder: Path, *, tied: bool = False) -> dict[str, torch.Tensor]:
+    """Write a folder of transformers, of 96 tokens, and return its tensors."""
+    return world.tensors(world.write_llama(folder, replace(world.TINY, tie_embeddings=tied), seed=1))
+
+
+def write_headless(folder: Path) -> dict[str, torch.Tensor]:
+    """Write the same without its head."""
+    tensors = write_base(folder)
+    del tensors[HEAD]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return tensors
 
 
 def shape_like(base: Path, folder: Path, **changes: Any) -> Path:
@@ -74,9 +70,7 @@ def run(shape: Path, source: InitialLoadConfig, folder: Path, name: str = "hf") 
 @pytest.mark.parametrize("name", ["hf", "llama3"])
 def test_a_new_head_is_asked_for_by_name(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A folder of the base model has no head: the error names the setting, and with it only the head is initialised."""
-    tensors = write_base(tmp_path / "base")
-    del tensors[HEAD]
-    save_file(tensors, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    tensors = write_headless(tmp_path / "base")
     head = HEAD if name == "hf" else IN_LLAMA3[HEAD]
     base = part(tmp_path / "base")
     with pytest.raises(LoadMismatchError, match=rf"1 missing: {head}\. Name new tensors in .*initialise"):
@@ -96,25 +90,23 @@ def test_a_new_head_is_asked_for_by_name(name: str, tmp_path: Path, caplog: pyte
 def test_added_tokens_keep_the_rows_that_exist(tied: bool, tmp_path: Path) -> None:
     """A table with more rows than the folder's has the folder's rows first, and initial values after them."""
     tensors = write_base(tmp_path / "base", tied=tied)
-    grown = shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=70)
+    grown = shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=102)
     names = (EMBEDDINGS,) if tied else (EMBEDDINGS, HEAD)
-    with pytest.raises(LoadMismatchError, match=r"expected float32\[70, 32\], found float32\[64, 32\]"):
+    with pytest.raises(LoadMismatchError, match=r"expected float32\[102, 64\], found float32\[96, 64\]"):
         run(grown, part(tmp_path / "base"), tmp_path / "refused")
     model, report = run(grown, part(tmp_path / "base", initialise=names), tmp_path / "run")
-    assert dict(report.grown) == dict.fromkeys(names, 64)
+    assert dict(report.grown) == dict.fromkeys(names, 96)
     for name in names:
         table = model.get_parameter(name)
-        assert torch.equal(table[:64], tensors[name])
-        assert 0.001 < float(table[64:].detach().std()) < 0.3
+        assert torch.equal(table[:96], tensors[name])
+        assert 0.001 < float(table[96:].detach().std()) < 0.3
     again = auto.from_pretrained(tmp_path / "run/exports/step-1")
     assert torch.equal(again.model.embed_tokens.weight, model.get_parameter(EMBEDDINGS))
 
 
 def test_a_new_head_under_adapters_is_saved_with_them(tmp_path: Path) -> None:
     """No folder has the head, so a step of the adapters alone could not be resumed: the step holds the base, too."""
-    tensors = write_base(tmp_path / "base")
-    del tensors[HEAD]
-    save_file(tensors, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    write_headless(tmp_path / "base")
     heads = []
     for seed, resumed in ((3, 0), (4, 1)):
         torch.manual_seed(seed)
@@ -132,9 +124,9 @@ def test_a_new_head_under_adapters_is_saved_with_them(tmp_path: Path) -> None:
 
 
 def test_rows_grow_on_every_rank(tmp_path: Path) -> None:
-    """Two ranks hold 35 rows each of 70: the first 64 are the folder's, and the others those of one process."""
+    """Two ranks hold 51 rows each of 102: the first 96 are the folder's, and the others those of one process."""
     write_base(tmp_path / "base")
-    shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=70)
+    shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=102)
     source = part(tmp_path / "base", initialise=(EMBEDDINGS, HEAD))
     model, _ = run(tmp_path / "shape", source, tmp_path / "run")
     torch.save(dict(model.state_dict()), tmp_path / "expected.pt")
@@ -170,7 +162,7 @@ def test_dropped_layers_are_ignored_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["hf", "llama3"])
 def test_a_head_that_differs_from_the_embeddings_it_is_tied_to_can_be_ignored(name: str, tmp_path: Path) -> None:
     """A folder of a tied model has a head of its own: the error says what to ignore, and with it the tie counts."""
-    tensors = write_base(tmp_path / "base", tied=True) | {HEAD: torch.zeros(64, 32)}
+    tensors = write_base(tmp_path / "base", tied=True) | {HEAD: torch.zeros(96, 64)}
     save_file(tensors, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
     base = str(tmp_path / "base")
     with pytest.raises(LoadMismatchError, match=r"lm_head\.weight is not equal to .* or name it in .*ignore"):
@@ -198,8 +190,10 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
 
 def test_rows_of_another_dtype_are_cast_on_request_only(tmp_path: Path) -> None:
     """A grown table whose rows would be converted is refused, as any other tensor is."""
-    write_base(tmp_path / "base", dtype=torch.bfloat16)
-    shape = shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=70)
+    base = write_base(tmp_path / "base")
+    narrow = {key: value.bfloat16() for key, value in base.items()}
+    save_file(narrow, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    shape = shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=102)
     path = str(tmp_path / "base")
     with pytest.raises(LoadMismatchError, match=r"set cast = true"):
         run(shape, part(path, initialise=(EMBEDDINGS, HEAD)), tmp_path / "refused")

@@ -35,7 +35,7 @@ from torchao.quantization import (
 from torchao.quantization.quantize_.common import KernelPreference
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
-from tests.interop.folders import a_box, read
+from tests.interop.folders import a_box, assert_reads, read
 from tests.world import write_llama
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.formats.open import open_reader
@@ -112,9 +112,7 @@ def test_any_region_of_a_torchao_weight_is_exact(tmp_path: Path, name: str, data
             "a.bias": "bfloat16[4]",
             "a.weight": f"float32{list(weight.shape)}",
         }
-        assert torch.equal(read(reader, "a.weight"), expected)
-        box = a_box(data, expected.shape)
-        assert torch.equal(read(reader, "a.weight", box), expected[box.within(Chunk.whole(expected.shape))])
+    assert_reads(folder, "a.weight", expected, a_box(data, expected.shape))
 
 
 # importing torchao.prototype.gptq prepares torch.compile, which uses what torch itself has deprecated
@@ -142,10 +140,7 @@ def test_int4_is_what_torchao_reconstructs(tmp_path: Path, lead: tuple[int, ...]
         expected = torch.stack([inverse(*parts) for parts in zip(codes, scale, zero, strict=True)])
     else:
         expected = inverse(codes, scale, zero)
-    with open_reader(folder) as reader:
-        assert torch.equal(read(reader, "a.weight"), expected)
-        box = Chunk((*(1 for _ in lead), 3, 21), (*(1 for _ in lead), 4, 30))
-        assert torch.equal(read(reader, "a.weight", box), expected[box.within(Chunk.whole(expected.shape))])
+    assert_reads(folder, "a.weight", expected, Chunk((*(1 for _ in lead), 3, 21), (*(1 for _ in lead), 4, 30)))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning:transformers")

@@ -31,9 +31,10 @@ from titan_ckpt.formats.publish.outputs import Outputs
 from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.proof import Written, differing
 from titan_ckpt.formats.publish.upload import UploadedFile
+from titan_ckpt.formats.reading.engine import RUN_BYTES
+from titan_ckpt.formats.reading.slices import windows
 from titan_ckpt.formats.safetensors.container import Entry
-from titan_ckpt.formats.safetensors.reader import RUN_BYTES
-from titan_ckpt.formats.safetensors.regions import mapped_boxes, windows
+from titan_ckpt.formats.safetensors.regions import mapped_boxes
 from titan_ckpt.geometry.boxes import boxes_of_range, element_span, is_run, spans
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, is_plain_memory, run_through
 from titan_ckpt.geometry.requests import TensorReader

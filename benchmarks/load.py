@@ -47,9 +47,9 @@ from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError
-from titan_ckpt.formats.native import transfers
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
+from titan_ckpt.formats.reading import engine
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.geometry.requests import ReadRequest
@@ -247,8 +247,8 @@ def _load_unverified(folder: Path, state: StateDict, coordinator: Coordinator) -
         def update(self, piece: object) -> None: ...
 
     with (
-        patch.object(transfers, "xxhash", SimpleNamespace(xxh3_128=lambda *_: Unhashed())),
-        patch.object(transfers.BlockReader, "_is_right", lambda *_: True),
+        patch.object(engine, "xxhash", SimpleNamespace(xxh3_128=lambda *_: Unhashed())),
+        patch.object(engine.SliceReader, "_has_digest", lambda *_: True),
     ):
         _load(folder, state, coordinator)
 

@@ -19,7 +19,7 @@ from tests.world import Bare, Value, same, step_with_ones
 from tests.world import manager as build
 from titan_ckpt.config import InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import ConverterError, CorruptCheckpointError, LoadMismatchError
-from titan_ckpt.formats.native import transfers
+from titan_ckpt.formats.reading import engine
 from titan_ckpt.manager import CheckpointManager
 
 
@@ -190,9 +190,11 @@ def test_a_resume_fills_weights_and_optimizer_in_one_round(
     """No read of the one waits for the last of the other, and a file is looked at once."""
     rounds: list[int] = []
 
-    def noted(readers: Sequence[transfers.BlockReader]) -> None:
+    execute = engine.execute
+
+    def noted(readers: Sequence[engine.SliceReader], what: str) -> None:
         rounds.append(len(readers))
-        transfers.execute(readers)
+        execute(readers, what=what)
 
     run = Run()
     with run.manager(run_folder, save=SaveConfig(interval=1, async_mode="disabled")) as manager:
@@ -200,7 +202,7 @@ def test_a_resume_fills_weights_and_optimizer_in_one_round(
         manager.save(1)
         weights = run.state()["model"]
         run.step()
-        monkeypatch.setattr("titan_ckpt.formats.native.reader.execute", noted)
+        monkeypatch.setattr(engine, "execute", noted)
         assert manager.load(1).step == 1
     assert rounds == [1] and same(run.state()["model"], weights)
 

@@ -159,7 +159,7 @@ def test_a_worker_that_is_forked_during_a_save_waits_for_nothing(
     manager.save(2)
     (tmp_path / "a").write_bytes(bytes(1 << 16))
     reader, shared = FileReader(tmp_path / "a"), FileWriter(tmp_path / "a", direct=True)
-    mappings = reader.map(0, 4096), posix.map_shared(shared.fd, 0, 4096)
+    mappings = reader.view(0, 4096), posix.map_shared(shared.fd, 0, 4096)
     staged = StagedFolder.begin(tmp_path / "export")
     board = NoticeBoard(
         Coordinator(0, 1, None, "", 60.0), answer_seconds=lambda _: 60.0, hang_seconds=None,

@@ -23,11 +23,12 @@ from titan_ckpt.disk.direct import bounce_buffer
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.native import transfers
 from titan_ckpt.formats.native.header import parse_header
 from titan_ckpt.formats.native.layout import BLOCK_BYTES, LARGE_BYTES, lay_out
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
+from titan_ckpt.formats.reading import slices
+from titan_ckpt.formats.reading.engine import SliceReader
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
@@ -195,7 +196,7 @@ def test_what_is_read_is_cast_and_laid_out_and_copied_to_devices(s3: Server, mon
         assert any(0 <= values.data_ptr() - buffer.address < len(buffer.view) for buffer in lent)
         return on_device(values.clone())
 
-    monkeypatch.setattr(transfers, "upload", upload)
+    monkeypatch.setattr(slices, "upload", upload)
     value, mask = torch.randn(1100, 1000), torch.tensor([True, False, True])
     folder = written(place_in(s3), {"a": value, "mask": mask})
     targets = [torch.zeros(1100, 1000, dtype=torch.float64), torch.zeros(1000, 1100).t(), torch.zeros(1100, 1000)]
@@ -203,7 +204,7 @@ def test_what_is_read_is_cast_and_laid_out_and_copied_to_devices(s3: Server, mon
         read(folder, a=target, mask=(flags := torch.zeros(3, dtype=torch.bool)))
         assert torch.equal(target, value.to(target.dtype)) and torch.equal(flags, mask)
     assert not lent
-    monkeypatch.setattr(transfers, "bounce_buffer", noted)
+    monkeypatch.setattr(slices, "bounce_buffer", noted)
     target = on_device(torch.zeros(1100, 1000))
     read(folder, a=target)
     assert lent and torch.equal(target, value)
@@ -239,9 +240,8 @@ def test_a_bucket_is_asked_for_ranges_that_end_where_its_parts_do(part_mib: int)
     place = open_location("s3://bucket/rank-00000.safetensors", settings=StoreConfig(part_mib=part_mib))
     assert isinstance(place, BucketPath)
     known = BucketPath(place.bucket, place.key, {place.key: (raw, layout.num_bytes)})  # so that nothing is sent
-    transfer = transfers.Transfer("x", 0, info.shape, info.dtype, None, torch.empty(0))
-    windows = transfers.BlockReader(ObjectReader(known), header, [transfer]).windows
-    assert [start for start, _ in windows] == [0, *(stop for _, stop in windows[:-1])]
+    part = slices.Slice("x", header.data_start, info.shape, info.dtype, None, torch.empty(0))
+    windows = SliceReader(ObjectReader(known), header.blocks, [part]).windows
+    assert [start for start, _ in windows] == [header.data_start, *(stop for _, stop in windows[:-1])]
     request = min(part_mib, 16) << 20
-    ends = [layout.data_start + stop for _, stop in windows]
-    assert ends == [*range(request, layout.num_bytes, request), layout.num_bytes]
+    assert [stop for _, stop in windows] == [*range(request, layout.num_bytes, request), layout.num_bytes]

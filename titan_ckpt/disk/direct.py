@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
 import stat
 import threading
@@ -301,16 +302,13 @@ class FileReader(Reader):
         self.read_aligned(view[first:stop], offset + first, stop - first)
         self.read_into([view[stop:]], offset + stop)
 
-    def map(self, offset: int, num_bytes: int) -> memoryview:
-        """Map bytes of the file, from a multiple of the allocation granularity on; the page tables are filled at once.
-
-        The mapping is private and writable, because torch wraps only writable memory; nothing writes to it.
-        Raises: EOFError if the file is too short.
-        """
+    def view(self, offset: int, num_bytes: int) -> memoryview:
+        """Map bytes of the file; the page tables are filled at once. Raises: EOFError if the file is too short."""
         cut_short = f"{self.path} ends before byte {offset + num_bytes}"
         if os.fstat(self._fd).st_size < offset + num_bytes:
             raise EOFError(cut_short)
-        mapping = map_memory(num_bytes, self._fd, offset)
+        skipped = offset % mmap.ALLOCATIONGRANULARITY
+        mapping = map_memory(skipped + num_bytes, self._fd, offset - skipped)
         try:
             advise(mapping, _POPULATE_READ)
         except OSError as error:
@@ -318,7 +316,7 @@ class FileReader(Reader):
                 raise EOFError(cut_short) from error
             if error.errno != errno.EINVAL:  # Linux before 5.14 fills the tables when they are used
                 raise
-        return mapping
+        return mapping[skipped:]
 
     def _direct(self) -> int:
         with self._opening:  # two descriptors would be opened otherwise, and one of them closed

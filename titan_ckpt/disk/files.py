@@ -39,16 +39,8 @@ class Reader(ABC):
         """Fill a view whose memory address and offset are equal modulo ALIGNMENT."""
 
     @abstractmethod
-    def map(self, offset: int, num_bytes: int) -> memoryview:
-        """Return bytes in memory that torch may wrap."""
-
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """Return bytes in memory of their own, or of the client that got them."""
-        import numpy as np  # not for a list of steps
-
-        memory = np.empty(num_bytes, np.uint8).data
-        self.read_into([memory], offset)
-        return memory
+        """Return bytes in a mapping, or in memory of the client that got them. Nobody may write to them."""
 
     def fetch(self, offset: int, num_bytes: int) -> None:  # noqa: B027
         """Get bytes that are then read by pieces, if each piece would be a request. For one thread."""
@@ -56,10 +48,6 @@ class Reader(ABC):
     def cached_bytes(self, offset: int, num_bytes: int) -> int:
         """Return how many of these bytes are in this machine's page cache."""
         return 0
-
-    def is_cached(self, offset: int, num_bytes: int) -> bool:
-        """Return whether at least 95 % of these bytes are in the page cache."""
-        return not self.is_remote and self.cached_bytes(offset, num_bytes) >= 0.95 * num_bytes
 
     @abstractmethod
     def close(self) -> None:

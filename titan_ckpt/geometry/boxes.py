@@ -74,6 +74,33 @@ def hull(chunks: Sequence[Chunk]) -> Chunk:
     return Chunk(tuple(starts), tuple(max(end) - start for start, end in zip(starts, ends, strict=True)))
 
 
+def boxes(chunk: Chunk, max_elements: int) -> Iterator[Chunk]:
+    """Cut a box into boxes of at most `max_elements`, in row-major order of its elements."""
+    dim, row = 0, chunk.numel
+    while row > max_elements:
+        row //= chunk.sizes[dim]
+        dim += 1
+    if dim == 0:
+        yield chunk
+        return
+    dim -= 1  # the first dim along which a row fits
+    step = max_elements // row
+    offsets, sizes = chunk.offsets, chunk.sizes
+
+    def cut(level: int, fixed: tuple[int, ...]) -> Iterator[Chunk]:
+        if level < dim:
+            for i in range(sizes[level]):
+                yield from cut(level + 1, (*fixed, offsets[level] + i))
+            return
+        for start in range(0, sizes[dim], step):
+            count = min(step, sizes[dim] - start)
+            yield Chunk(
+                (*fixed, offsets[dim] + start, *offsets[dim + 1 :]), (*(1 for _ in fixed), count, *sizes[dim + 1 :])
+            )
+
+    yield from cut(0, ())
+
+
 def overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:
     """Return two chunks that overlap, if any do.
 

@@ -46,6 +46,10 @@ class Chunk:
             return None
         return Chunk(starts, tuple(map(sub, ends, starts)))
 
+    def seen_from(self, origin: Shape) -> Chunk:
+        """Return this box with offsets from a place, which may be inside of it."""
+        return Chunk(tuple(map(sub, self.offsets, origin)), self.sizes)
+
     def within(self, outer: Chunk) -> tuple[slice, ...]:
         """Return the index of this box inside a block that holds `outer`."""
         return tuple(

@@ -1,6 +1,6 @@
 """The seam between content and bytes: the interface of a format's reader.
 
-Owns no format. A third party's format implements `TensorReader`.
+Owns no format; formats/open.py knows all of them.
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -36,7 +35,8 @@ Fill = Callable[[], None]
 class TensorReader(ABC):
     """An open checkpoint folder of one format. A context manager; close() is idempotent."""
 
-    path: Path
+    path: Any
+    """A `stores.store.Place`."""
     format: str
     _tensors: Mapping[str, TensorInfo]
     """The tensors of a format that knows them when it is opened; others have a `tensors` of their own."""

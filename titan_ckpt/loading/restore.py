@@ -31,8 +31,8 @@ from titan_ckpt.errors import (
     listed,
 )
 from titan_ckpt.formats.native.layout import rank_file_name
-from titan_ckpt.formats.native.reader import NativeFill
 from titan_ckpt.formats.open import detect_format, locate
+from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
 from titan_ckpt.loading.origin import CommittedStep, Origin, ResumeState, TorchtitanFolder, describe
@@ -438,11 +438,11 @@ def _first_source(load_plan: LoadPlan) -> dict[str, Any] | None:
 def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:
     """Fill live tensors. Raises: CorruptCheckpointError naming all that was overwritten, also by the fills before.
 
-    Neighbouring fills from steps of this package are one, so that no read of one waits for the last of the other.
+    Neighbouring fills of slices are one, so that no read of one waits for the last of the other.
     """
     rounds: list[tuple[Sequence[str], Fill]] = []
     for names, fill in fills:
-        if rounds and isinstance(fill, NativeFill) and isinstance(before := rounds[-1][1], NativeFill):
+        if rounds and isinstance(fill, SliceFill) and isinstance(before := rounds[-1][1], SliceFill):
             rounds[-1] = [*rounds[-1][0], *names], before + fill
         else:
             rounds.append((names, fill))

@@ -86,12 +86,6 @@ class ObjectReader(Reader):
         """Fill the view, by one request. Raises: as `read_aligned`."""
         self.read_aligned(view, offset, len(view))
 
-    def map(self, offset: int, num_bytes: int) -> memoryview:
-        """Return bytes in memory of their own, by one request. Raises: as `read_aligned`."""
-        memory = np.empty(num_bytes, np.uint8).data
-        self.read_aligned(memory, offset, num_bytes)
-        return memory
-
     def close(self) -> None:
         """Forget what was read."""
         self._head, self._fetched = b"", (0, memoryview(b""))

@@ -158,7 +158,7 @@ class StoreTests(ABC):
         buffer = Buffer.allocate(1 << 20)
         assert reader.num_bytes == len(_DATA) and reader.read(7, 9) == _DATA[7:16]
         assert reader.read(len(_DATA) - 3, 9) == _DATA[-3:]
-        assert reader.view(5, 3 << 20) == _DATA[5:][: 3 << 20] and reader.map(8192, 5000) == _DATA[8192:13192]
+        assert reader.view(5, 3 << 20) == _DATA[5:][: 3 << 20] and reader.view(8192, 5000) == _DATA[8192:13192]
         for read in (reader.read_aligned, reader.read_again):
             read(buffer.view, 4096, 9999)
             assert buffer.view[:9999] == _DATA[4096:14095]
@@ -170,7 +170,7 @@ class StoreTests(ABC):
         for read_past in (
             lambda: reader.read_into([buffer.view[:9]], len(_DATA) - 3),
             lambda: reader.view(len(_DATA) - 3, 9),
-            lambda: reader.map(0, len(_DATA) + 1),
+            lambda: reader.view(0, len(_DATA) + 1),
             lambda: reader.read_aligned(buffer.view, end, 4097),
             lambda: reader.read_again(buffer.view, end, 4097),
         ):

@@ -14,11 +14,10 @@ from titan_ckpt.disk.direct import IO_BYTES, FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.writer import DcpExport
-from titan_ckpt.formats.native import transfers
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.formats.safetensors import reader, regions
+from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk
@@ -35,9 +34,7 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         sizes.append(values.nbytes)
         return on_device(values.clone())
 
-    monkeypatch.setattr(transfers, "upload", upload)
-    monkeypatch.setattr(reader, "upload", upload)
-    monkeypatch.setattr(regions, "upload", upload)
+    monkeypatch.setattr(slices, "upload", upload)
     copy = torch.Tensor.copy_
 
     def copy_(into: torch.Tensor, values: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
@@ -90,7 +87,7 @@ def test_a_safetensors_file_is_read_into_a_device(
 ) -> None:
     """Runs, casts, strides and columns, from an offset that no dtype is aligned to."""
     if cold:
-        monkeypatch.setattr(FileReader, "is_cached", lambda *_: False)
+        monkeypatch.setattr(FileReader, "cached_bytes", lambda *_: 0)
     value = torch.randn(3001, 700)
     assert value.nbytes > 2 * IO_BYTES
     path = tmp_path / "a.safetensors"

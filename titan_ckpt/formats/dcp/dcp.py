@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table
-from titan_ckpt.formats.safetensors.regions import copy_from_host
+from titan_ckpt.formats.reading.slices import put
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo, info_of
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
@@ -45,7 +45,7 @@ class DcpReader(TensorReader):
     """A DCP folder. `tensors` lists its tensors; `item(name)` returns an item that is no tensor."""
 
     format = "dcp"
-    path: Place  # type: ignore[assignment]  # as HuggingFaceReader
+    path: Place
     paths: dict[str, tuple[str, ...]]
     """Name -> the keys by which the value was nested when it was saved, as far as the folder says so."""
 
@@ -134,20 +134,10 @@ class DcpReader(TensorReader):
             for request in wanting:
                 part = stored.chunk.intersect(request.chunk)
                 assert part is not None
-                if tuple(request.into.shape) == request.chunk.sizes:
-                    copy_from_host(request.into[part.within(request.chunk)], data[part.within(stored.chunk)])
-                else:
-                    self._copy_reshaped(request, part, data[part.within(stored.chunk)])
+                put(request.into, request.chunk, part, data[part.within(stored.chunk)])
             if sum(part.numel for r in wanting if (part := stored.chunk.intersect(r.chunk))) >= stored.chunk.numel:
                 self._unread = None
             del data
-
-    @staticmethod
-    def _copy_reshaped(request: ReadRequest, part: Chunk, values: torch.Tensor) -> None:
-        """Fill part of a destination whose shape differs from its chunk's, by row-major positions."""
-        positions = torch.arange(request.chunk.numel).view(request.chunk.sizes)[part.within(request.chunk)].reshape(-1)
-        index = torch.unravel_index(positions, request.into.shape)
-        request.into[index] = values.reshape(-1).to(request.into.dtype)
 
     def close(self) -> None:
         """Release the last chunk; no file stays open."""

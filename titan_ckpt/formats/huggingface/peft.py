@@ -76,7 +76,7 @@ class PeftReader(TensorReader):
     """A LoRA adapter folder. Names are the file's own; nothing is stripped."""
 
     format = "peft"
-    path: Place  # type: ignore[assignment]  # as HuggingFaceReader
+    path: Place
 
     def __init__(self, path: Place) -> None:
         """Check config and names; read no tensor.

@@ -27,7 +27,7 @@ from titan_ckpt.errors import (
 from titan_ckpt.formats.quantised.open import open_quantised
 from titan_ckpt.formats.safetensors.container import SafetensorsHeader, read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
-from titan_ckpt.formats.safetensors.regions import boxes
+from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
@@ -50,7 +50,7 @@ class HuggingFaceReader(TensorReader):
     """A folder of safetensors files, with or without an index, or a single file. Names are those of the files."""
 
     format = "hf"
-    path: Place  # type: ignore[assignment]  # the seam to readers of others knows folders only
+    path: Place
 
     def __init__(self, path: Place, *, dequantise: bool = True, ignore: Sequence[str] = ()) -> None:
         """Check config, index and headers; read no tensor. Without `dequantise` tensors are listed as they are stored.

@@ -35,6 +35,7 @@ from titan_ckpt.formats.native.layout import (
     STORED_DTYPES,
     Entry,
 )
+from titan_ckpt.formats.reading.engine import Blocks
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name
 
@@ -70,6 +71,11 @@ class RankFile:
     """Entry name -> fqn, where the two differ."""
     by_fqn: Mapping[str, int | list[int]]
     elsewhere: Mapping[str, TensorInfo]
+
+    @property
+    def blocks(self) -> Blocks:
+        """Return the blocks that are verified when they are read."""
+        return Blocks(self.data_start, self.data_start + self.data_bytes, self.block_bytes, self.block_digest)
 
     def block_digest(self, block: int) -> str:
         return self.block_digests[block * DIGEST_CHARS : (block + 1) * DIGEST_CHARS]

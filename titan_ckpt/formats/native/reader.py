@@ -8,8 +8,6 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from operator import sub
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +20,8 @@ from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile, header_bytes, parse_header
 from titan_ckpt.formats.native.layout import Entry, rank_file_name
-from titan_ckpt.formats.native.transfers import BlockReader, Transfer, execute
-from titan_ckpt.formats.safetensors.regions import copy_from_host
+from titan_ckpt.formats.reading.engine import SliceFill, verify
+from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -44,36 +42,11 @@ class _Source(NamedTuple):
     header: RankFile
 
 
-@dataclass(frozen=True, slots=True)
-class NativeFill:
-    """Fills the memory of requests. The sum of two fills what both do, and reads a file once for both."""
-
-    transfers: list[tuple[_Source, list[Transfer]]]
-    arranged: list[tuple[torch.Tensor, torch.Tensor]]
-    """Targets, and what is filled in their place and copied into them afterwards."""
-
-    def __call__(self) -> None:
-        """Read, verify and fill.
-
-        Raises: CorruptCheckpointError naming the files, the damaged tensors, and those overwritten in memory so far.
-        """
-        with gc_paused(), torch.no_grad():
-            of_files: dict[int, tuple[_Source, list[Transfer]]] = {}
-            for source, transfers in self.transfers:
-                of_files.setdefault(id(source.file), (source, []))[1].extend(transfers)
-            execute([BlockReader(*source, transfers) for source, transfers in of_files.values()])
-            for target, values in self.arranged:
-                copy_from_host(target, values.view(target.shape))
-
-    def __add__(self, other: NativeFill) -> NativeFill:
-        return NativeFill(self.transfers + other.transfers, self.arranged + other.arranged)
-
-
 class NativeReader(TensorReader):
     """Reads the ranks' files of one folder. Each is opened when it is needed; this rank's own comes first."""
 
     format = "native"
-    path: Place  # type: ignore[assignment]  # the other formats are on mounted file systems
+    path: Place
 
     def __init__(self, path: Place) -> None:
         """Open this rank's file, or that of rank 0 if this rank has none.
@@ -170,16 +143,16 @@ class NativeReader(TensorReader):
                 header.path,
             )
 
-    def plan(self, requests: Sequence[ReadRequest]) -> NativeFill:
+    def plan(self, requests: Sequence[ReadRequest]) -> SliceFill:
         """Find the blocks of every request; return the function that fills them, and verifies each as it is read.
 
         Raises: CorruptCheckpointError for a file whose header is damaged, and for a tensor whose stored chunks do not
         cover it exactly once; KeyError for a name that is not in `tensors`; OSError.
         """
-        arranged: list[tuple[torch.Tensor, torch.Tensor]] = []
         with gc_paused():
-            transfers = self._transfers(requests, arranged)
-        return NativeFill([(self._sources[rank], of_file) for rank, of_file in sorted(transfers.items())], arranged)
+            slices = self._slices(requests)
+        sources = [(self._sources[rank], of_file) for rank, of_file in sorted(slices.items())]
+        return SliceFill([(source.file, source.header.blocks, of_file) for source, of_file in sources])
 
     def verify(self, count: progress.Count = progress.uncounted) -> None:
         """Check every byte of every rank's file, and that the stored chunks of each tensor cover it exactly once.
@@ -219,27 +192,22 @@ class NativeReader(TensorReader):
                 chunks.setdefault(entry.fqn, []).append(entry.chunk)
         return chunks
 
-    def _transfers(
-        self, requests: Sequence[ReadRequest], arranged: list[tuple[torch.Tensor, torch.Tensor]]
-    ) -> dict[int, list[Transfer]]:
-        """Return the transfers from each rank's file.
-
-        `arranged` gets (target, memory that is filled in its place and copied into it afterwards) where that is needed.
-        """
-        own: list[Transfer] = []
-        transfers = {self._own.header.rank: own}
-        for request in requests:
-            chunk, into = request.chunk, request.into
-            if into.shape != chunk.sizes:
-                into = _reshaped(into.detach(), request, arranged)
-            entire = self._own.header.entire(request.key, chunk)
-            if entire is not None and (self._own.header.rank == 0 or entire[2] is self.tensors[request.key].dtype):
-                own.append(Transfer(request.key, *entire, None, into))
+    def _slices(self, requests: Sequence[ReadRequest]) -> dict[int, list[Slice]]:
+        """Return the slices of each rank's file."""
+        own: list[Slice] = []
+        header = self._own.header
+        slices = {header.rank: own}
+        for key, chunk, into in requests:
+            entire = header.entire(key, chunk)
+            if entire is not None and (header.rank == 0 or entire[2] is self.tensors[key].dtype):
+                start, sizes, dtype = entire
+                own.append(Slice(key, header.data_start + start, sizes, dtype, None, into))
                 continue
-            for source, entry, part in self._locate(request.key, chunk):
-                target = into if part is chunk else into[part.within(chunk)]
-                transfers.setdefault(source.header.rank, []).append(_transfer(entry, part, target))
-        return transfers
+            if into.is_contiguous():
+                into = into.detach().view(chunk.sizes)
+            for source, entry, part in self._locate(key, chunk):
+                slices.setdefault(source.header.rank, []).append(_slice(source.header, entry, part, into, chunk))
+        return slices
 
     def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:
         """Find the stored parts that make up a chunk, first in this rank's file, then in those of neighbouring ranks.
@@ -295,15 +263,23 @@ def read_header(file: Reader) -> RankFile:
 def _check_blocks(source: _Source, entries: Sequence[Entry], count: progress.Count) -> None:
     """Check the digests of all blocks of a file. Raises: CorruptCheckpointError."""
     scratch = torch.empty(0)
-    reader = BlockReader(*source, [_transfer(entry, entry.chunk, scratch) for entry in entries if entry.nbytes])
-    execute([reader], count)
+    slices = [_slice(source.header, entry, entry.chunk, scratch, entry.chunk) for entry in entries if entry.nbytes]
+    verify(source.file, source.header.blocks, slices, count)
 
 
-def _transfer(entry: Entry, part: Chunk, into: torch.Tensor) -> Transfer:
-    """Return the transfer that fills `into` with a part of a stored chunk. `part`: in global coordinates."""
-    sizes = entry.chunk.sizes
-    box = None if part == entry.chunk else Chunk(tuple(map(sub, part.offsets, entry.chunk.offsets)), part.sizes)
-    return Transfer(entry.fqn, entry.start, sizes, entry.info.dtype, box, into)
+def _slice(header: RankFile, entry: Entry, part: Chunk, into: torch.Tensor, chunk: Chunk) -> Slice:
+    """Return the slice that fills its part of `into`, which has the elements of a chunk, from a stored chunk.
+
+    `part` and `chunk` are in global coordinates.
+    """
+    origin, sizes = entry.chunk.offsets, entry.chunk.sizes
+    box = None if part == entry.chunk else part.seen_from(origin)
+    outer = None
+    if part != chunk and into.shape == chunk.sizes:
+        into = into[part.within(chunk)]
+    elif part != chunk:
+        outer = chunk.seen_from(origin)
+    return Slice(entry.fqn, header.data_start + entry.start, sizes, entry.info.dtype, box, into, outer)
 
 
 def _contradiction(entry: Entry, expected: TensorInfo | None) -> str:
@@ -314,18 +290,6 @@ def _parts(source: _Source, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry
     """Return the parts of a chunk that a file holds, in global coordinates."""
     hits = ((entry, entry.chunk.intersect(chunk)) for entry in source.header.entries_of(fqn))
     return [(source, entry, part) for entry, part in hits if part is not None]
-
-
-def _reshaped(
-    into: torch.Tensor, request: ReadRequest, arranged: list[tuple[torch.Tensor, torch.Tensor]]
-) -> torch.Tensor:
-    """Return the target in the chunk's shape. If its strides forbid a view, return memory to copy from later."""
-    try:
-        return into.view(request.chunk.sizes)
-    except RuntimeError:
-        aside = torch.empty(request.chunk.sizes, dtype=into.dtype, device=into.device)
-        arranged.append((into, aside))
-        return aside
 
 
 def _check_cover(fqn: str, chunk: Chunk, parts: Sequence[Chunk], path: str) -> None:

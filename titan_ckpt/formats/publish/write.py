@@ -40,10 +40,11 @@ from titan_ckpt.formats.publish.exchange import (
 from titan_ckpt.formats.publish.outputs import OutputFiles
 from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.proof import WrittenRegion, differing
+from titan_ckpt.formats.reading.engine import RUN_BYTES
+from titan_ckpt.formats.reading.slices import windows
 from titan_ckpt.formats.safetensors.container import Entry
-from titan_ckpt.formats.safetensors.reader import RUN_BYTES
-from titan_ckpt.formats.safetensors.regions import boxes, mapped_boxes, windows
-from titan_ckpt.geometry.boxes import element_span, is_run, spans
+from titan_ckpt.formats.safetensors.regions import mapped_boxes
+from titan_ckpt.geometry.boxes import boxes, element_span, is_run, spans
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, is_plain_memory, run_through
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.transforms import FileGroup, FilePiece

@@ -7,17 +7,17 @@ Owns memory and threads. Knows no formats; expressions (values.py) compute the v
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from titan_ckpt.disk.direct import IO_BYTES, run_workers
 from titan_ckpt.formats.quantised.values import Values
+from titan_ckpt.formats.reading.slices import put
 from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
-from titan_ckpt.formats.safetensors.regions import boxes, copy_from_host, windows
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.boxes import boxes_of_range
+from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest
 
@@ -29,23 +29,21 @@ _COMPUTED_ELEMENTS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of a dequantised tensor, and memory with as many elements in the same order."""
+    """A box of what a request wants of a dequantised tensor, and the stored regions from which it is computed."""
 
     values: Values
     box: Chunk
-    into: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Fetched:
-    """A piece and the stored regions that it needs, in memory."""
-
-    piece: _Piece
-    regions: Mapping[str, tuple[Chunk, torch.Tensor]]
+    request: ReadRequest
+    regions: dict[str, tuple[Chunk, torch.Tensor]] = field(default_factory=dict)
 
     def load(self, key: str, box: Chunk) -> torch.Tensor:
         held, values = self.regions[key]
         return values[box.within(held)]
+
+    def boxes(self, box: Chunk, max_elements: int) -> Iterator[Chunk]:
+        """Cut a box in the file's order; in that of the memory if it has not the shape of what is requested."""
+        kept = self.request.into.shape == self.request.chunk.sizes
+        return cut(box, max_elements, self.values.order if kept else tuple(range(len(box.sizes))))
 
 
 class DequantisedFiles:
@@ -82,28 +80,24 @@ class DequantisedFiles:
         self._files.close()
 
     def _pieces(self, request: ReadRequest) -> Iterator[_Piece]:
-        values = self._values[request.key]
-        for box, into in cut(request.chunk, request.into.detach(), _FETCHED_ELEMENTS, values.order):
-            yield _Piece(values, box, into)
+        whole = _Piece(self._values[request.key], request.chunk, request)
+        return (_Piece(whole.values, box, request) for box in whole.boxes(request.chunk, _FETCHED_ELEMENTS))
 
-    def _fetch(self, pieces: Sequence[_Piece]) -> list[_Fetched]:
-        fetched, requests = [], []
+    def _fetch(self, pieces: Sequence[_Piece]) -> Sequence[_Piece]:
+        requests = []
         for piece in pieces:
-            regions = {}
             for leaf, box in piece.values.needs(piece.box):
                 memory = torch.empty(box.sizes, dtype=leaf.stored.dtype)
-                regions[leaf.key] = (box, memory)
+                piece.regions[leaf.key] = (box, memory)
                 requests.append(ReadRequest(leaf.key, box, memory))
-            fetched.append(_Fetched(piece, regions))
         self._files.read(requests)
-        return fetched
+        return pieces
 
 
-def _compute(batch: Sequence[_Fetched]) -> None:
-    for fetched in batch:
-        piece = fetched.piece
-        for box, into in cut(piece.box, piece.into, _COMPUTED_ELEMENTS, piece.values.order):
-            copy_from_host(into, piece.values.read(box, fetched.load).reshape(into.shape))
+def _compute(pieces: Sequence[_Piece]) -> None:
+    for piece in pieces:
+        for box in piece.boxes(piece.box, _COMPUTED_ELEMENTS):
+            put(piece.request.into, piece.request.chunk, box, piece.values.read(box, piece.load))
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
@@ -120,43 +114,14 @@ def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def cut(
-    box: Chunk, into: torch.Tensor, max_elements: int, order: tuple[int, ...]
-) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Cut a box and its memory alike into parts of at most `max_elements`.
-
-    The memory has the box's elements in row-major order, in any shape and strides. If it has the box's shape, the parts
-    follow `order`, the dims from the slowest to the fastest.
-    """
+def cut(box: Chunk, max_elements: int, order: tuple[int, ...]) -> Iterator[Chunk]:
+    """Cut a box into parts of at most `max_elements` that follow `order`, the dims from the slowest to the fastest."""
     if not box.numel:
         return
-    if into.shape == box.sizes:
-        back = [order.index(dim) for dim in range(len(order))]
-        turned = Chunk(tuple(box.offsets[dim] for dim in order), tuple(box.sizes[dim] for dim in order))
-        for part in boxes(turned, max_elements):
-            part = Chunk(tuple(part.offsets[dim] for dim in back), tuple(part.sizes[dim] for dim in back))
-            yield part, into[part.within(box)]
-        return
-    start = 0
-    for window in windows(into, max_elements):
-        yield from _fit(box, window, start)
-        start += window.numel()
-
-
-def _fit(box: Chunk, window: torch.Tensor, start: int) -> Iterator[tuple[Chunk, torch.Tensor]]:
-    """Yield the boxes of elements [start, start + window.numel()) of a box, each with its part of the window."""
-    parts = list(boxes_of_range(box.sizes, start, start + window.numel()))
-    if len(parts) > 1 and window.dim() > 1:
-        for row in window:
-            yield from _fit(box, row, start)
-            start += row.numel()
-        return
-    position = 0
-    for part in parts:
-        offsets = tuple(a + b for a, b in zip(box.offsets, part.offsets, strict=True))
-        into = window if len(parts) == 1 else window[position : position + part.numel]
-        yield Chunk(offsets, part.sizes), into
-        position += part.numel
+    back = [order.index(dim) for dim in range(len(order))]
+    turned = Chunk(tuple(box.offsets[dim] for dim in order), tuple(box.sizes[dim] for dim in order))
+    for part in boxes(turned, max_elements):
+        yield Chunk(tuple(part.offsets[dim] for dim in back), tuple(part.sizes[dim] for dim in back))
 
 
 def _looked_at(header: SafetensorsHeader, seen_as: Mapping[str, TensorInfo]) -> SafetensorsHeader:

@@ -1,6 +1,6 @@
-"""Cutting regions of a file tensor and views of memory alike, into pieces of bounded size in row-major order.
+"""Mappings of regions of a file tensor beside views of memory, in pieces of bounded size in row-major order.
 
-Owns this geometry, and mappings of file regions as tensors. Opens no files and decides nothing about names or dtypes.
+Opens no files and decides nothing about names or dtypes.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from titan_ckpt.disk.cuda import upload
-from titan_ckpt.disk.direct import IO_BYTES, bounce_buffer
 from titan_ckpt.disk.memory import round_up
 from titan_ckpt.formats.safetensors.container import Entry
 from titan_ckpt.geometry.boxes import element_span
@@ -22,63 +20,6 @@ _MAP_BYTES = 16 << 20
 
 MapBytes = Callable[[int, int], memoryview]
 """(offset, num_bytes) -> mapping; the offset is a multiple of the allocation granularity."""
-
-
-def windows(view: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
-    """Cut a view into subviews of at most `max_elements`, in row-major order of its elements."""
-    if view.numel() <= max_elements:
-        yield view
-        return
-    row = view.numel() // view.shape[0]
-    if row > max_elements:
-        for part in view:
-            yield from windows(part, max_elements)
-        return
-    step = max_elements // row
-    for start in range(0, view.shape[0], step):
-        yield view[start : start + step]
-
-
-def copy_from_host(into: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values in host memory to a tensor of the same shape, and of any dtype, strides and device.
-
-    A device gets them through page-locked buffers, in their own dtype, and casts them itself.
-    """
-    if into.is_cpu:
-        into.copy_(values)
-        return
-    most = IO_BYTES // values.dtype.itemsize
-    for target, window in zip(windows(into, most), windows(values, most), strict=True):
-        with bounce_buffer() as buffer:
-            row = buffer.tensor[: window.nbytes].view(values.dtype).view(window.shape).copy_(window)
-            target.copy_(upload(row, target.device))
-
-
-def boxes(chunk: Chunk, max_elements: int) -> Iterator[Chunk]:
-    """Cut a box into boxes of at most `max_elements`, in row-major order of its elements."""
-    dim, row = 0, chunk.numel
-    while row > max_elements:
-        row //= chunk.sizes[dim]
-        dim += 1
-    if dim == 0:
-        yield chunk
-        return
-    dim -= 1  # the first dim along which a row fits
-    step = max_elements // row
-    offsets, sizes = chunk.offsets, chunk.sizes
-
-    def cut(level: int, fixed: tuple[int, ...]) -> Iterator[Chunk]:
-        if level < dim:
-            for i in range(sizes[level]):
-                yield from cut(level + 1, (*fixed, offsets[level] + i))
-            return
-        for start in range(0, sizes[dim], step):
-            count = min(step, sizes[dim] - start)
-            yield Chunk(
-                (*fixed, offsets[dim] + start, *offsets[dim + 1 :]), (*(1 for _ in fixed), count, *sizes[dim + 1 :])
-            )
-
-    yield from cut(0, ())
 
 
 def mapped_boxes(

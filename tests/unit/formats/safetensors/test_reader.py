@@ -19,9 +19,11 @@ from tests.unit.formats.native.test_native import drop_from_page_cache
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.disk.memory import Buffer
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.safetensors import regions
+from titan_ckpt.formats.reading import engine
+from titan_ckpt.formats.reading.slices import windows
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import PermuteRotary
 from titan_ckpt.geometry.requests import ReadRequest
@@ -65,7 +67,7 @@ def test_neighbours_in_file_and_memory_are_one_direct_read(tmp_path: Path, monke
 
 def test_columns_of_permuted_heads_in_small_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shard of columns whose memory is split into heads is read map by map, every map whole heads."""
-    monkeypatch.setattr(regions, "_MAP_BYTES", 256)
+    monkeypatch.setattr(engine, "RUN_BYTES", 256)
     value = torch.randn(24, 10)
     save_file({"x": value}, tmp_path / "a.safetensors")
     native = torch.zeros(24, 4)
@@ -136,10 +138,10 @@ def test_a_file_that_is_cut_short_while_it_is_open_is_named(tmp_path: Path, dtyp
 def test_windows_and_boxes_cut_alike_in_row_major_order(sizes: list[int], limit: int) -> None:
     """Windows of memory and boxes of a region are the same cuts: bounded, in order, complete."""
     value = torch.arange(torch.Size(sizes).numel()).view(sizes)
-    cut = list(regions.windows(value, limit))
+    cut = list(windows(value, limit))
     assert all(part.numel() <= limit for part in cut)
     assert torch.equal(torch.cat([part.reshape(-1) for part in cut]), value.reshape(-1))
     whole = Chunk.whole(tuple(sizes))
-    parts = [value[box.within(whole)] for box in regions.boxes(whole, limit)]
+    parts = [value[box.within(whole)] for box in boxes(whole, limit)]
     assert all(part.numel() <= limit for part in parts)
     assert torch.equal(torch.cat([part.reshape(-1) for part in parts]), value.reshape(-1))

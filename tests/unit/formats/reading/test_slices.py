@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from titan_ckpt.disk.memory import Buffer
-from titan_ckpt.formats.native.transfers import Held, Transfer, scatter
+from titan_ckpt.formats.reading.slices import Held, Slice, scatter
 from titan_ckpt.geometry.chunks import Chunk
 
 
@@ -32,18 +32,18 @@ def test_any_box_comes_out_of_any_windows(kind: str, data: st.DataObject) -> Non
     section = torch.randint(0, 100, (start // dtype.itemsize + numel + 5,)).to(dtype)
     beside = torch.full((*box.sizes, 2), 101, dtype=torch.float64 if kind == "cast" else dtype)
     into = beside[..., 0] if kind != "plain" else beside[..., 0].contiguous()
-    transfer = Transfer("x", start, sizes, dtype, None if box.sizes == sizes else box, into)
-    is_run = transfer.stop - transfer.first == box.numel * dtype.itemsize
-    assert (transfer.rows is not None) == (into.is_contiguous() and kind == "plain" and not is_run)
+    part = Slice("x", start, sizes, dtype, None if box.sizes == sizes else box, into)
+    assert part.is_run == (part.stop - part.first == box.numel * dtype.itemsize)
+    assert bool(part.address) == (into.is_contiguous() and into.dtype is dtype)
     step = data.draw(st.one_of(st.integers(1, 5), st.integers(6, 400)))
     edges = [cut * dtype.itemsize for cut in (*range(0, len(section), step), len(section))]
     for window in pairwise(edges):
-        if window[1] <= transfer.first or window[0] >= transfer.stop:
+        if window[1] <= part.first or window[0] >= part.stop:
             continue
         begin = data.draw(st.sampled_from([0, window[0]]))  # memory may hold more than this window
         bounce = Buffer.allocate(window[1] - begin)
         bounce.tensor.copy_(section.view(torch.uint8)[begin : window[1]])
-        scatter([transfer], window, Held.of(bounce, begin))
+        scatter([part], window, Held.of(bounce, begin))
     values = section[start // dtype.itemsize :][:numel].view(sizes)
     expected = values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
     assert torch.equal(into, expected.to(into.dtype))
@@ -54,10 +54,10 @@ def test_columns_come_out_of_memory_that_holds_more_than_the_window() -> None:
     """A bucket's answer and a direct read hold many blocks, and each block is scattered when it is verified."""
     section = torch.arange(96, dtype=torch.uint8)
     into = torch.zeros(12, 3, dtype=torch.uint8)
-    transfer = Transfer("x", 0, (12, 8), torch.uint8, Chunk((0, 2), (12, 3)), into)
-    assert transfer.rows is not None
+    part = Slice("x", 0, (12, 8), torch.uint8, Chunk((0, 2), (12, 3)), into)
+    assert part.address and not part.is_run
     memory = Buffer.allocate(96)
     memory.tensor.copy_(section)
     for window in pairwise([0, 28, 60, 96]):
-        scatter([transfer], window, Held.of(memory, 0))
+        scatter([part], window, Held.of(memory, 0))
     assert torch.equal(into, section.view(12, 8)[:, 2:5])

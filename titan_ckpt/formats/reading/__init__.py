@@ -1,0 +1,1 @@
+"""The engine that reads every format: slices of stored tensors, from files into memory."""

@@ -1,0 +1,240 @@
+"""Slice: a box of a stored tensor, its bytes in a file, and the memory that it fills. Scatter: bytes into such memory.
+
+Owns the copies into memory of any shape, strides, dtype and device. Opens no files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+
+import numpy as np
+import torch
+
+from titan_ckpt.disk.cuda import upload
+from titan_ckpt.disk.direct import IO_BYTES, bounce_buffer
+from titan_ckpt.disk.memory import Buffer, bytes_at, move_bytes
+from titan_ckpt.geometry.boxes import boxes_of_range, element_span, spans
+from titan_ckpt.geometry.chunks import Chunk, Shape, is_plain_memory
+
+_HOST = torch.device("cpu")
+
+Window = tuple[int, int]
+"""Bytes [start, stop) of a file, cut between elements."""
+
+
+class Held:
+    """Memory that holds the bytes of a file from `start` on, until they are scattered.
+
+    `view` is that memory and `address` its first byte. A tensor over it is only made for targets that need one: with
+    several threads, each call of torch costs a wait for the interpreter. Memory of a bounce buffer, which is
+    page-locked, lives until a device has read it; other memory only until it is scattered.
+    """
+
+    __slots__ = ("_is_bounce", "_tensor", "address", "start", "view")
+
+    def __init__(self, view: memoryview, address: int, start: int, tensor: torch.Tensor | None = None) -> None:
+        self.view, self.address, self.start, self._tensor = view, address, start, tensor
+        self._is_bounce = tensor is not None
+
+    @classmethod
+    def of(cls, bounce: Buffer, start: int) -> Held:
+        """Take what was read into a bounce buffer."""
+        return cls(bounce.view, bounce.address, start, bounce.tensor)
+
+    @classmethod
+    def over(cls, memory: memoryview, start: int) -> Held:
+        """Take a mapping, or a client's answer, which nobody may write to. The caller keeps `memory`."""
+        return cls(memory, np.frombuffer(memory, np.uint8).ctypes.data, start)
+
+    def bytes(self, window: Window) -> memoryview:
+        return self.view[window[0] - self.start : window[1] - self.start]
+
+    def tensor(self, window: Window) -> torch.Tensor:
+        """Return the bytes of the window as uint8 on the CPU."""
+        if self._tensor is None:
+            self._tensor = torch.frombuffer(bytes_at(self.address, len(self.view)), dtype=torch.uint8)
+        return self._tensor[window[0] - self.start : window[1] - self.start]
+
+    def on(self, device: torch.device, window: Window) -> torch.Tensor:
+        """Return a copy of the window on a device. The window fits a bounce buffer."""
+        values = self.tensor(window)
+        if self._is_bounce:
+            return upload(values, device)
+        with bounce_buffer() as bounce:
+            return upload(bounce.tensor[: len(values)].copy_(values), device)
+
+
+class Slice:
+    """A box of a stored tensor, and the tensor `into` that it fills: in row-major order it has the box's elements.
+
+    `start`: first byte of the stored tensor in the file. `first` and `stop`: the bytes of the file that the box spans.
+    `is_run`: whether it has all of them. `address`: the target's address if bytes go there one after the other, else 0:
+    all from `first` on, or, of a shard of columns, `run` bytes every `pitch` bytes.
+    """
+
+    __slots__ = (
+        "_memory", "address", "box", "chunk", "dtype", "first", "into", "is_run", "name", "pitch", "run", "sizes",
+        "start", "stop",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        name: str,
+        start: int,
+        sizes: Shape,
+        dtype: torch.dtype,
+        box: Chunk | None,
+        into: torch.Tensor,
+        chunk: Chunk | None = None,
+    ) -> None:
+        """`sizes`: shape of the stored tensor. `box`: in the tensor's coordinates; None is the whole tensor.
+
+        `chunk`: a box around this one, perhaps of other stored tensors too, of which `into` has the elements instead.
+        """
+        self.chunk = chunk
+        self.name, self.start, self.sizes, self.dtype, self.box, self.into = name, start, sizes, dtype, box, into
+        itemsize = dtype.itemsize
+        if box is None:
+            self.first, self.stop = start, start + prod(sizes) * itemsize
+            self.is_run = True
+        else:
+            low, high = element_span(sizes, box)
+            self.first, self.stop = start + low * itemsize, start + high * itemsize
+            self.is_run = high - low == box.numel
+        self.address = into.data_ptr() if chunk is None and into.dtype is dtype and is_plain_memory(into) else 0
+        if not self.is_run and self.address:
+            assert box is not None
+            self.pitch = prod(sizes[1:]) * itemsize
+            self.run = self.pitch // sizes[1] * box.sizes[1]
+            if box.sizes[2:] != tuple(sizes[2:]):  # runs of several lengths apart
+                self.address = 0
+        self._memory: memoryview | None = None
+
+    @property
+    def misalignment(self) -> int:
+        """Return by how many bytes the file's elements are off their alignment, if elements and not bytes are copied.
+
+        Programs of others write tensors at odd offsets.
+        """
+        return 0 if self.address else self.start % self.dtype.itemsize
+
+    def memory(self, start: int, stop: int) -> memoryview:
+        """Return the target's memory for bytes [start, stop) of the file. The box is a run with an `address`."""
+        if self._memory is None:  # made once, because a view of raw memory costs more than a slice of one
+            self._memory = bytes_at(self.address, self.stop - self.first)
+        return self._memory[start - self.first : stop - self.first]
+
+    def byte_spans(self, max_gap: int) -> Iterator[Window]:
+        """Yield bytes of the file, in order, that hold the box, without gaps of more than `max_gap` bytes."""
+        if self.is_run or self.stop - self.first <= 2 * max_gap:
+            yield self.first, self.stop
+            return
+        assert self.box is not None
+        itemsize = self.dtype.itemsize
+        for low, high in spans(self.sizes, self.box, max_gap // itemsize):
+            yield self.start + low * itemsize, self.start + high * itemsize
+
+
+def scatter(slices: Sequence[Slice], window: Window, read: Held) -> None:
+    """Copy to each target its part of the window, which `read` holds."""
+    start, stop = window
+    base = read.address - read.start
+    copies: dict[torch.device, torch.Tensor] = {}
+    for part in slices:
+        if not part.address:
+            device = part.into.device if part.is_run else _HOST  # of columns, a device gets only what it takes
+            if device not in copies:  # all of the window at once; casts and strides are made there
+                copies[device] = read.tensor(window) if device.type == "cpu" else read.on(device, window)
+            _scatter_box(part, window, copies[device])
+        elif not part.is_run:
+            _scatter_rows(part, window, read)
+        elif part.first >= start and part.stop <= stop:
+            move_bytes(part.address, base + part.first, part.stop - part.first)
+        else:
+            begin, end = max(start, part.first), min(stop, part.stop)
+            move_bytes(part.address + begin - part.first, base + begin, end - begin)
+
+
+def _scatter_rows(part: Slice, window: Window, read: Held) -> None:
+    """Copy the window's part of one run per row: whole runs in one call, and the two that the window cuts off."""
+    start, stop = window
+    first, address, pitch, run = part.first, part.address, part.pitch, part.run
+    base = read.address - read.start
+    begin, end = max(start, first), min(stop, part.stop)
+    row, at = divmod(begin - first, pitch)
+    if at:
+        if at < run:
+            move_bytes(address + row * run + at, base + begin, min(run - at, end - begin))
+        row += 1
+    cut, rest = divmod(end - first, pitch)
+    count = cut - row + (rest >= run)
+    if count > 0:
+        source = np.ndarray((count, run), np.uint8, read.view, first + row * pitch - read.start, (pitch, 1))
+        np.copyto(np.ndarray((count, run), np.uint8, bytes_at(address + row * run, count * run)), source)
+    if 0 < rest < run and cut >= row:
+        move_bytes(address + cut * run, base + first + cut * pitch, rest)
+
+
+def _scatter_box(part: Slice, window: Window, values: torch.Tensor) -> None:
+    """Copy the window's part of a box, with strides and casts, from the window's bytes in any memory.
+
+    An element is never cut by a window.
+    """
+    start, stop = window
+    itemsize = part.dtype.itemsize
+    low = (max(start, part.first) - part.start) // itemsize
+    high = (min(stop, part.stop) - part.start) // itemsize
+    wanted = part.box or Chunk.whole(part.sizes)
+    for box in boxes_of_range(part.sizes, low, high):
+        inner = box.intersect(wanted)
+        if inner is None:
+            continue
+        at = part.start + element_span(part.sizes, box)[0] * itemsize - start
+        source = values[at : at + box.numel * itemsize]
+        if source.storage_offset() % itemsize:  # a view is aligned
+            source = source.clone()
+        put(part.into, part.chunk or wanted, inner, source.view(part.dtype).view(box.sizes)[inner.within(box)])
+
+
+@torch.no_grad()
+def put(into: torch.Tensor, chunk: Chunk, part: Chunk, values: torch.Tensor) -> None:
+    """Copy the values of a part of a chunk to memory whose elements, in row-major order, are those of the chunk.
+
+    The memory has any shape, strides, dtype and device; the values are on the host or on that device.
+    """
+    if into.shape == chunk.sizes:
+        _copy(into[part.within(chunk)], values)
+        return
+    whole, flat, done = Chunk.whole(into.shape), values.reshape(-1), 0
+    for first, stop in spans(chunk.sizes, part.seen_from(chunk.offsets), 0):
+        for box in boxes_of_range(tuple(into.shape), first, stop):
+            _copy(into[box.within(whole)], flat[done : done + box.numel].view(box.sizes))
+            done += box.numel
+
+
+def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values to a tensor of the same shape. A device gets host memory through page-locked buffers and casts it."""
+    if into.is_cpu or not values.is_cpu:
+        into.copy_(values)
+        return
+    most = IO_BYTES // values.dtype.itemsize
+    for target, window in zip(windows(into, most), windows(values, most), strict=True):
+        with bounce_buffer() as buffer:
+            row = buffer.tensor[: window.nbytes].view(values.dtype).view(window.shape).copy_(window)
+            target.copy_(upload(row, target.device))
+
+
+def windows(view: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
+    """Cut a view into subviews of at most `max_elements`, in row-major order of its elements."""
+    if view.numel() <= max_elements:
+        yield view
+        return
+    row = view.numel() // view.shape[0]
+    if row > max_elements:
+        for part in view:
+            yield from windows(part, max_elements)
+        return
+    step = max_elements // row
+    for start in range(0, view.shape[0], step):
+        yield view[start : start + step]

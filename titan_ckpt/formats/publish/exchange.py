@@ -31,8 +31,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.proof import digest
-from titan_ckpt.formats.safetensors.regions import boxes
-from titan_ckpt.geometry.boxes import hull
+from titan_ckpt.geometry.boxes import boxes, hull
 from titan_ckpt.geometry.chunks import Block, Chunk, Sharding, TensorInfo, info_of, sharding_of
 from titan_ckpt.stores.object_writer import no_thread
 from titan_ckpt.weights.transforms import FileGroup, FilePiece

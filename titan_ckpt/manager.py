@@ -74,6 +74,7 @@ class CheckpointManager:
     ```
     """
 
+    @gc_paused()
     def __init__(
         self,
         config: CheckpointConfig,

@@ -173,7 +173,7 @@ class RunState:
 
     @functools.cached_property
     def counters(self) -> list[Item]:
-        """Return the items that any code of a step may change, as small as a step can copy: all but what is trained."""
+        """Return the items that any code of a step may change: all but what optimizers train."""
         has_extra = bool(self.model.extra_state_names())  # once: it walks all modules
         return [item for item in self.items if not item.is_stepped and (item is not self.extra or has_extra)]
 
@@ -182,6 +182,7 @@ class RunState:
         has = dict.fromkeys(item.component for item in self.items)
         return (*(name for name in _ORDER if name in has), *(name for name in has if name not in _ORDER))
 
+    @gc_paused()
     def rehearse(self, allow: Collection[str] = ()) -> None:
         """Check before the first step that the model has memory, and that all other state can be saved and resumed.
 
@@ -195,6 +196,7 @@ class RunState:
         if faults:
             raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
 
+    @gc_paused()
     def watch_modules(self, allow: Collection[str] = ()) -> None:
         """Watch, after a load, what the model's own modules keep beside its state."""
         if self.extra is not None:

@@ -9,6 +9,7 @@ from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import Mark, take_mark
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.saving.model_content import ModelContent
 from titan_ckpt.saving.saver import DueSave, Saver
 
@@ -70,6 +71,7 @@ class LastStep:
             self.manager.save_step(DueSave(self.mark.step, last=True, mark=self.mark))
         self.manager.wait()
 
+    @gc_paused()
     def expected_bytes(self) -> int:
         """Estimate this rank's bytes in a save.
 

@@ -24,13 +24,12 @@ def named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     while todo:
         prefix, module = todo.pop()
         yield prefix, module
-        todo += children_in_reverse(prefix, module)
+        if module._modules:  # noqa: SLF001 - most have none, and this is a hot path
+            todo += children_in_reverse(prefix, module)
 
 
 def children_in_reverse(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (prefix, child) of the children, the last one first, for a stack from which the first is taken next."""
-    if not module._modules:  # noqa: SLF001 - the usual case, and a hot path
-        return []
     children = reversed(module._modules.items())  # noqa: SLF001 - named_children leaves aliases out
     own = _WRAPPER_SEGMENTS
     return [(prefix if n in own else f"{prefix}{n}.", child) for n, child in children if child is not None]

@@ -41,11 +41,12 @@ def watch_modules(parts: Sequence[nn.Module], allow: Collection[str], watch: Wat
     for _ in getters:  # one may call another
         read |= {attribute for name, attribute in getters if name in read}
     for path, module in modules:
-        kinds = _kinds(module)
-        name = f"{kinds[0].__module__}.{kinds[0].__qualname__}" if kinds else ""
+        if not (kinds := _kinds(module)):
+            continue
+        name = f"{kinds[0].__module__}.{kinds[0].__qualname__}"
         hooks = [getattr(hook, "__func__", hook) for hook in module._state_dict_hooks.values()]  # noqa: SLF001 - as below
         gives_state = _gives(module, "get_extra_state", "_save_to_state_dict") or any(map(is_own, hooks))
-        if kinds and name not in allow and not gives_state:
+        if name not in allow and not gives_state:
             values = partial(_values, module, saved, read)
             comes_back = partial(_comes_back, module, saved, carried, set[str]())
             watch.add(module, f"module {path or 'of the model'}, {name}", name, values, saved, comes_back, _HOW)
@@ -72,13 +73,14 @@ def _own_kinds(kind: type) -> tuple[type, ...]:
 
 
 def _gives(module: nn.Module, *methods: str) -> bool:
-    return any(method in vars(kind) for kind in _kinds(module) for method in methods)
+    kinds = _kinds(module)
+    return bool(kinds) and any(method in vars(kind) for kind in kinds for method in methods)
 
 
 def _hidden(module: nn.Module) -> dict[str, Any]:
     """Return the buffers that no state dict holds."""
     hidden = module._non_persistent_buffers_set  # noqa: SLF001 - it has no public name
-    return {name: value for name, value in module.named_buffers(recurse=False) if name in hidden}
+    return {name: value for name, value in module.named_buffers(recurse=False) if name in hidden} if hidden else {}
 
 
 def _values(module: nn.Module, saved: Collection[int], read: Collection[str]) -> dict[str, Any]:

@@ -173,7 +173,7 @@ class RunState:
 
     @functools.cached_property
     def counters(self) -> list[Item]:
-        """Return the items that any code of a step may change, as small as a step can copy: all but what is trained."""
+        """Return the items that any code of a step may change: all but what optimizers train."""
         has_extra = bool(self.model.extra_state_names())  # once: it walks all modules
         return [item for item in self.items if not item.is_stepped and (item is not self.extra or has_extra)]
 

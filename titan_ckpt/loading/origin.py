@@ -7,9 +7,8 @@ asks an origin in one order; `titan-ckpt plan` asks it for the plan alone, for w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, get_args
 
 from titan_ckpt.components.files import RUN_STATE, by_key, misshapen, rank_state_name
@@ -26,7 +25,6 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
@@ -144,8 +142,73 @@ class CommittedStep(Origin):
     def open_state(
         self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, prepared: PreparedLoad
     ) -> ResumeState:
-        reader, values = partial(prepared.reader_of, self.path), prepared.state.values
-        return open_committed_state(self.path, self.manifest, run, load_plan.exclude, coordinator, reader, values)
+        values = self._values(run, load_plan.exclude, coordinator)
+
+        def read() -> StoredState:
+            reader = prepared.reader_of(self.path)
+            names = {key: key for key in reader.tensors if not key.startswith(MODEL)}
+            return StoredState(Stored(self.step, values, load_plan.exclude, [*prepared.state.values]), reader, names)
+
+        return plan_state(run, coordinator, read)
+
+    def _values(self, run: RunState, exclude: frozenset[str], coordinator: Coordinator) -> dict[str, Any]:
+        """Return the values that this rank takes over, by keys of items. Collective.
+
+        1 Every rank reads the run's values and, if the number of ranks is unchanged, its own. 2 All exchange whether
+        the layout is unchanged. 3 If any data-parallel rank has changed, all divide the reading of the values of
+        shares.
+        """
+        manifest = self.manifest
+        if manifest.kind == "model" and all(file.name != RUN_STATE for file in manifest.files):  # a converted folder
+            return {}
+
+        def unchanged() -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, bool]]:
+            of_run, is_same_size = self._read(RUN_STATE, run), manifest.world_size == coordinator.world_size
+            own = self._read(rank_state_name(coordinator.rank), run) if is_same_size else {}
+            share = DataRank(*own[DATA_RANK]) if DATA_RANK in own else run.data_rank
+            is_same_share = bool(own) and share == run.data_rank
+            return (of_run, own), {"layout": own.get(LAYOUT) == run.layout, "data": is_same_share}
+
+        (values, own), of_ranks = coordinator.exchange("resume-layout", unchanged)
+        scopes = {kind.component: kind.scope for kind in run.kinds}
+        taken = {"run", "rank"} if all(of_rank["layout"] for of_rank in of_ranks) else {"run"}
+        values |= {key: value for key, value in own.items() if scopes.get(key.partition(".")[0]) in taken}
+        for name in (name for name, scope in scopes.items() if scope == "share"):
+            if name not in manifest.components or name in exclude:
+                continue
+            if name in own and all(of_rank["data"] for of_rank in of_ranks):
+                rank, size = own[DATA_RANK]  # this rank will look at no other share
+                values[name] = [own[name] if number == rank else None for number in range(size)]
+            else:
+                values[name] = self._shares(name, run, coordinator)
+        return values
+
+    def _shares(self, name: str, run: RunState, coordinator: Coordinator) -> list[Any]:
+        """Return the value of every data-parallel rank that saved; each rank reads some of their files. Collective."""
+
+        def values() -> list[Any]:
+            ranks = range(coordinator.rank, self.manifest.world_size, coordinator.world_size)
+            stored = (own for rank in ranks if name in (own := self._read(rank_state_name(rank), run)))
+            return [[*own[DATA_RANK], typed_json.encode(own[name])] for own in stored]
+
+        gathered = coordinator.gather_results("data positions", values)
+        stored_by = [(DataRank(rank, size), value) for of_rank in gathered for rank, size, value in of_rank]
+        return [typed_json.decode(value, str(self.path)) for value in in_order(stored_by, str(self.path))]
+
+    def _read(self, name: str, run: RunState) -> dict[str, Any]:
+        """Return the values in a state file, by keys of items. Raises: CorruptCheckpointError naming the file."""
+        path = self.path / name
+        record = next((f for f in self.manifest.files if f.name == name), None)
+        if record is None:
+            raise CorruptCheckpointError(
+                f"{self.path}: the manifest lists no {name}. Take another checkpoint", str(path)
+            )
+        state = typed_json.loads(read_committed(path, record), str(path))
+        if wrong := misshapen(state, name != RUN_STATE, self.step, run.kinds):
+            raise CorruptCheckpointError(
+                f"{path}: not the state of a run: {', '.join(wrong)}. Take another checkpoint", str(path)
+            )
+        return by_key(state)
 
 
 @dataclass(frozen=True)
@@ -242,95 +305,3 @@ def describe(
     if source.prefix is not None and format_ != "dcp":
         raise ConfigError([f"initial_load.prefix: only a DCP folder nests the model, and {path} is {format_}"])
     return path, format_, is_adapter(path, format_, model, source.prefix)
-
-
-def open_committed_state(
-    path: Place,
-    manifest: Manifest,
-    run_state: RunState,
-    exclude: frozenset[str],
-    coordinator: Coordinator,
-    open_reader: Callable[[], NativeReader],
-    model_values: Collection[str] = (),
-) -> ResumeState:
-    """Read the JSON and plan the tensors; all ranks succeed or all raise. Collective.
-
-    `open_reader` returns a reader of the step, which the caller closes after the tensors are filled. `model_values`:
-    as of Stored. Raises: CorruptCheckpointError naming the file; as `plan_state`.
-    """
-    values = _read_values(path, manifest, run_state, exclude, coordinator)
-
-    def read() -> StoredState:
-        reader = open_reader()
-        names = {key: key for key in reader.tensors if not key.startswith(MODEL)}
-        return StoredState(Stored(manifest.step, values, exclude, model_values), reader, names)
-
-    return plan_state(run_state, coordinator, read)
-
-
-def _read_values(
-    path: Place, manifest: Manifest, run_state: RunState, exclude: frozenset[str], coordinator: Coordinator
-) -> dict[str, Any]:
-    """Return the values that this rank takes over, by keys of items. Collective.
-
-    1 Every rank reads the run's values and, if the number of ranks is unchanged, its own. 2 All exchange whether the
-    layout is unchanged. 3 If any data-parallel rank has changed, all divide the reading of the values of shares.
-    """
-    if manifest.kind == "model" and all(file.name != RUN_STATE for file in manifest.files):  # a converted folder
-        return {}
-    scopes = {kind.component: kind.scope for kind in run_state.kinds}
-
-    def read_rank(rank: int) -> dict[str, Any]:
-        return by_key(_read_state(path, rank_state_name(rank), manifest, run_state))
-
-    def unchanged() -> tuple[tuple[dict[str, Any], dict[str, Any]], dict[str, bool]]:
-        run = by_key(_read_state(path, RUN_STATE, manifest, run_state))
-        own = read_rank(coordinator.rank) if manifest.world_size == coordinator.world_size else {}
-        share = DataRank(*own[DATA_RANK]) if DATA_RANK in own else run_state.data_rank
-        return (run, own), {
-            "layout": own.get(LAYOUT) == run_state.layout,
-            "data": bool(own) and share == run_state.data_rank,
-        }
-
-    (run, own), of_ranks = coordinator.exchange("resume-layout", unchanged)
-    scope_of_own = {key: scopes.get(key.partition(".")[0]) for key in own}
-    is_same_layout = all(of_rank["layout"] for of_rank in of_ranks)
-    taken = {"run", "rank"} if is_same_layout else {"run"}
-    values = run | {key: value for key, value in own.items() if scope_of_own[key] in taken}
-    for name in (name for name, scope in scopes.items() if scope == "share"):
-        if name not in manifest.components or name in exclude:
-            continue
-        if name in own and all(of_rank["data"] for of_rank in of_ranks):
-            rank, size = own[DATA_RANK]  # this rank will look at no other share
-            values[name] = [own[name] if number == rank else None for number in range(size)]
-        else:
-            values[name] = _all_shares(name, path, manifest, coordinator, read_rank)
-    return values
-
-
-def _all_shares(
-    name: str, path: Place, manifest: Manifest, coordinator: Coordinator, read_rank: Callable[[int], dict[str, Any]]
-) -> list[Any]:
-    """Return the value of every data-parallel rank that saved; each rank reads some of their files."""
-
-    def values() -> list[Any]:
-        ranks = range(coordinator.rank, manifest.world_size, coordinator.world_size)
-        stored = (own for own in map(read_rank, ranks) if name in own)
-        return [[*own[DATA_RANK], typed_json.encode(own[name])] for own in stored]
-
-    gathered = coordinator.gather_results("data positions", values)
-    stored_by = [(DataRank(rank, size), value) for of_rank in gathered for rank, size, value in of_rank]
-    return [typed_json.decode(value, str(path)) for value in in_order(stored_by, str(path))]
-
-
-def _read_state(path: Place, name: str, manifest: Manifest, run_state: RunState) -> dict[str, Any]:
-    record = next((f for f in manifest.files if f.name == name), None)
-    if record is None:
-        raise CorruptCheckpointError(f"{path}: the manifest lists no {name}. Take another checkpoint", str(path / name))
-    state = typed_json.loads(read_committed(path / name, record), str(path / name))
-    if wrong := misshapen(state, name != RUN_STATE, manifest.step, run_state.kinds):
-        raise CorruptCheckpointError(
-            f"{path / name}: not the state of a run: {', '.join(wrong)}. Take another checkpoint", str(path / name)
-        )
-    assert isinstance(state, dict)
-    return state

@@ -39,10 +39,10 @@ _STANDARD = frozenset(nn.Module().__dict__)
 """Attributes that every module has."""
 
 
-def read_state(part: nn.Module, *, room: bool = False) -> Iterator[tuple[str, torch.Tensor] | OwnState]:
+def read_state(part: nn.Module, *, room: bool = False) -> Iterator[tuple[str, torch.Tensor] | HookedSubtree]:
     """Yield (fqn, live tensor), aliases included, and the state of each subtree that makes its own.
 
-    The order is that of `part.state_dict()`, which would hold the same values. `room`: see OwnState.take.
+    The order is that of `part.state_dict()`, which would hold the same values. `room`: see HookedSubtree.take.
     Collective if a hook is: every rank must call it.
     Raises: StateEncodingError if the model's own code raises.
     """
@@ -50,7 +50,7 @@ def read_state(part: nn.Module, *, room: bool = False) -> Iterator[tuple[str, to
     while todo:
         prefix, module = todo.pop()
         if _has_code(module):
-            yield OwnState.take(prefix, module, room=room)
+            yield HookedSubtree.take(prefix, module, room=room)
             continue
         for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001 - as nn.Module.state_dict does
             hook(module, prefix, False)
@@ -91,7 +91,7 @@ def _is_foreign(code: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnState:
+class HookedSubtree:
     """The state dict of the smallest subtree that contains all hooks and overrides which see its values."""
 
     prefix: str
@@ -164,7 +164,7 @@ class OwnState:
         return [fqn for fqn, value in self.hidden.items() if value.requires_grad]
 
     @torch.no_grad()
-    def with_values(self, values: Mapping[str, torch.Tensor | LazyTensor]) -> OwnState:
+    def with_values(self, values: Mapping[str, torch.Tensor | LazyTensor]) -> HookedSubtree:
         """Return the state that the module's own code makes of other values of its parameters, which stay as they are.
 
         `values`: fqn -> values of a hidden parameter. Collective if they or that code are.
@@ -299,7 +299,7 @@ def _computed(value: torch.Tensor | LazyTensor, like: torch.Tensor) -> torch.Ten
     return out
 
 
-def _differing(loaded: OwnState, after: OwnState) -> list[str]:
+def _differing(loaded: HookedSubtree, after: HookedSubtree) -> list[str]:
     """Return the names of made values that are not the same, bit for bit, after a load."""
     before, now = loaded.made, after.made
     names = [fqn for fqn in before if fqn not in now]

@@ -19,7 +19,7 @@ from titan_ckpt.weights.digest import Partial, partial_digest
 from titan_ckpt.weights.inner_tensors import is_made_of_others, with_inner_tensors
 from titan_ckpt.weights.live_memory import is_same
 from titan_ckpt.weights.names import clean_fqn, named_modules
-from titan_ckpt.weights.own_state import OwnState, extra_state_modules, read_state, refuse_lossy
+from titan_ckpt.weights.own_state import HookedSubtree, extra_state_modules, read_state, refuse_lossy
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """Types of tensors that are never made of others."""
@@ -33,7 +33,7 @@ class ModelState:
     """fqn -> live tensor, or a tensor that the model's own code has made."""
     values: dict[str, Any]
     """fqn -> value that is no tensor, beside the extra state of modules."""
-    own: Sequence[OwnState]
+    own: Sequence[HookedSubtree]
     """The subtrees that make their own state."""
 
     @property
@@ -257,7 +257,7 @@ class ModelWrapper:
             for name, module in extra_state_modules(part):
                 yield clean_fqn(name), module
 
-    def _exported(self, tensors: StateDict, subtrees: Sequence[OwnState], hooks: ModelHooks) -> StateDict:
+    def _exported(self, tensors: StateDict, subtrees: Sequence[HookedSubtree], hooks: ModelHooks) -> StateDict:
         """Return the tensors after the converters' last-step transforms.
 
         A parameter that the model's own code stores in another form, and that a converter changes (a fused weight with
@@ -273,15 +273,15 @@ class ModelWrapper:
         kept = {fqn: tensors.get(fqn) if fqn in hidden else value for fqn, value in exported.items()}
         return {fqn: again.get(fqn, value) for fqn, value in kept.items() if value is not None}
 
-    def _read(self, *, room: bool) -> tuple[StateDict, dict[str, Any], list[OwnState]]:
+    def _read(self, *, room: bool) -> tuple[StateDict, dict[str, Any], list[HookedSubtree]]:
         """Return tensors, other values, and the subtrees that make their own state; a live alias is left out."""
         tensors: StateDict = {}
         values: dict[str, Any] = {}
-        subtrees: list[OwnState] = []
+        subtrees: list[HookedSubtree] = []
         tied = _aliases(self._live())
         for part in self.parts:
             for entry in read_state(part, room=room):
-                if isinstance(entry, OwnState):
+                if isinstance(entry, HookedSubtree):
                     subtrees.append(entry)
                     made = entry.made
                     pairs = [(fqn, value) for fqn, value in entry if fqn not in tied or fqn in made]

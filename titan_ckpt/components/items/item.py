@@ -69,7 +69,10 @@ class Stored:
 
 
 class Item:
-    """A component of one run, bound to its objects. Its tensors have names that begin with its key and a dot."""
+    """A component of one run, bound to its objects. Its tensors have names that begin with its key and a dot.
+
+    A load calls `check`, `destinations`, `warnings` and `restore` in this order.
+    """
 
     component: ClassVar[str]
     """The name by which settings leave it out."""

@@ -60,6 +60,8 @@ class Optimizers(Item):
         self.optimizers, self._model, self._schedulers = optimizers, model, schedulers
         self._own_settings, self._watch = own_settings, watch
         _ = self.state
+        self._bound = OptimizerState((), {})
+        """During a load, as `check` or `warnings` found it last: to name parameters is a walk over all modules."""
 
     @property
     def state(self) -> OptimizerState:
@@ -111,18 +113,20 @@ class Optimizers(Item):
         return super().misshapen(value) + wrong_types(parts) + empty
 
     def check(self, stored: Stored) -> None:
-        self.state.match(stored.values[self.key])
+        self._bound = self.state
+        self._bound.match(stored.values[self.key])
 
     def destinations(self, stored: Stored, available: Mapping[str, TensorInfo]) -> tuple[StateDict, list[str]]:
         own = {key: info for key, info in available.items() if key.startswith(PREFIX)}
-        return self.state.destinations(own, stored.values[self.key])
+        return self._bound.destinations(own, stored.values[self.key])
 
     def replaced_settings(self, stored: Stored, names: frozenset[str]) -> list[str]:
         """Return a line for each of these settings of groups that `restore` will replace by another value."""
-        return self.state.replaced_settings(stored.values[self.key], names)
+        return self._bound.replaced_settings(stored.values[self.key], names)
 
     def warnings(self, stored: Stored) -> list[str]:
-        state, groups = self.state, stored.values[self.key]
+        self._bound = state = self.state  # the model's own code may have replaced parameters
+        groups = stored.values[self.key]
         changed = schedules.changed_settings([scheduler.state_dict() for scheduler in self._schedulers])
         lines = state.replaced_arguments(groups, changed | self._own_settings(stored.states))
         return [*schedules.goes_on(self.component, lines), *state.replaced_classes(groups)]
@@ -134,7 +138,8 @@ class Optimizers(Item):
         kept = schedules.changed_settings(states) | schedules.GROUP_SETTINGS if afresh else frozenset()
         kept |= schedules.with_rate_of_start(self._own_settings(stored.states))
         own = {key: value for key, value in tensors.items() if key.startswith(PREFIX)}
-        self.state.apply(own, stored.values[self.key], kept)
+        self._bound.apply(own, stored.values[self.key], kept)
+        self._bound = OptimizerState((), {})
 
     def leaves(self) -> Leaves:
         """Raises: ExportError for state that torchtitan's names have no place for."""

@@ -29,7 +29,7 @@ from titan_ckpt.geometry.keymap import (
     Unstack,
 )
 from titan_ckpt.models.hf_keys import makes
-from titan_ckpt.weights.own_state import OwnState
+from titan_ckpt.weights.own_state import HookedSubtree
 
 _Probes = Sequence[Mapping[str, torch.Tensor]]
 """Name -> tensor: which tensor an element comes from, then its position in each dim. All but the first are of one use:
@@ -92,7 +92,9 @@ def _call(adapter: Any, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
     return made
 
 
-def with_stored_forms(key_map: KeyMap, adapter: Any, subtrees: Sequence[OwnState], fqns: Collection[str]) -> KeyMap:
+def with_stored_forms(
+    key_map: KeyMap, adapter: Any, subtrees: Sequence[HookedSubtree], fqns: Collection[str]
+) -> KeyMap:
     """Return the table with rules for parameters that the model's own state_dict() stores in another form.
 
     `fqns`: parameters that have adapters, which have the form of the parameter. `subtrees`: of the model's state.
@@ -109,7 +111,7 @@ def with_stored_forms(key_map: KeyMap, adapter: Any, subtrees: Sequence[OwnState
 class _Stored:
     """An adapter behind the model's own state_dict()."""
 
-    def __init__(self, adapter: Any, subtree: OwnState) -> None:
+    def __init__(self, adapter: Any, subtree: HookedSubtree) -> None:
         self._adapter, self._subtree = adapter, subtree
 
     def to_hf(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

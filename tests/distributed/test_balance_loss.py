@@ -16,7 +16,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from tests import tiny_run
 from tests.distributed.trainer_layouts import LENGTH, SEQUENCES, SHAPES, built, fixed_batch, settings
-from tests.interop.folders import load
+from tests.interop.folders import disturb, load
 from tests.world import on_ranks
 from titan_ckpt.config import from_dict
 from titan_ckpt.errors import ConfigError
@@ -44,9 +44,7 @@ def reference(root: Path) -> None:
     """Leave transformers' model, and its loss, load-balancing loss and gradients of one batch."""
     torch.manual_seed(1)
     twin = auto.from_config(AutoConfig.for_model(**SHAPE.to_hf()), experts_implementation="eager")
-    with torch.no_grad():
-        for parameter in twin.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.1)
+    disturb(twin)
     twin.save_pretrained(root / "qwen3_moe")
     tokens = torch.randint(0, 301, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     out = twin(input_ids=tokens[:, :-1], output_router_logits=True)

@@ -177,7 +177,7 @@ def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Pat
     first = trained(tmp_path, base)
     adapter = tmp_path / "run/checkpoints/step-4"
     second = LoraRun.build(base, seed=3)
-    merged = InitialLoadConfig(str(adapter), merge=True)
+    merged: Any = InitialLoadConfig(str(adapter), merge=True)
     with second.manager(tmp_path / "second", [base, merged]) as manager:
         manager.load()
         torch.testing.assert_close(second.logits(), first.logits(), rtol=0, atol=1e-5)

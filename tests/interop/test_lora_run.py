@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,7 @@ class LoraRun:
         model = world.llama(Llama3Config.from_hf(json.loads((base / "config.json").read_text())), seed, hooks)
         return cls(model, hooks, world.adamw(model))
 
-    def manager(self, folder: Path, sources: Sequence[Any], **settings: Any) -> CheckpointManager:
+    def manager(self, folder: Path, sources: list[Path], **settings: Any) -> CheckpointManager:
         settings.setdefault("save", SaveConfig(interval=2))
         return world.manager(
             folder, self.model, self.optimizer, initial_load=sources, **settings, model_converters=self.hooks

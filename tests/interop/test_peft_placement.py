@@ -15,6 +15,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from tests import world
+from tests.interop.folders import disturb
 from tests.zoo.model_runs import Outcome, lora_outcomes, write_base
 from tests.zoo.tiny_models import species, tiny_config
 from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
@@ -73,9 +74,7 @@ class Run:
         """Give all adapters values, export them, and return the logits of the model that was exported."""
         with self.manager(ExportConfig("peft")) as manager:
             manager.load()
-            for name, parameter in self.model.named_parameters():
-                if self.converters.key_filter(name):
-                    parameter.add_(torch.randn_like(parameter) * 0.2)
+            disturb(self.model, lambda name, _: self.converters.key_filter(name), std=0.2)
             manager.save(1, last_step=True)
         logits: torch.Tensor = self.model(TOKENS)
         return logits

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.pytorch_utils import Conv1D
 
 from tests import world
+from tests.interop.folders import disturb
 from tests.zoo.tiny_models import tokens
 from titan_ckpt import CheckpointManager, ExportConfig, ResumeConfig, SaveConfig, converters
 from titan_ckpt.errors import CheckpointError
@@ -192,19 +193,18 @@ def full_run(base: Path, folder: Path) -> None:
     """Train all weights: they are loaded, resumed and exported bit for bit."""
     with _refusals() as runs:
         runs.append(whole := Run(base, folder))
-        with whole.manager() as manager:
-            manager.load()
+        world.load(whole.manager())
         twin = opened(base).eval()
         _same("the loaded logits", logits_of(twin), whole.logits())
         runs.append(whole := Run(base, folder))
         whole.train((ExportConfig("hf"),))
     again = Run(base, folder)
     again.resume()
-    _same_values("after a resume", whole.values(), again.values())
+    _same("after a resume", whole.values(), again.values())
     trained, logits = whole.whole(), whole.logits()
     if is_first():
         theirs = _reloaded(folder / "exports" / f"step-{STEPS}")
-        _same_values("of the export", trained, dict(theirs.state_dict()))
+        _same("of the export", trained, dict(theirs.state_dict()))
         _same("the exported logits", logits, logits_of(theirs))
 
 
@@ -215,7 +215,7 @@ def lora_run(base: Path, folder: Path, adapted: Callable[[Any], list[str]]) -> N
         run.train((ExportConfig("hf"), ExportConfig("peft")))
     again = Run(base, folder, adapted)
     again.resume()
-    _same_values("after a resume", run.values(), again.values())
+    _same("after a resume", run.values(), again.values())
     trained = run.logits()
     if not is_first():
         return
@@ -242,9 +242,7 @@ def write_base(config: PretrainedConfig, folder: Path) -> None:
     torch.manual_seed(0)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * 0.02)
+    disturb(model, std=0.02)
     model.save_pretrained(folder)
 
 
@@ -306,14 +304,6 @@ def _reloaded(folder: Path) -> Any:
     return model.eval()
 
 
-def _same(what: str, expected: torch.Tensor, actual: torch.Tensor) -> None:
-    if not torch.equal(expected, actual):
-        raise DifferentError(f"{what} differ by {float((expected - actual).abs().max()):.1e}")
-
-
-def _same_values(where: str, expected: dict[str, torch.Tensor], actual: dict[str, torch.Tensor]) -> None:
-    if expected.keys() != actual.keys():
-        raise DifferentError(f"{where}: names {sorted(expected.keys() ^ actual.keys())[:4]}")
-    wrong = [name for name, value in expected.items() if not torch.equal(value, actual[name])]
-    if wrong:
-        raise DifferentError(f"{where}: {len(wrong)} values differ, such as {wrong[0]}")
+def _same(what: str, expected: Any, actual: Any) -> None:
+    if wrong := world.differing(expected, actual, what):
+        raise DifferentError(f"{len(wrong)} differ, such as {wrong[0]}")

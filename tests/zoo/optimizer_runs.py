@@ -158,8 +158,7 @@ def _resumed(case: Case, folder: Path, whole: Run, wrap: Wrap) -> tuple[str, str
         first.steps(1, STEPS)
         manager.save(STEPS)
     second = start(case, 1, wrap)
-    with second.manager(folder) as manager:
-        assert manager.load().step == STEPS
+    assert world.load(second.manager(folder)).step == STEPS
     if first.state() != second.state():
         return "different", f"state after the load: {difference(first.state(), second.state())}"
     second.steps(STEPS + 1, 2 * STEPS)

@@ -184,8 +184,7 @@ def _judge(case: Case, folder: Path) -> tuple[str, str]:
         for number in (1, 2, 3):
             _step(case, *first, number)
         manager.save(3)
-    with world.manager(folder, *second, async_mode="disabled") as manager:
-        assert manager.load().step == 3
+    assert world.load(world.manager(folder, *second, async_mode="disabled")).step == 3
     for number in (3, 4, 5):
         a, b = (comparable([dict(m.state_dict()), o.state_dict()]) for m, o in (first, second))
         if a != b:

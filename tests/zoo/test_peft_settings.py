@@ -20,6 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
 
 from tests import world
+from tests.interop.folders import disturb, logits
 from tests.zoo.model_runs import is_first
 from tests.zoo.sample import chosen
 from tests.zoo.worlds import Row, judged
@@ -33,7 +34,6 @@ from titan_ckpt.models import hf
 FLOORS = {"": 64}
 """Settings and ways in that are exact at the least."""
 
-TOKENS = torch.arange(24).reshape(2, 12)
 SIZES: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 32,
@@ -48,6 +48,10 @@ TARGETS = {"llama": ["q_proj", "k_proj", "down_proj"], "gpt2": ["c_attn", "c_pro
 """GPT-2's projection after attention is square, the others are not."""
 
 
+def is_trained(_: str, parameter: nn.Parameter) -> bool:
+    return parameter.requires_grad
+
+
 def _as_made(model: Any, folder: Path) -> None:
     model.save_pretrained(str(folder), save_embedding_layers=False)
 
@@ -57,7 +61,7 @@ def _converted(model: Any, folder: Path) -> None:
     start = folder.with_name("start")
     model.peft_config["default"].init_lora_weights = True
     model.save_pretrained(str(start))
-    _randomise(model)
+    disturb(model, is_trained)
     model.save_pretrained(str(folder), path_initial_model_for_weight_conversion=str(start))
 
 
@@ -204,13 +208,6 @@ _OF_PEFT = {"peft_type", "auto_mapping", "peft_version", "base_model_name_or_pat
 """Fields that PEFT fills itself in every case."""
 
 
-def _randomise(model: nn.Module) -> None:
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn_like(parameter) * 0.1)
-
-
 def open_base(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
@@ -227,7 +224,7 @@ def made(case: Case, base: Path, folder: Path) -> Any:
         batches = [{"input_ids": torch.randint(0, 96, (2, 12)), "attention_mask": torch.ones(2, 12)} for _ in range(4)]
         initialize_lora_eva_weights(model, batches, gather_distributed_inputs=False)
     if case.save is _as_made:
-        _randomise(model)
+        disturb(model, is_trained)
     case.save(model.eval(), folder)
     file = folder / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | case.edited))
@@ -265,14 +262,7 @@ def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool) -> torch.
     world.shard(model)
     sources = [base, InitialLoadConfig(str(adapter), merge=merge)]
     world.load(world.manager(folder, model, save=None, initial_load=sources, model_converters=hooks))
-    return logits(model)
-
-
-@torch.no_grad()
-def logits(model: nn.Module) -> torch.Tensor:
-    out = model.eval()(TOKENS)
-    result: torch.Tensor = out if isinstance(out, torch.Tensor) else out.logits
-    return result
+    return logits(model.eval())
 
 
 def references(case: Case, folder: Path) -> list[torch.Tensor]:
@@ -281,11 +271,11 @@ def references(case: Case, folder: Path) -> list[torch.Tensor]:
     torch.manual_seed(0)
     make: Any = AutoModelForCausalLM.from_config
     model = make(CONFIGS[case.base])
-    _randomise(model)
+    disturb(model)
     model.save_pretrained(base)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's own, of unusual settings
-        return [logits(made(case, base, folder / "adapter")), logits(open_base(base))]
+        return [logits(made(case, base, folder / "adapter").eval()), logits(open_base(base).eval())]
 
 
 def verdicts(case: Case, folder: Path) -> dict[str, tuple[str, str]]:

@@ -12,26 +12,13 @@ from typing import Any, ClassVar
 
 from torch import nn
 
+from titan_ckpt.converters.lora import sites
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.copies import TrainedCopy, attach_copy
 from titan_ckpt.converters.lora.init import initialize_adapter
-from titan_ckpt.converters.lora.layers import (
-    AdaptedStacks,
-    LoRAConv1D,
-    LoRAEmbedding,
-    LoRALinear,
-    attach,
-)
+from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear, attach
 from titan_ckpt.converters.lora.peft import PeftAdapter
 from titan_ckpt.converters.lora.proof import prove
-from titan_ckpt.converters.lora.sites import (
-    copy_misfits,
-    find_sites,
-    leaf_modules,
-    stored_updates,
-    tied_modules,
-    unused_patterns,
-)
 from titan_ckpt.converters.lora.watch import FirstForward
 from titan_ckpt.converters.merge import check_adapters, merged, rounded
 from titan_ckpt.converters.protocol import ModelConverter, Stage
@@ -71,16 +58,16 @@ class LoRAConverter(ModelConverter):
 
         Raises: ConverterError listing unmatched names, weights that cannot be adapted, and ranks that are too large.
         """
-        sites = find_sites(model, self.config)
-        chosen = [sites[fqn] for fqn in select(list(sites), self.config.target_modules, "weight to adapt")]
-        leaves = leaf_modules(model)
+        found = sites.find_sites(model, self.config)
+        chosen = [found[fqn] for fqn in select(list(found), self.config.target_modules, "weight to adapt")]
+        leaves = sites.leaf_modules(model)
         copied = select(list(leaves), self.config.modules_to_save, "module with parameters and without parts")
-        tied, adapted = tied_modules(model), [site.fqn for site in chosen]
+        tied, adapted = sites.tied_modules(model), [site.fqn for site in chosen]
         misfits = {site.fqn: [*site.misfits(self.config)] for site in chosen}
         proof = prove([site for site in chosen if not misfits[site.fqn]], self.config)
         problems = [problem for problems in misfits.values() for problem in problems] + proof.problems
-        problems += copy_misfits({fqn: leaves[fqn] for fqn in copied}, adapted, tied)
-        problems += unused_patterns(self.config, adapted)
+        problems += sites.copy_misfits({fqn: leaves[fqn] for fqn in copied}, adapted, tied)
+        problems += sites.unused_patterns(self.config, adapted)
         if problems:
             raise ConverterError(f"LoRA: {len(problems)} problem(s){in_lines(problems)}")
         self.tied |= tied & {*adapted}
@@ -152,7 +139,7 @@ class LoRAConverter(ModelConverter):
         table: KeyMap,
     ) -> StoredUpdates:
         """Return the updates of the tensors that LoRA names so, and the trained copies."""
-        return stored_updates(LoRARecord.of(description), tensors, modules, table)
+        return sites.stored_updates(LoRARecord.of(description), tensors, modules, table)
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
         """Initialise A, B, magnitudes and trained copies among `fqns`; the last two from the base's values."""

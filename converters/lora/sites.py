@@ -20,18 +20,8 @@ from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmb
 from titan_ckpt.converters.qat.converter import quantised_forward
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.weights.low_rank import (
-    COPY,
-    A,
-    LoRARecord,
-    LowRank,
-    Operation,
-    StoredUpdates,
-    fused_rows,
-    is_conv1d,
-    lora_tensor,
-    matches,
-)
+from titan_ckpt.weights import low_rank
+from titan_ckpt.weights.low_rank import LoRARecord, LowRank, Operation, StoredUpdates, fused_rows, is_conv1d, matches
 from titan_ckpt.weights.names import clean_fqn
 
 _OUT = "leave it out of target_modules"
@@ -128,10 +118,10 @@ def stored_updates(
     updates: list[LowRank] = []
     copies: dict[str, str] = {}
     for name, info in tensors.items():
-        part = lora_tensor(name)
-        if part is not None and part.role == COPY:
+        part = low_rank.lora_tensor(name)
+        if part is not None and part.role == low_rank.COPY:
             copies[name] = part.weight
-        elif part is not None and part.role == A:
+        elif part is not None and part.role == low_rank.A:
             operation = "stack" if part.site == part.weight else _operation(modules.get(part.site))
             update = record.low_rank(part.site, operation)
             rows = fused_rows(part.weight, table)  # A and B follow them if each part has its own

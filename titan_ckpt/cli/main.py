@@ -13,18 +13,18 @@ import shutil
 import signal
 import sys
 from contextlib import redirect_stdout
-from typing import TextIO
+from typing import Any, TextIO, Union
 
 import tyro
 from rich.text import Text
 
-from titan_ckpt.cli.arguments import Command
+from titan_ckpt.cli.command import Command, commands, run
 from titan_ckpt.cli.output import Output
 from titan_ckpt.training.launch import command as train
 
 
 def main(args: list[str] | None = None) -> int:
-    """Run the command line and return its exit code (see commands.py)."""
+    """Run the command line and return its exit code (see command.py)."""
     given = sys.argv[1:] if args is None else args
     sys.stdout, sys.stderr = (out or open(os.devnull, "w") for out in (sys.stdout, sys.stderr))  # noqa: SIM115
     for out in (sys.stdout, sys.stderr):
@@ -50,10 +50,7 @@ def _answer(given: list[str]) -> int:
 
         sys.stdout.write(f"titan-ckpt {version('titan-ckpt')}\n")
         return 0
-    command = _parsed(given)
-    from titan_ckpt.cli.commands import run  # not before the arguments are known to be good
-
-    return run(command)
+    return run(_parsed(given))
 
 
 class _Paragraphs(io.StringIO):
@@ -75,12 +72,13 @@ class _Paragraphs(io.StringIO):
 
 def _parsed(given: list[str]) -> Command:
     """Return the command; the process ends after --help and with code 2 after arguments that cannot be understood."""
+    choices: Any = Union[tuple(commands())]  # noqa: UP007 - made of a list
     if not {"-h", "--help"} & {*given}:
-        return tyro.cli(Command, args=given, prog="titan-ckpt", description=__doc__)
+        return tyro.cli(choices, args=given, prog="titan-ckpt", description=__doc__)  # type: ignore[no-any-return]
     shown = _Paragraphs()
     try:
         with redirect_stdout(shown):
-            return tyro.cli(Command, args=given, prog="titan-ckpt", description=__doc__)
+            return tyro.cli(choices, args=given, prog="titan-ckpt", description=__doc__)  # type: ignore[no-any-return]
     finally:
         shown.flush_to(sys.stdout)
 

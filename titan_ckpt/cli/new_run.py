@@ -9,11 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import chain, count
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Literal
 
-from titan_ckpt.cli.arguments import Init
+import tyro
+from rich.console import Console
+
+from titan_ckpt.cli.command import SAME, Command
 from titan_ckpt.encoding.hub import how_to_get, hub_folder
 from titan_ckpt.errors import CheckpointError, ConfigError
 
@@ -21,6 +26,25 @@ TEMPLATES = Path(__file__).parent / "templates"
 _LINE = r"^{key} = .*?(?= *(#.*)?$)"
 """A key of a template with its value; the comment behind it stays."""
 _RANK = re.compile(r"^rank = (\d+)", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Init(Command):
+    """Write a commented run file to start from."""
+
+    kind: tyro.conf.Positional[Literal["pretrain", "finetune", "lora", "qat", "ranks"]]
+    """pretrain: from random values; finetune: all weights of a model; lora: an adapter; qat: fake quantisation; ranks:
+    pretraining on several GPUs."""
+    file: Path = Path("run.toml")
+    """The file to write; it must not exist."""
+    model: Path | None = None
+    """The Hugging Face folder of the model to start from, or the id of one that `hf download` has fetched."""
+    data: Path | None = None
+    """Your texts or conversations: a .txt, .md, .jsonl or .parquet file, or a folder. Absent: a small built-in text."""
+
+    def run(self, console: Console) -> int:
+        console.print(write_run_file(self), markup=False)
+        return SAME
 
 
 def write_run_file(command: Init) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,17 @@ def is_adapter(path: Place, format_: Format, model: ModelWrapper | None, prefix:
     if model is None or model.hooks is None:  # the names may be the model's own
         return False
     with open_reader(path, format_) as reader:
-        _, names = model_tensors(reader.tensors, format_, prefix=prefix)
-    return bool(names) and all(model.owns(name) or lora_tensor(name) for name in names)
+        return holds_adapter_alone(reader, model.owns, prefix)
+
+
+def holds_adapter_alone(
+    reader: TensorReader, owns: Callable[[str], bool] = lambda _: False, prefix: str | None = None
+) -> bool:
+    """Return whether a checkpoint that is open is an adapter; without a manifest, its names say it, as LoRA's do."""
+    if (manifest := _manifest_in(reader)) is not None or reader.format not in ("native", "dcp"):
+        return reader.format == "peft" if manifest is None else manifest.kind == "adapter"
+    _, names = model_tensors(reader.tensors, reader.format, prefix=prefix)
+    return bool(names) and all(owns(name) or lora_tensor(name) for name in names)
 
 
 def updates_in(

@@ -29,6 +29,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import LazyTensor, dtype_name, info_of
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.loading.adapters import holds_adapter_alone
 from titan_ckpt.tools.models import ModelTable, require_table
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights import low_rank
@@ -60,14 +61,6 @@ class Adapter:
         return next((d for d in self.converters if d["kind"] == low_rank.KIND), None)
 
 
-def is_adapter(reader: TensorReader) -> bool:
-    """Return whether a checkpoint holds an adapter alone. A DCP folder does if LoRA would give all of its names."""
-    if isinstance(reader, NativeReader):
-        return reader.manifest is not None and reader.manifest.kind == "adapter"
-    names = model_tensors(reader.tensors, "dcp")[1] if reader.format == "dcp" else ()
-    return reader.format == "peft" or (bool(names) and all(map(lora_tensor, names)))
-
-
 def adapted_weights(reader: TensorReader) -> set[str]:
     """Return the weights that LoRA's tensors in a native or DCP checkpoint change, by native name."""
     return _weights(model_tensors(reader.tensors, reader.format)[1])
@@ -82,7 +75,7 @@ def open_adapter(reader: TensorReader, table: ModelTable | None = None) -> Adapt
         assert table is not None, "a PEFT folder has the names of another tool"
         return _of_peft(reader, table)
     prefix, names = model_tensors(reader.tensors, reader.format)
-    alone = is_adapter(reader)
+    alone = holds_adapter_alone(reader)
     tensors = {name: stored_tensor(reader, prefix + name) for name in names if alone or lora_tensor(name)}
     if not tensors:
         raise NotACheckpointError(f"{reader.path} is {reader.format} and holds whole weights: no adapter is in it")

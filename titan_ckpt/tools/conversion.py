@@ -26,7 +26,7 @@ from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.loading.adapters import check_named_base
+from titan_ckpt.loading.adapters import check_named_base, holds_adapter_alone
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.models.config import read_config_json
@@ -35,7 +35,6 @@ from titan_ckpt.tools.adapters import (
     RecordedBase,
     adapted_weights,
     attached,
-    is_adapter,
     open_adapter,
     with_settings,
 )
@@ -88,7 +87,7 @@ def convert_checkpoint(source: Path, target: Path, to: Target, options: Options)
     """
     _check_target(target, [source])
     with open_reader(source) as reader:
-        if to == "peft" or is_adapter(reader):
+        if to == "peft" or holds_adapter_alone(reader):
             return _convert_adapter(reader, target, to, options)
         names = None if reader.format == "hf" else list(model_keys(reader))
         table = _table(reader, names, to, options)

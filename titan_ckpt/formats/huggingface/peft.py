@@ -33,7 +33,7 @@ from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
 from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.identity import BASE_RECORD
-from titan_ckpt.weights.low_rank import LowRank, Operation
+from titan_ckpt.weights.low_rank import LowRank, Operation, scale
 from titan_ckpt.weights.transforms import CASTABLE
 
 WEIGHTS = "adapter_model.safetensors"
@@ -277,8 +277,7 @@ class ModuleNumbers:
 
     def scaling(self, module: str) -> float:
         """Return the factor of the module's product B @ A."""
-        rank = self.rank(module)
-        return self.alpha(module) / (math.sqrt(rank) if self._config.get("use_rslora") else rank)
+        return scale(self.rank(module), self.alpha(module), use_rslora=bool(self._config.get("use_rslora")))
 
 
 def _read_adapter_config(path: Place) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning.known import KNOWN, plugin_faults
 from titan_ckpt.integrations.loader_position import PositionedLoader
+from titan_ckpt.integrations.loop import extend
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -73,9 +74,8 @@ def _with_position(loader: Any, allow: Collection[str]) -> Stateful:
             [f"dataloader: {type(loader).__name__} is not what fabric.setup_dataloaders returns: pass it through that"]
         )
     loader.titan_ckpt = position = _FabricPosition(loader, allow)
-    own = type(loader)
-    if not issubclass(own, _Positioned):  # else an earlier manager in this process has changed it
-        loader.__class__ = type(own.__name__, (_Positioned, own), {"__module__": own.__module__})
+    if not isinstance(loader, _Positioned):  # else an earlier manager in this process has changed it
+        extend(loader, _Positioned)
     return position
 
 

@@ -9,18 +9,17 @@ Source: lightning 2.6, pytorch/loops/fit_loop.py and training_epoch_loop.py.
 from __future__ import annotations
 
 import importlib
-from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
 
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.guard.run_guard import RunGuard
-from titan_ckpt.integrations.begun import Groups
 from titan_ckpt.integrations.lightning.known import callback_faults, own_faults, plugin_faults
 from titan_ckpt.integrations.lightning.progress import Progress
 from titan_ckpt.integrations.loader_position import PositionedLoader
+from titan_ckpt.integrations.loop import LoopCheckpoint
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import Stateful
 
@@ -61,23 +60,8 @@ def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
     return callback
 
 
-class TitanCheckpoint:
+class TitanCheckpoint(LoopCheckpoint):
     """The callback that `attach` adds; Lightning calls its methods."""
-
-    manager: CheckpointManager
-    """The manager of the current or last call of fit()."""
-
-    def __init__(self, config: CheckpointConfig) -> None:
-        super().__init__()
-        self._config = config
-        self._guard: RunGuard | None = None
-        self._opened = ExitStack()
-        self._completed = self._counted = 0
-
-    @property
-    def stopped(self) -> str | None:
-        """Return why fit() has stopped before its last step, such as a signal, or None."""
-        return None if self._guard is None else self._guard.stopped
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Look at the callbacks of the module's configure_callbacks(), before one of them trains by itself.
@@ -101,13 +85,12 @@ class TitanCheckpoint:
             )
         if faults:
             raise ConfigError(faults)
-        self._guard, self._trainer, fit = None, trainer, trainer.fit_loop
+        self._trainer, fit = trainer, trainer.fit_loop
         fit.setup_data()
         loaders = fit._combined_loader  # noqa: SLF001 - Lightning has no public name for its loops' parts
         self._loader = _LightningLoader(_only(loaders), allow=self._config.allow)
         loaders.flattened = [self._loader]
-        self.manager = self._opened.enter_context(self._new_manager(trainer, pl_module))
-        self._completed = step = self.manager.load().step
+        step = self._load(partial(self._new_manager, trainer, pl_module))
         self._counted = trainer.global_step
         iter(fit._data_fetcher)  # noqa: SLF001 - as above
         for loop, name, then, unless in (
@@ -118,13 +101,11 @@ class TitanCheckpoint:
         ):
             _extend(loop, name, then, unless)
             self._opened.callback(vars(loop).pop, name, None)
-        if step and fit.done:
-            self.manager.save(step, last_step=True)  # its exports may be missing, and set an optimizer's mode
-        self._groups = Groups(trainer.optimizers)
+        self._loaded(trainer.optimizers, is_done=bool(step and fit.done))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Watch for signals, after Lightning has installed handlers of its own."""
-        self._guard = self._opened.enter_context(RunGuard(self.manager))
+        self._watch()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Let the guard save the last completed step."""
@@ -136,7 +117,7 @@ class TitanCheckpoint:
 
     def _run_started(self) -> None:
         self._progress.begin()
-        if self._completed:
+        if self.is_resumed:
             self._groups.restore()
         self._loader.restore_random()
         if self._loader.num_batches:  # within an epoch
@@ -156,26 +137,23 @@ class TitanCheckpoint:
         loop = self._trainer.fit_loop
         loop._restarting = False  # noqa: SLF001 - or no epoch's end would step a plateau scheduler
         if not loop.epoch_loop._num_ready_batches_reached():  # noqa: SLF001 - as above
-            self._complete()
+            self._step_completed()
 
     def _epoch_ended(self) -> None:
         if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():  # noqa: SLF001 - as above
             if self._loader.num_batches:
                 self._loader.next_epoch()
-            self._complete()
+            self._step_completed()
 
-    def _complete(self) -> None:
+    def _step_completed(self) -> None:
         trainer, counted = self._trainer, self._trainer.global_step
         if counted == self._counted:
             if trainer.fit_loop.done and self._completed:  # no optimizer has stepped in the last batch
-                self.manager.save(self._completed, last_step=True)
+                self._save_last()
             return
-        assert self._guard is not None
-        # Lightning counts the steps of several optimizers together
-        self._counted, self._completed = counted, (step := self._completed + 1)
+        self._counted = counted  # of several optimizers together, and each batch is one step here
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        self.manager.save(step, last_step=trainer.fit_loop.done, metrics=metrics)
-        if self._guard.step_ended(step, metrics):
+        if self._complete(self._completed + 1, metrics, is_last=trainer.fit_loop.done):
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None  # a signal waits for neither
             trainer.should_stop = True
 

@@ -14,7 +14,7 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,7 @@ from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.guard.run_guard import RunGuard
-from titan_ckpt.integrations.begun import Groups, Restored
+from titan_ckpt.integrations.loop import LoopCheckpoint, Restored, extend
 from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, is_adapter_model, needs_base
 from titan_ckpt.integrations.transformers.followers import Followers
 from titan_ckpt.integrations.transformers.loader import TrainerLoader, draw_alike
@@ -65,35 +64,24 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
     ]:
         raise ConfigError(faults)
     checkpoint = TitanCheckpoint(trainer, config, only_adapter=only_adapter)
-    own = type(trainer)
-    trainer.__class__ = type(own.__name__, (_Attached, own), {"__module__": own.__module__})
+    extend(trainer, _Attached)
     trainer.titan_ckpt = checkpoint  # type: ignore[attr-defined]  # _Attached declares it
     return checkpoint
 
 
-class TitanCheckpoint:
+class TitanCheckpoint(LoopCheckpoint):
     """The parts that `attach` has added to a trainer."""
 
-    manager: CheckpointManager
-    """The manager of the current or last call of train()."""
     prepared: tuple[Any, Any]
     """What the Trainer's own _prepare_for_training() has returned."""
 
     def __init__(self, trainer: Trainer, config: CheckpointConfig, *, only_adapter: bool) -> None:
+        super().__init__(config)
         self._trainer: Any = trainer
-        self._config = config
         self._only_adapter = only_adapter
-        self._guard: RunGuard | None = None
-        self._opened = ExitStack()
-        self._completed = 0
         self._is_asked = False
         self._callbacks = [*trainer.callback_handler.callbacks]
         """Those that were there, and were judged, when the trainer was attached."""
-
-    @property
-    def stopped(self) -> str | None:
-        """Return why train() has stopped before its last step, such as a signal, or None."""
-        return None if self._guard is None else self._guard.stopped
 
     # called by _Attached, in this order
 
@@ -114,14 +102,11 @@ class TitanCheckpoint:
         is_changed = trainer.callback_handler.callbacks != self._callbacks
         if is_changed and (faults := [*self._unsaved()]):
             raise ConfigError(faults)
-        self._guard = None
         self._run = RunProgress(self._trainer)
         self._rank = RankProgress(self._trainer, self.loader)
         self._followers = Followers(self._trainer)
-        self.manager = self._opened.enter_context(self._new_manager())
-        step = self.manager.load().step
-        self._guard = self._opened.enter_context(RunGuard(self.manager))
-        self._trainer.state.global_step = self._completed = step
+        trainer.state.global_step = step = self._load(self._new_manager)
+        self._watch()
         trainer.add_callback(last := _Begun(self))
         self._opened.callback(trainer.remove_callback, last)
         if self._run.ended and step < max_steps:
@@ -130,9 +115,7 @@ class TitanCheckpoint:
                 "and resume from a step before (checkpoint.resume.step)"
             )
         self._is_done = step >= max_steps or self._run.ended
-        if self._is_done:
-            self.manager.save(step, last_step=True)  # its exports may be missing, and set an optimizer's mode
-        self._groups = Groups([trainer.optimizer.optimizer])
+        self._loaded([trainer.optimizer.optimizer], is_done=self._is_done)
         if self._is_done:
             return num_epochs, 0
         accumulated = trainer.args.gradient_accumulation_steps
@@ -147,11 +130,6 @@ class TitanCheckpoint:
     def _unsaved(self, watch: Watch | None = None) -> Iterator[str]:
         has_adapter = is_adapter_model(self._trainer.model)
         return unsaved(self._trainer, self._config, has_adapter=has_adapter, watch=watch)
-
-    @property
-    def is_resumed(self) -> bool:
-        """Return whether a step was loaded."""
-        return self._completed > 0
 
     def restore(self) -> None:
         """Set again what callbacks have set anew since the load."""
@@ -196,37 +174,33 @@ class TitanCheckpoint:
         is_last = control.should_training_stop
         if not is_last and not self.loader.at_end and control.should_epoch_stop:
             self.loader.next_epoch()
-        self._complete(is_last=is_last)
+        self._step_completed(is_last=is_last)
 
     def step_ended(self) -> None:
         """Complete a step, after its evaluation. An epoch may be evaluated after its last step, which so waits."""
         control = self._trainer.control
         if not (self.loader.at_end or control.should_training_stop or control.should_epoch_stop):
-            self._complete(is_last=False)
+            self._step_completed(is_last=False)
 
     def ended(self) -> None:
         """Make the last save of a run that has ended before its last step, because its epochs had fewer batches."""
         assert self._guard is not None
         if self._completed and not self._is_done and self._guard.stopped is None:
             self._run.ended = self._trainer.control.should_training_stop
-            self.manager.save(self._completed, last_step=True, metrics=self._metrics(self._completed))
+            self._save_last(self._metrics(self._completed))
 
     def ask(self) -> None:
         """Save the current step, because a callback has set control.should_save."""
         self._is_asked = True
 
-    def _complete(self, *, is_last: bool) -> None:
-        assert self._guard is not None
+    def _step_completed(self, *, is_last: bool) -> None:
         step = self._trainer.state.global_step
         if step == self._completed:
             return
-        self._completed = step
-        metrics = self._metrics(step)
         self._run.ended = is_last and step < self._trainer.state.max_steps
         is_last = self._is_done = is_last or step >= self._trainer.state.max_steps
-        self.manager.save(step, last_step=is_last, force=self._is_asked and not is_last, metrics=metrics)
-        self._is_asked = False
-        if self._guard.step_ended(step, metrics):
+        is_asked, self._is_asked = self._is_asked and not is_last, False
+        if self._complete(step, self._metrics(step), is_last=is_last, force=is_asked):
             self._trainer.control.should_training_stop = True
 
     def _metrics(self, step: int) -> dict[str, float]:

@@ -1,0 +1,184 @@
+"""The commands that write checkpoints in other forms, and those that change what a run keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+
+import tyro
+from rich.console import Console
+
+from titan_ckpt.cli.command import DIFFERENT, SAME, Shown, place
+from titan_ckpt.errors import ConfigError, SaveError
+
+if TYPE_CHECKING:
+    from titan_ckpt.tools.conversion import Options
+
+Dtype = Literal["float32", "bfloat16", "float16"]
+
+
+@dataclass(frozen=True)
+class Convert(Shown):
+    """Write the model weights of a checkpoint, or its adapter, in another format."""
+
+    source: tyro.conf.Positional[Path]
+    target: tyro.conf.Positional[Path]
+    """The folder, or with --to torch the file, to be written; it must not exist."""
+    to: Literal["native", "dcp", "hf", "torch", "peft"]
+    """hf for a model, peft for an adapter, the others for both; torch is one torch.save file."""
+    config: Path | None = None
+    """Folder of the model's config.json, if the source has none."""
+    model: str | None = None
+    """The native side has the names of this model: llama3, qwen3, qwen3_moe, hf, or your own "package.module:Name".
+    Absent: found from config.json."""
+    dtype: Dtype | None = None
+    """Dtype of floating-point tensors in the target; absent: each keeps its own."""
+    max_shard_bytes: int = 5_000_000_000
+    """Maximum size of one safetensors file."""
+    settings: Path | None = None
+    """PEFT folder or native step with rank and alpha of the adapter, if it is in a DCP folder, which says none."""
+
+    def run(self, console: Console) -> int:
+        from titan_ckpt.cli import tables
+        from titan_ckpt.tools.conversion import convert_checkpoint
+
+        options = _options(self.config, self.model, self.dtype, self.max_shard_bytes, self.settings)
+        found = convert_checkpoint(self.source, self.target, self.to, options)
+        return self.show(found, lambda: tables.written(found, console))
+
+
+@dataclass(frozen=True)
+class Merge(Shown):
+    """Write a Hugging Face folder of a base with adapters merged into it, one after the other."""
+
+    paths: tyro.conf.Positional[tuple[Path, ...]]
+    """The base, one adapter or several (PEFT folders or steps), and the folder to be written."""
+    config: Path | None = None
+    """Folder of the model's config.json, if the base has none."""
+    model: str | None = None
+    """Architecture of the base: llama3, qwen3, qwen3_moe, hf, or your own "package.module:Name". Absent: found from
+    config.json."""
+    dtype: Dtype | None = None
+    """Dtype of floating-point tensors in the target; absent: each keeps its own."""
+    max_shard_bytes: int = 5_000_000_000
+    """Maximum size of one safetensors file."""
+
+    def run(self, console: Console) -> int:
+        from titan_ckpt.cli import tables
+        from titan_ckpt.tools.conversion import merge_adapters
+
+        if len(self.paths) < 3:
+            expected = "a base, at least one adapter, and the folder to be written"
+            raise ConfigError([f"expected BASE ADAPTER... DST: {expected}"])
+        base, *adapters, target = self.paths
+        options = _options(self.config, self.model, self.dtype, self.max_shard_bytes)
+        found = merge_adapters(base, adapters, target, options)
+        return self.show(found, lambda: tables.written(found, console))
+
+
+def _options(
+    config: Path | None, model: str | None, dtype: Dtype | None, max_shard_bytes: int, settings: Path | None = None
+) -> Options:
+    import torch
+
+    from titan_ckpt.tools.conversion import Options
+    from titan_ckpt.training.launch.terminal import hide_foreign
+
+    hide_foreign()
+    return Options(config, model, None if dtype is None else getattr(torch, dtype), max_shard_bytes, settings)
+
+
+@dataclass(frozen=True)
+class Prune(Shown):
+    """Delete the steps of a run that a policy no longer keeps; refused while a run writes there."""
+
+    takes_urls: ClassVar[bool] = True
+    folder: tyro.conf.Positional[Path]
+    """The run's folder, or its checkpoint folder; or its place in a bucket."""
+    keep: str | None = None
+    """The policy, as in [checkpoint.save]: --keep "latest = 2, every = 1000"."""
+    set_aside: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Also delete the steps and exports that the run set aside when it went back to an earlier step; no policy counts
+    them."""
+    dry_run: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Delete nothing and say what would be deleted."""
+    take_lease: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """The writer that the folder names, on another machine, has ended."""
+
+    def run(self, console: Console) -> int:
+        from titan_ckpt.cli import tables
+        from titan_ckpt.tools.retention import prune, read_policy
+
+        if self.keep is None and not self.set_aside:
+            raise ConfigError(
+                ['nothing says what to delete; name a policy, such as --keep "latest = 2", or --set-aside']
+            )
+        found = prune(
+            place(self.folder),
+            None if self.keep is None else read_policy(self.keep),
+            set_aside=self.set_aside,
+            dry_run=self.dry_run,
+            take_lease=self.take_lease,
+        )
+        how = {"dry_run": self.dry_run}
+        self.show(found, lambda: tables.pruned(found, console, set_aside=self.set_aside, **how), **how)
+        return DIFFERENT if found.left_over or found.held else SAME
+
+
+@dataclass(frozen=True)
+class Pin(Shown):
+    """Keep steps, whatever the run's policy says."""
+
+    takes_urls: ClassVar[bool] = True
+    steps: tyro.conf.Positional[tuple[Path, ...]]
+    """Steps, such as run/checkpoints/step-500; or URLs of theirs in a bucket."""
+
+    def run(self, console: Console) -> int:
+        from titan_ckpt.tools.retention import pin
+
+        steps = [pin(place(path)) for path in self.steps]
+        return self.say(console, f"pinned: {_named(steps)}", steps=steps, pinned=True)
+
+
+@dataclass(frozen=True)
+class Unpin(Shown):
+    """Let the policy decide about pinned steps again."""
+
+    takes_urls: ClassVar[bool] = True
+    steps: tyro.conf.Positional[tuple[Path, ...]]
+    """Steps, such as run/checkpoints/step-500; or URLs of theirs in a bucket."""
+
+    def run(self, console: Console) -> int:
+        from titan_ckpt.tools.retention import unpin
+
+        steps = [unpin(place(path)) for path in self.steps]
+        return self.say(console, f"no longer pinned: {_named(steps)}", steps=steps, pinned=False)
+
+
+def _named(steps: list[int]) -> str:
+    return ", ".join(f"step {step}" for step in steps)
+
+
+@dataclass(frozen=True)
+class Save(Shown):
+    """Ask a running job for a save after its step under way, and wait until it is committed."""
+
+    run_folder: Annotated[Path, tyro.conf.arg(name="run")]
+    """The folder that the run writes into: train.py's output_folder, a manager's base_folder."""
+    pin: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Pin the step, so that retention never deletes it."""
+    timeout_seconds: float = 600.0
+    """Longest time to wait for the answer."""
+
+    def run(self, console: Console) -> int:
+        from titan_ckpt.guard import outside_request
+
+        if not self.timeout_seconds > 0:
+            raise ConfigError([f"--timeout-seconds: expected a positive number, found {self.timeout_seconds:g}"])
+        name = outside_request.ask(self.run_folder, pin=self.pin)
+        answer = outside_request.await_answer(self.run_folder, name, self.timeout_seconds)
+        if answer.error is not None:
+            raise SaveError(f"{self.run_folder}: not saved: {answer.error}")
+        text = f"{self.run_folder}: step {answer.step} is saved{' and pinned' * self.pin}"
+        return self.say(console, text, run=str(self.run_folder), step=answer.step)

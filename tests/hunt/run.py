@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 from tests.format_programs import read_step
 from tests.hunt.programs import UNSEEN, Act, Program
 from tests.hunt.slow import Slow, background_threads, interrupted
+from tests.world import differing, same
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
 from titan_ckpt.errors import CheckpointError, HalfLoadedError, PeerError
 
@@ -279,7 +280,7 @@ class Run:
             else:
                 self.load()
         elif name in ("load", "rollback"):
-            if self.same(self.values(), before):
+            if same(self.values(), before):
                 self.may_be_half_loaded = True
                 return
             if not self.is_a_reference():
@@ -493,24 +494,11 @@ class Run:
         """Return whether the live state is that of a step, whole."""
         now = self.values()
         every = [r for d in (self.references, self.abandoned) for refs in d.values() for r in refs]
-        return any(r.nonce == self.counters.nonce and self.same(now, r.values) for r in every)
-
-    @staticmethod
-    def same(a: Values, b: Values) -> bool:
-        return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+        return any(r.nonce == self.counters.nonce and same(now, r.values) for r in every)
 
     def compare(self, found: Values, reference: Reference, what: str) -> None:
-        own = reference.values
-        if missing := sorted(own.keys() ^ found.keys()):
-            raise WrongError(f"{what}: has or lacks {missing}")
-        if self.same(found, own):
-            return
-        wrong = [
-            f"{int((value != own[name]).sum())} of {value.numel()} values of {name}"
-            for name, value in found.items()
-            if not torch.equal(value, own[name])
-        ]
-        raise WrongError(f"{what}, differs in {', '.join(wrong)}")
+        if wrong := differing(found, reference.values, what):
+            raise WrongError(f"these differ: {', '.join(wrong)}")
 
     # the end
 

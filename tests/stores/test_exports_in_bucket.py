@@ -418,7 +418,7 @@ def test_peft_opens_an_adapter_and_a_run_loads_it_over_a_base_in_the_bucket(serv
     exports = tuple(ExportConfig(kind, folder=str(place / "exports")) for kind in ("hf", "peft"))
     run = LoraRun.build(base)
     settings = {"store": place.bucket.settings, "save": None, "export": exports}
-    with run.manager(tmp_path, [place / "base"], **settings) as manager:
+    with run.manager(tmp_path, [place / "base"], **settings) as manager:  # type: ignore[list-item]
         manager.load()
         run.step()
         run.step()
@@ -433,7 +433,7 @@ def test_peft_opens_an_adapter_and_a_run_loads_it_over_a_base_in_the_bucket(serv
             torch.testing.assert_close(other(IDS).logits, run.logits(), rtol=1e-4, atol=1e-5)
     again = LoraRun.build(base, seed=7)
     settings = {"store": place.bucket.settings, "save": None}
-    with again.manager(tmp_path / "b", [place / "base", made], **settings) as manager:
+    with again.manager(tmp_path / "b", [place / "base", made], **settings) as manager:  # type: ignore[list-item]
         manager.load()
     assert torch.equal(again.logits(), run.logits())
 

@@ -88,9 +88,7 @@ class ObjectReader(Reader):
 
     def map(self, offset: int, num_bytes: int) -> memoryview:
         """Return bytes in memory of their own, by one request. Raises: as `read_aligned`."""
-        memory = np.empty(num_bytes, np.uint8).data
-        self.read_aligned(memory, offset, num_bytes)
-        return memory
+        return super().view(offset, num_bytes)
 
     def close(self) -> None:
         """Forget what was read."""

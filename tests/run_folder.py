@@ -95,7 +95,7 @@ class RunFolder:
         return place
 
     def _commits(self) -> list[Commit]:
-        return [commit for commit in Commits(self._bucket).look().commits if commit.is_current]
+        return [commit for commit in Commits(self._bucket).list_commits().commits if commit.is_current]
 
     def _file(self, step: int, name: str) -> BucketPath:
         (commit,) = [commit for commit in self._commits() if commit.step == step]

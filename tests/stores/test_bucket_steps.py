@@ -350,7 +350,7 @@ def test_a_lost_lease_counts_before_a_listing_that_fails(s3: Server, monkeypatch
     def silent(commits: Commits) -> None:
         raise StoreError(errno.EIO, "no answer", is_final=False)
 
-    monkeypatch.setattr(Commits, "look", silent)
+    monkeypatch.setattr(Commits, "list_commits", silent)
     with pytest.raises(CommitConflictError, match="taken over by"):
         steps.begin(2, 10)
 

@@ -33,7 +33,7 @@ from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
 from titan_ckpt.stores.object_reader import ObjectReader
-from titan_ckpt.stores.part_memory import PartMemory
+from titan_ckpt.stores.object_writer import PartMemory
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.types import StateDict
 

@@ -6,8 +6,6 @@ the CPU, with memory that nothing is read into; the tokenised corpus stays in th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -41,7 +39,8 @@ class Fit:
 def fit(path: str, rank: int) -> Fit:
     """Return what fits the model and the data of a run file. Raises: CheckpointError for what `train` would refuse."""
     config, _ = read_run(path)
-    with _set_up(Trainer(_on_cpu(config))) as trainer:
+    trainer = Trainer(_on_cpu(config))
+    with trainer.setup() as trainer.ranks:
         trainer.model = trainer.build_model()
         trainer.tokenizer = trainer.build_assets()
         trainer.encode = trainer.build_data_transform()
@@ -60,7 +59,8 @@ def rehearse(path: str) -> None:
     Raises: CheckpointError for what `train` would refuse.
     """
     config, converters = read_run(path)
-    with _set_up(Trainer(_on_cpu(config), converters)) as trainer:
+    trainer = Trainer(_on_cpu(config), converters)
+    with trainer.setup() as trainer.ranks:
         trainer.build()
         with trainer.build_manager() as manager:
             load_plan = Origin().plan(manager.config, partial(describe, store=manager.config.store))
@@ -68,12 +68,6 @@ def rehearse(path: str) -> None:
             sources = prepare_load(load_plan.sources, wrapper, transforms, Coordinator.current(), require_owned=False)
             with sources:
                 pass
-
-
-@contextmanager
-def _set_up(trainer: Trainer) -> Iterator[Trainer]:
-    with trainer.setup() as trainer.ranks:
-        yield trainer
 
 
 def _on_cpu(config: RunConfig) -> RunConfig:

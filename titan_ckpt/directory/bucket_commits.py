@@ -21,10 +21,10 @@ from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
 from titan_ckpt.directory.names import (
     COMMITS,
     DATA,
+    LOOKS_LIKE_A_STEP,
     PIN_NAME,
     CommittedStep,
     Survey,
-    looks_like_a_step,
     manifest_path,
     step_name,
     step_of,
@@ -80,7 +80,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class CommitListing:
     """The content of one listing of `commits/`."""
 
     commits: list[Commit]
@@ -131,14 +131,14 @@ class Commits:
         """
         sizes: Sizes = {}
         with meanwhile(lambda: sizes.update(self.sizes()), patience=0.0):
-            look = self.look()
+            look = self.list_commits()
         while True:
             seen = self._survey_of(look, sizes)
             if _is_clear(seen):
                 return seen
             sizes = self.sizes()
             seen = self._survey_of(look, sizes)
-            if _is_clear(seen) or (again := self.look()) == look:
+            if _is_clear(seen) or (again := self.list_commits()) == look:
                 return seen
             look = again
 
@@ -154,7 +154,7 @@ class Commits:
                 sizes.setdefault((number, attempt), {})[name] = facts.num_bytes
         return sizes
 
-    def _survey_of(self, look: Look, sizes: Sizes) -> Survey:
+    def _survey_of(self, look: CommitListing, sizes: Sizes) -> Survey:
         steps: dict[int, CommittedStep] = {}
         rejected = [(f"{step_name(c.step)}.{c.attempt}", _WAS_LEFT) for c in look.commits if c.is_set_aside]
         for commit in look.commits:
@@ -181,7 +181,7 @@ class Commits:
             raise CorruptCheckpointError(f"{files}: {listed(faults, last=' ')}", str(files))
         return CommittedStep(commit.step, files, manifest, commit.content, (PIN_NAME,) if commit.is_pinned else ())
 
-    def _strangers(self, look: Look) -> list[tuple[str, str]]:
+    def _strangers(self, look: CommitListing) -> list[tuple[str, str]]:
         """Return what looks like checkpoints of another program, where there are none of ours.
 
         Raises: PreflightError if the lease is not one of ours, because a web server may list nothing, too; OSError.
@@ -189,11 +189,14 @@ class Commits:
         ObjectLease.named_in(self._root)
         names = [*self._bucket.list_names(self._root.key), *look.strangers]
         reason = "not a checkpoint of titan_ckpt in a bucket, which has another layout than a folder on a disk"
-        return [(name, reason) for name in names if looks_like_a_step(name)]
+        return [(name, reason) for name in names if LOOKS_LIKE_A_STEP.fullmatch(name)]
 
-    def look(self) -> Look:
+    def list_commits(self) -> CommitListing:
         """List `commits/` by one request, and read what is new; fences, too. Raises: OSError."""
-        matches = {f.key: (_NAME.fullmatch(f.key.rpartition("/")[2]), f) for f in self._all()}
+        matches = {
+            f.key: (_NAME.fullmatch(f.key.rpartition("/")[2]), f)
+            for f in self._bucket.list_objects((self._root / COMMITS).key)
+        }
         names = [key.rpartition("/")[2] for key, (match, _) in matches.items() if match is None]
         strangers = [name for name in names if name != _OPENED]
         marks = {(m[3], int(m[1]), m[2]) for m, _ in matches.values() if m}
@@ -212,12 +215,9 @@ class Commits:
         held = {(n, a) for mark, n, a in marks if mark == "json"} - {(c.step, c.attempt) for c in commits if c.is_fence}
         pins_and_marks = [(m, facts) for m, facts in matches.values() if m and m[3] in ("pinned", "abandoned")]
         widowed = [facts for match, facts in pins_and_marks if (int(match[1]), match[2]) not in held]
-        return Look(
+        return CommitListing(
             sorted(commits, key=lambda commit: (commit.step, commit.attempt)), strangers, removals, not matches, widowed
         )
-
-    def _all(self) -> list[ObjectFacts]:
-        return self._bucket.list_objects((self._root / COMMITS).key)
 
     def _read(self, facts: Iterable[ObjectFacts]) -> None:
         """Read the objects whose versions have not been read; forget those that are not asked for."""

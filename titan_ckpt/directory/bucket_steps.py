@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import replace
 
-from titan_ckpt.directory.bucket_commits import Commit, Commits, Look
+from titan_ckpt.directory.bucket_commits import Commit, CommitListing, Commits
 from titan_ckpt.directory.lease import Lease, ObjectLease
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import DATA, CommittedStep, Survey, step_name
@@ -82,7 +82,7 @@ class BucketSteps(Steps):
         raise self._not_there(step, seen)
 
     def has(self, step: int) -> bool:
-        return any(commit.step == step and commit.is_current for commit in self._commits.look().commits)
+        return any(commit.step == step and commit.is_current for commit in self._commits.list_commits().commits)
 
     def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, BucketPath]:
         files = self._commits.files(manifest.step, manifest.attempt)
@@ -96,19 +96,19 @@ class BucketSteps(Steps):
         return SAME if content == expected else "another save", place
 
     def present(self) -> list[tuple[int, str]]:
-        return [(commit.step, commit.attempt) for commit in self._commits.look().commits if commit.is_current]
+        return [(commit.step, commit.attempt) for commit in self._commits.list_commits().commits if commit.is_current]
 
-    def _check(self, lease: Lease) -> Look | None:
+    def _check(self, lease: Lease) -> CommitListing | None:
         """Check the lease, and list the commits at the same time, unless that comes too early."""
         lease.check_process()  # in a forked process the client may never answer
-        looks: list[Look] = []
+        looks: list[CommitListing] = []
         is_settled = not (self._has_leftovers or self._in_doubt) and self._rolled_back_to is None
-        with meanwhile(lambda: looks.extend([self._commits.look()] if is_settled else [])):
+        with meanwhile(lambda: looks.extend([self._commits.list_commits()] if is_settled else [])):
             lease.check()
         return looks[0] if looks else None
 
-    def _make_place(self, attempt: Attempt, num_bytes: int, seen: Look | None) -> None:
-        look = seen or self._commits.look()
+    def _make_place(self, attempt: Attempt, num_bytes: int, seen: CommitListing | None) -> None:
+        look = seen or self._commits.list_commits()
         if look.is_empty:  # since this run has opened it, so what it clears away later would be whole steps
             self._recover(self.open())
         self._refuse_step_beside(attempt.step, [commit.step for commit in look.commits if commit.is_current])
@@ -188,7 +188,9 @@ class BucketSteps(Steps):
             self._discard(commit.step, commit.attempt)
 
     def _set_aside(self) -> dict[str, Commit]:
-        commits = [commit for commit in self._commits.look().commits if commit.is_set_aside and not commit.is_fence]
+        commits = [
+            commit for commit in self._commits.list_commits().commits if commit.is_set_aside and not commit.is_fence
+        ]
         return {f"{step_name(commit.step)}.{commit.attempt}": commit for commit in commits}
 
     def left_over(self) -> tuple[str, ...]:
@@ -243,7 +245,7 @@ class BucketSteps(Steps):
             self._bucket.delete([f.key for f in self._bucket.list_objects((self.root / DATA / name).key)])
 
     def _set_aside_after(self, above: int, lease: Lease) -> None:
-        commits = [c for c in self._commits.look().commits if c.is_current and c.step > above]
+        commits = [c for c in self._commits.list_commits().commits if c.is_current and c.step > above]
         if commits:
             lease.check()
         for commit in reversed(commits):
@@ -261,7 +263,7 @@ class BucketSteps(Steps):
         prefix = (self.root / DATA).key
         facts = self._bucket.list_objects(prefix)
         # After the files: a removal deletes the commit first, so files without one are left over.
-        look = self._commits.look()
+        look = self._commits.list_commits()
         places = {(commit.step, commit.attempt): commit for commit in look.commits}
         with_files = self._commits.sizes(facts).keys()
         if faults := look.lost(with_files):

@@ -70,7 +70,7 @@ class Lease(ABC):
                 self._write(before)
             except FileExistsError:
                 other = self.read()
-                if not is_last and (other is None or _is_this_process(other)):
+                if not is_last and (other is None or replace(other, id="") == replace(Holder.current(), id="")):
                     continue  # a release, or an earlier request of this process, has arrived late
                 raise CommitConflictError(
                     f"{root}: {other or 'another process'} has taken the lease at the same time. Stop one of the two"
@@ -141,7 +141,7 @@ class FileLease(Lease):
 
     name = LEASE_NAME
     _fd = -1
-    _identity: tuple[int, int] | None = None
+    _status: os.stat_result | None = None
     _is_written = False
     """Whether this object has named the holder, and no other one of the process."""
 
@@ -166,7 +166,7 @@ class FileLease(Lease):
                 f"{self.place}: must be a regular file, found something else of that name. Move it away"
             )
         self._fd = posix.open_or_create(self.place)
-        self._identity = _identity(os.fstat(self._fd))
+        self._status = os.fstat(self._fd)
         super()._claim(root)
 
     def read(self) -> Holder | None:
@@ -182,13 +182,14 @@ class FileLease(Lease):
     def _look(self) -> tuple[bool, Holder | None]:
         status = os.stat(self.place)
         holder = read_holder(self._fd)
-        return _identity(status) == self._identity and holder == self.holder, holder
+        is_same = self._status is not None and os.path.samestat(status, self._status)
+        return is_same and holder == self.holder, holder
 
     def _give_back(self) -> None:
         if self._fd < 0:
             return
         with contextlib.suppress(OSError):
-            if self._identity not in (None, _identity(os.fstat(self._fd))):
+            if self._status is not None and not os.path.samestat(self._status, os.fstat(self._fd)):
                 return  # closed by a call that was interrupted right after it
         try:
             if self._is_written and read_holder(self._fd) == self.holder:
@@ -267,14 +268,6 @@ def _conflict(folder: Place, holder: Holder | None) -> CommitConflictError:
         f"{folder}: {holder or 'another process'} is writing here. Wait for it to end, stop it, or choose another "
         "folder"
     )
-
-
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-def _is_this_process(holder: Holder) -> bool:
-    return replace(holder, id="") == replace(Holder.current(), id="")
 
 
 def _encode(epoch: int, holder: Holder | None) -> bytes:

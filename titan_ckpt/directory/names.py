@@ -33,11 +33,15 @@ DATA = "data"
 
 _Place = TypeVar("_Place", bound=Place)
 _STEP = re.compile(r"step-(0|[1-9][0-9]{0,18})")
-_ATTEMPT = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
-_TRASHED = re.compile(r"(?:removed|dead|preflight)-step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
+ATTEMPT_NAME = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
+"""The name of a save in progress, in the staging folder."""
+TRASHED_NAME = re.compile(r"(?:removed|dead|preflight)-step-(?:0|[1-9][0-9]{0,18})\.[0-9a-f]{32}")
+"""The name of a folder being deleted, in the trash folder."""
 _SET_ASIDE = re.compile(r"step-(?:0|[1-9][0-9]{0,18})\.abandoned-[0-9a-f]{8}")
-_OF_A_STEP = re.compile(r"MANIFEST\.json|state\.json|rank-[0-9]{5,}\.(?:safetensors|json)")
-_LOOKS_LIKE_A_STEP = re.compile(r"(?i).*(?:step|checkpoint|ckpt|epoch|iter)[-_.]?[0-9]+.*")
+NAME_IN_A_STEP = re.compile(r"MANIFEST\.json|state\.json|rank-[0-9]{5,}\.(?:safetensors|json)")
+"""The name of a file that a save may have written."""
+LOOKS_LIKE_A_STEP = re.compile(r"(?i).*(?:step|checkpoint|ckpt|epoch|iter)[-_.]?[0-9]+.*")
+"""A name such as people or programs give to a checkpoint."""
 _WAS_LEFT = "set aside when its run went back to an earlier step; `titan-ckpt prune RUN --set-aside` deletes it"
 _MAX_LISTED = 10
 _MAX_STATE_BYTES = 256 * 2**20
@@ -101,24 +105,9 @@ def read_committed(path: Place, record: FileRecord) -> bytes:
     return read_twice(path, read)
 
 
-def is_attempt_name(name: str) -> bool:
-    """Return whether this is the name of a save in progress, in the staging folder."""
-    return _ATTEMPT.fullmatch(name) is not None
-
-
-def is_trashed_name(name: str) -> bool:
-    """Return whether this is the name of a folder being deleted, in the trash folder."""
-    return _TRASHED.fullmatch(name) is not None
-
-
 def is_set_aside_name(name: str) -> bool:
     """Return whether this is the name of a step that a run left when it went back to an earlier one."""
     return _SET_ASIDE.fullmatch(name) is not None
-
-
-def is_name_in_a_step(name: str) -> bool:
-    """Return whether a save may have written a file of this name."""
-    return _OF_A_STEP.fullmatch(name) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,13 +242,8 @@ def _fault(path: Path, num_bytes: int) -> str | None:
     return None
 
 
-def looks_like_a_step(name: str) -> bool:
-    """Return whether people or programs give such a name to a checkpoint."""
-    return _LOOKS_LIKE_A_STEP.fullmatch(name) is not None
-
-
 def _looks_like_a_checkpoint(path: Path) -> bool:
-    if looks_like_a_step(path.name):
+    if LOOKS_LIKE_A_STEP.fullmatch(path.name):
         return True
     # os.path.exists is False in a folder that we may not enter, such as lost+found at the root of a disk
     return any(os.path.exists(path / name) for name in (MANIFEST_NAME, ".metadata"))

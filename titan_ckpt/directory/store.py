@@ -26,13 +26,13 @@ from titan_ckpt.directory import trash
 from titan_ckpt.directory.lease import FileLease, Lease
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.directory.names import (
+    NAME_IN_A_STEP,
     PIN_NAME,
     STAGING,
     TRASH,
     CommittedStep,
     Survey,
     inspect,
-    is_name_in_a_step,
     is_set_aside_name,
     listed_steps,
     step_name,
@@ -186,7 +186,7 @@ class StepStore(Steps):
         folder = self.root / name
         trash.require_real(folder)
         names = posix.list_folder(folder)
-        if foreign := [name for name in names if not is_name_in_a_step(name)]:
+        if foreign := [name for name in names if not NAME_IN_A_STEP.fullmatch(name)]:
             raise SaveError(f"{folder}: holds what is not ours: {', '.join(foreign)}. Take it out first")
         if not dry_run:
             self.open().check()
@@ -321,15 +321,13 @@ def _require_exactly(path: Path, manifest: Manifest) -> None:
     Raises: SaveError unless the folder then holds exactly the manifest's files in their sizes.
     """
     deadline = time.monotonic() + (VISIBLE_SECONDS if manifest.world_size > 1 else 0.0)
-    while faults := _faults(path, manifest):
+    while True:
+        actual = {name: (path / name).lstat().st_size for name in posix.list_folder(path)}
+        if not (faults := faults_of(manifest, actual, exactly=True)):
+            return
         if time.monotonic() > deadline:
             raise SaveError(f"{path}: {'; '.join(faults)}")
         time.sleep(0.1)
-
-
-def _faults(path: Path, manifest: Manifest) -> list[str]:
-    actual = {name: (path / name).lstat().st_size for name in posix.list_folder(path)}
-    return faults_of(manifest, actual, exactly=True)
 
 
 def _mib(num_bytes: int) -> str:

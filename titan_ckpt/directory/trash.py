@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from titan_ckpt.directory.manifest import MANIFEST_NAME
-from titan_ckpt.directory.names import STAGING, TRASH, is_attempt_name, is_trashed_name, listed_steps, step_name
+from titan_ckpt.directory.names import ATTEMPT_NAME, STAGING, TRASH, TRASHED_NAME, listed_steps, step_name
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import SaveError
 
@@ -83,12 +83,12 @@ def recover(root: Path, check: Callable[[], None]) -> list[str]:
     attempts, trashed = posix.list_folder(root / STAGING), posix.list_folder(root / TRASH)
     check()
     for name in attempts:
-        if is_attempt_name(name) and posix.is_real_folder(root / STAGING / name):
+        if ATTEMPT_NAME.fullmatch(name) and posix.is_real_folder(root / STAGING / name):
             logger.info("%s: discarding %s, a save that was interrupted", root, name)
             with suppress(FileNotFoundError):  # the holder before us has just committed it, or deleted it itself
                 problems += discard(root, root / STAGING / name, "dead")
     for name in trashed:
         place = root / TRASH / name
-        if is_trashed_name(name) and posix.is_real_folder(place):
+        if TRASHED_NAME.fullmatch(name) and posix.is_real_folder(place):
             problems += empty(place)
     return problems

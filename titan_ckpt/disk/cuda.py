@@ -137,12 +137,12 @@ class CopyStreams:
         self._last = [stream.record_event(torch.cuda.Event(blocking=True)) for stream in self._streams]
         self._in_flight.append(self._last)
         while wait and len(self._in_flight) >= _PIECES_IN_FLIGHT:
-            _wait(self._in_flight.popleft())
+            await_events(self._in_flight.popleft())
 
     def finish(self) -> None:
         """Wait until everything has been copied."""
         while self._in_flight:
-            _wait(self._in_flight.popleft())  # without a processor, unlike the next line
+            await_events(self._in_flight.popleft())  # without a processor, unlike the next line
         for stream in self._streams:
             stream.synchronize()
 
@@ -164,7 +164,8 @@ def settle(devices: Collection[torch.device]) -> None:
         torch.cuda.current_stream(device).synchronize()
 
 
-def _wait(events: Sequence[torch.cuda.Event]) -> None:
+def await_events(events: Sequence[torch.cuda.Event]) -> None:
+    """Block until these events have happened."""
     for event in events:
         event.synchronize()
 

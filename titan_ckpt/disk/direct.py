@@ -70,11 +70,10 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
     busy: set[int] = set()
     changed = threading.Condition()
 
-    def work(first_call: Callable[[], None] | None = None) -> None:
+    def work() -> None:
         thread = threading.get_ident()
         try:
-            if first_call is not None:
-                first_call()
+            as_here()
             while True:
                 with changed:
                     item = end if errors else next(todo, end)
@@ -92,7 +91,7 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
     threads: list[threading.Thread] = []
     try:
         for _ in range(num_workers - 1):
-            thread = threading.Thread(target=work, args=(as_here,), name="titan_ckpt-io", daemon=True)
+            thread = threading.Thread(target=work, name="titan_ckpt-io", daemon=True)
             try:
                 thread.start()
             except RuntimeError:
@@ -152,10 +151,6 @@ class _Bounce:
     copies: Sequence[torch.cuda.Event] = ()
     """Ends of the copies to devices that still read the buffer."""
 
-    @property
-    def is_read(self) -> bool:
-        return not all(event.query() for event in self.copies)
-
 
 _bounces: deque[_Bounce] = deque()
 """Buffers that nobody uses; the one used last, which the processor's cache may hold, is the last one."""
@@ -181,29 +176,22 @@ def bounce_buffer() -> Iterator[Buffer]:
 
 
 def _take_bounce() -> _Bounce:
-    try:
+    with suppress(IndexError):  # `if _bounces` first would race with other threads
         bounce = _bounces.pop()
-    except IndexError:  # `if _bounces` first would race with other threads
-        return _Bounce(Buffer.allocate(IO_BYTES))
-    if not bounce.is_read:
-        return bounce
-    _bounces.append(bounce)
-    if len(_bounces) < NUM_WORKERS:
-        return _Bounce(Buffer.allocate(IO_BYTES))
-    try:
-        bounce = _bounces.popleft()
-    except IndexError:
-        return _Bounce(Buffer.allocate(IO_BYTES))
-    for event in bounce.copies:
-        event.synchronize()
-    return bounce
+        if all(event.query() for event in bounce.copies):
+            return bounce
+        _bounces.append(bounce)
+        if len(_bounces) >= NUM_WORKERS:
+            bounce = _bounces.popleft()
+            cuda.await_events(bounce.copies)
+            return bounce
+    return _Bounce(Buffer.allocate(IO_BYTES))
 
 
 def finish_uploads() -> None:
     """Wait for all copies from bounce buffers to devices. Called when no thread uses one."""
     for bounce in tuple(_bounces):
-        for event in bounce.copies:
-            event.synchronize()
+        cuda.await_events(bounce.copies)
 
 
 def open_direct(path: Path, flags: int) -> int:

@@ -47,7 +47,8 @@ class Check:
 def read_toml(path: str | Path) -> dict[str, Any]:
     """Read a TOML file. Raises: ConfigError if it is absent, unreadable, not TOML, or has a key twice."""
     try:
-        with open(path, "rb", opener=_without_waiting) as file:
+        # a named pipe that nobody writes to is empty, and would block for ever otherwise
+        with open(path, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as file:
             os.set_blocking(file.fileno(), True)  # a pipe that somebody writes to is waited for, as `<(...)` needs
             text = file.read(_MAX_BYTES + 1)
             if len(text) > _MAX_BYTES:
@@ -62,11 +63,6 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise ConfigError([f"cannot be read: {error}"], str(path)) from None
     except OSError as error:
         raise ConfigError([f"cannot be read: {error.strerror}"], str(path)) from None
-
-
-def _without_waiting(path: str, flags: int) -> int:
-    """Open a file, or a named pipe: one that nobody writes to is empty, and would block for ever otherwise."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def from_dict(cls: type[T], raw: Mapping[str, Any], source: str = "config", path: str = "") -> T:

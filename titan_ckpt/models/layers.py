@@ -50,7 +50,7 @@ def rotate_halves(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return torch.cat((turned.real, turned.imag), dim=-1).type_as(x)
 
 
-def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local shard of a DTensor, or a plain tensor itself; differentiable."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -20,7 +20,7 @@ from torch import nn
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Unstack
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
 from titan_ckpt.models.decoder import BLOCK, HF_BLOCK, Decoder, embedding_rules
-from titan_ckpt.models.layers import INIT_STD, ExactBuffers, FeedForward, SubLayer, TransformerBlock, local_tensor
+from titan_ckpt.models.layers import INIT_STD, ExactBuffers, FeedForward, SubLayer, TransformerBlock, local_shard
 from titan_ckpt.models.qwen3 import FIXED, RULES, make_attention, rotary_table
 
 _REQUIRED = ("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob")
@@ -116,27 +116,25 @@ FLAVORS: Mapping[str, Qwen3MoeConfig] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class RouterLoad:
-    """The numbers of tokens that a router has given to each expert."""
+def imbalance(tokens: torch.Tensor) -> float:
+    """Return the busiest expert's share divided by an even share: 1 is even, the number of experts the worst.
 
-    tokens: torch.Tensor
-    """Number of tokens for each expert. Shape: (num_experts,), int64."""
+    Shape: (num_experts,), the number of tokens that a router has given to each.
+    """
+    return float(tokens.max() / tokens.float().mean())
 
-    def imbalance(self) -> float:
-        """Return the busiest expert's share divided by an even share: 1 is even, the number of experts the worst."""
-        return float(self.tokens.max() / self.tokens.float().mean())
 
-    def entropy(self) -> float:
-        """Return the entropy of the experts' shares divided by that of even shares: 1 is even, 0 is a single expert."""
-        shares = self.tokens / self.tokens.sum()
-        return float(torch.special.entr(shares).sum()) / math.log(len(shares)) if len(shares) > 1 else 1.0
+def entropy(tokens: torch.Tensor) -> float:
+    """Return the entropy of the experts' shares divided by that of even shares: 1 is even, 0 is a single expert."""
+    shares = tokens / tokens.sum()
+    return float(torch.special.entr(shares).sum()) / math.log(len(shares)) if len(shares) > 1 else 1.0
 
 
 class Router(ExactBuffers):
     """Chooses each token's experts. In training mode it also counts its choices, without a gradient."""
 
     tokens: torch.Tensor
+    """How many tokens each expert has got since the last `reset_buffers`. Shape: (num_experts,), int64."""
     is_watched: bool = False
     """Keep `last`. A layer that is computed again in the backward pass must not: that would hold its graph."""
     last: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -166,10 +164,6 @@ class Router(ExactBuffers):
                 self.last = tokens, probabilities.sum(dim=0)
         return weights.type_as(x), chosen
 
-    def load(self) -> RouterLoad:
-        """Return a copy of the counts since the last `reset_buffers`."""
-        return RouterLoad(self.tokens.clone())
-
     def reset_buffers(self) -> None:
         self.tokens = torch.zeros_like(self.tokens)
 
@@ -186,7 +180,7 @@ class Experts(nn.Module):
     def forward(self, x: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
         """Shape: (rows, dim) in and out; the first `counts[0]` rows belong to expert 0, and so on."""
         # unbind, because each w1[e] would have a gradient as large as w1; a DTensor gives this rank's experts
-        weights = zip(*(local_tensor(w).unbind() for w in (self.w1, self.w2, self.w3)), strict=True)
+        weights = zip(*(local_shard(w).unbind() for w in (self.w1, self.w2, self.w3)), strict=True)
         return torch.cat([
             F.linear(F.silu(F.linear(rows, w1)) * F.linear(rows, w3), w2)
             for rows, (w1, w2, w3) in zip(x.split(counts), weights, strict=True)

@@ -44,9 +44,7 @@ class Bucket(ObjectStore):
 
     def __init__(self, scheme: str, name: str, settings: StoreConfig) -> None:
         """Make the client; nothing is sent. Raises: ConfigError if the extra is not installed or a setting is wrong."""
-        self.settings = settings
-        self.scheme = scheme
-        self.name = name
+        super().__init__(scheme, name, settings)
         try:
             import obstore
         except ImportError:

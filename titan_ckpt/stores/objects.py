@@ -198,7 +198,7 @@ class ObjectStore(Store):
         import numpy as np
 
         from titan_ckpt.disk.direct import IO_BYTES, num_copy_workers, run_workers
-        from titan_ckpt.stores.part_memory import PartMemory
+        from titan_ckpt.stores.object_writer import PartMemory
 
         end = file.num_bytes - file.start
 

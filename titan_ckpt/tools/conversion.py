@@ -14,8 +14,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
 
+from titan_ckpt import progress
 from titan_ckpt.converting import convert, native_tensors, write_native
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, LoadMismatchError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
@@ -23,7 +28,7 @@ from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.run import FolderExport
-from titan_ckpt.geometry.chunks import LazyTensor
+from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import check_named_base, holds_adapter_alone
@@ -39,9 +44,8 @@ from titan_ckpt.tools.adapters import (
     with_settings,
 )
 from titan_ckpt.tools.models import ModelTable, find_config, find_table, require_config, require_table, tables_of
-from titan_ckpt.tools.torch_file import write_torch_file
 from titan_ckpt.tools.weights import model_keys
-from titan_ckpt.types import Format
+from titan_ckpt.types import Format, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD, base_settings
 from titan_ckpt.weights.transforms import StateDictTransforms, cast_all
 
@@ -270,3 +274,52 @@ def _opened(
     if faults:
         raise LoadMismatchError(f"{path} does not fit {base}: {listed(faults)}. Is it an adapter of another model?")
     return merge
+
+
+def write_torch_file(target: Path, tensors: StateDict) -> None:
+    """Write a file that `torch.load(weights_only=True)` reads, tensor by tensor in bounded memory, whole or not at all.
+
+    torch reserves the place of every tensor (`skip_data`), and the values are written there afterwards. The checksums
+    of the file's zip entries are then not those of the values; torch does not look at them.
+    The blocks of lazy tensors must be runs of whole rows. Raises: FileExistsError; OSError.
+    """
+    staged = StagedFolder.begin(target)
+    try:
+        draft = staged.path / target.name
+        offsets = _reserve(draft, tensors)
+        total = sum(info_of(value).nbytes for value in tensors.values())
+        fd = os.open(draft, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            with progress.shown(f"writing {target.name}", total) as count:
+                for offset, value in zip(offsets, tensors.values(), strict=True):
+                    _fill(fd, offset, value, count)
+            posix.fsync(fd)
+        finally:
+            posix.close(fd)
+        posix.rename_noreplace(draft, target)
+        posix.fsync_folder(target.parent)
+    finally:
+        staged.abandon()
+
+
+def _reserve(path: Path, tensors: StateDict) -> list[int]:
+    """Write the file without values; return the place of each tensor's values."""
+    infos = {name: info_of(value) for name, value in tensors.items()}
+    with FakeTensorMode():
+        empty = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(empty, path)
+    reader: Any = torch._C.PyTorchFileReader(str(path))  # noqa: SLF001 - what torch.load itself uses
+    return [reader.get_record_offset(f"data/{index}") for index in range(len(tensors))]
+
+
+def _fill(fd: int, offset: int, value: torch.Tensor | LazyTensor, count: progress.Count) -> None:
+    info = info_of(value)
+    row_bytes = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
+    for block in blocks_of(value):
+        if not block.data.numel():
+            continue
+        start = block.chunk.offsets[0] * row_bytes if info.shape else 0
+        data = block.data.contiguous().view(-1).view(torch.uint8).numpy()
+        posix.pwrite_all(fd, data, offset + start)
+        count(data.nbytes)

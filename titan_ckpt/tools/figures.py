@@ -50,11 +50,6 @@ class Figures:
     start: Mapping[str, Any]
     """The last event "start": versions, command and settings."""
 
-    @property
-    def waited_seconds(self) -> float:
-        """Return the time for which training waited for saves: queueing, the part before the copy, and stalls."""
-        return sum(waited(save) for save in self.saves)
-
 
 def waited(save: Mapping[str, Any]) -> float:
     """Return the time for which training waited for one save."""

@@ -184,12 +184,12 @@ def statistics(path: Place, name: str) -> TensorStatistics:
         value = stored_tensor(reader, key)
         with progress.shown("reading twice", 2 * info.nbytes) as count:
             total, sums = _summed(value, count)
-            counts = _counts(value, sums, count)
+            counts, squares = _around_mean(value, sums, count)
         width = (sums.maximum - sums.minimum) / BINS if sums.count else 0.0
         bins = [(sums.minimum + i * width, sums.minimum + (i + 1) * width, int(counts[i])) for i in range(BINS)]
         return TensorStatistics(
             key, info.shape, dtype_name(info.dtype), info.nbytes, _shardings(reader)[key], digest.finish(info, total),
-            sums.num_nan, sums.num_infinite, sums.num_zero, *sums.figures(), tuple(bins) if sums.count else (),
+            sums.num_nan, sums.num_infinite, sums.num_zero, *sums.figures(squares), tuple(bins) if sums.count else (),
         )  # fmt: skip
 
 
@@ -203,20 +203,21 @@ def _summed(value: LazyTensor, count: progress.Count) -> tuple[digest.Partial, _
     return total, sums
 
 
-def _counts(value: LazyTensor, sums: _Sums, count: progress.Count) -> torch.Tensor:
-    """Return the number of values in each bin of the histogram."""
-    counts = torch.zeros(BINS, dtype=torch.int64)
+def _around_mean(value: LazyTensor, sums: _Sums, count: progress.Count) -> tuple[torch.Tensor, float]:
+    """Return the number of values in each bin of the histogram, and the sum of the squares of their distances."""
+    counts, squares = torch.zeros(BINS, dtype=torch.int64), 0.0
     if not sums.count or sums.maximum == sums.minimum:
         counts[0] = sums.count
         count(value.info.nbytes)
-        return counts
+        return counts, squares
     for block in value.blocks():
         for piece in block.data.reshape(-1).split(_PIECE):
             numbers = numbers_of(piece)
             finite = numbers[numbers.isfinite()]
             counts += torch.histc(finite, BINS, sums.minimum, sums.maximum).to(torch.int64)
+            squares += float((finite - sums.mean).square().sum())
         count(block.data.nbytes)
-    return counts
+    return counts, squares
 
 
 class _Sums:
@@ -225,39 +226,27 @@ class _Sums:
     def __init__(self) -> None:
         self.num_nan = self.num_infinite = self.num_zero = self.count = 0
         self.minimum, self.maximum = math.inf, -math.inf
-        self._mean = self._squares = self._total_squares = 0.0
+        self.mean = self._squares = 0.0
 
     def take(self, values: torch.Tensor) -> None:
-        """Add values. Source of the update of mean and variance: Chan, Golub and LeVeque (1979)."""
+        """Add values."""
         whole = numbers_of(values)
         numbers = whole[whole.isfinite()]
         self.num_nan += int(whole.isnan().sum())
         self.num_infinite += int(whole.isinf().sum())
         self.num_zero += int((numbers == 0).sum())
-        count = numbers.numel()
-        if not count:
+        if not len(numbers):
             return
         self.minimum, self.maximum = min(self.minimum, float(numbers.min())), max(self.maximum, float(numbers.max()))
-        mean = float(numbers.mean())
-        squares = float(((numbers - mean) ** 2).sum())
-        apart = mean - self._mean
-        both = self.count + count
-        self._squares += squares + apart * apart * self.count * count / both
-        self._mean += apart * count / both
-        self._total_squares += float((numbers * numbers).sum())
-        self.count = both
+        self.count += len(numbers)
+        self.mean += (float(numbers.mean()) - self.mean) * len(numbers) / self.count
+        self._squares += float(numbers @ numbers)
 
-    def figures(self) -> tuple[float | None, float | None, float | None, float | None, float | None]:
+    def figures(self, squares: float) -> tuple[float | None, float | None, float | None, float | None, float | None]:
         """Return minimum, maximum, mean, standard deviation and norm; None without a finite value."""
         if not self.count:
             return None, None, None, None, None
-        return (
-            self.minimum,
-            self.maximum,
-            self._mean,
-            math.sqrt(self._squares / self.count),
-            math.sqrt(self._total_squares),
-        )
+        return self.minimum, self.maximum, self.mean, math.sqrt(squares / self.count), math.sqrt(self._squares)
 
 
 def numbers_of(values: torch.Tensor) -> torch.Tensor:

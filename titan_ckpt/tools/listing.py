@@ -35,7 +35,7 @@ _FORMATS = dict(zip(LOADABLE, ("hf", "peft", "dcp"), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
-class StepFacts:
+class ListedStep:
     """Facts about one committed step, or about a step that torchtitan saved (`kind` "dcp")."""
 
     step: int
@@ -66,7 +66,7 @@ class StepFacts:
 
 
 @dataclass(frozen=True, slots=True)
-class ExportFacts:
+class ListedExport:
     """Facts about one exported folder."""
 
     path: str
@@ -83,10 +83,10 @@ class Listing:
 
     folder: str
     checkpoints: str
-    steps: tuple[StepFacts, ...]
+    steps: tuple[ListedStep, ...]
     rejected: tuple[tuple[str, str], ...]
     """(name, reason) of every entry that looks like a checkpoint and cannot be loaded."""
-    exports: tuple[ExportFacts, ...]
+    exports: tuple[ListedExport, ...]
     writer: str | None
     """The process that holds the folder, if the lease names one; it may have been killed."""
     writer_lives: bool
@@ -146,14 +146,14 @@ def _has_commits(names: Sequence[str]) -> bool:
     return COMMITS in names or LEASE_OBJECT in names
 
 
-def _exports_in_bucket(root: Place) -> Iterator[ExportFacts]:
+def _exports_in_bucket(root: Place) -> Iterator[ListedExport]:
     """Yield the exports that are published below a place."""
     records, store = BucketExports(root), store_of(root)
     for path in store.seen(root).iterdir():
         format_ = next((_FORMATS[name] for name in LOADABLE if (path / name).is_file()), None)
         if format_ is not None:
             created = records.published_unix_seconds(path.name)
-            yield ExportFacts(str(path), format_, store.folder_bytes(path), created, records.why_foreign(path.name))
+            yield ListedExport(str(path), format_, store.folder_bytes(path), created, records.why_foreign(path.name))
         elif (path / RECORDS).is_dir():  # exports/dcp, beside hf exports
             yield from _exports_in_bucket(root / path.name)
 
@@ -234,9 +234,9 @@ def size(num_bytes: float) -> str:
     return f"{num_bytes:.1f} TiB"
 
 
-def _native(step: CommittedStep, path: str, *, is_best: bool, is_source: bool) -> StepFacts:
+def _native(step: CommittedStep, path: str, *, is_best: bool, is_source: bool) -> ListedStep:
     manifest = step.manifest
-    return StepFacts(
+    return ListedStep(
         step.step,
         path,
         manifest.kind,
@@ -253,13 +253,13 @@ def _native(step: CommittedStep, path: str, *, is_best: bool, is_source: bool) -
     )
 
 
-def _dcp(path: Place, step: int) -> StepFacts | None:
+def _dcp(path: Place, step: int) -> ListedStep | None:
     """Return what can be told of torchtitan's step without reading its pickle; None if it is deleted meanwhile."""
     try:
         created = Path(str(path / METADATA)).stat().st_mtime
     except FileNotFoundError:
         return None
-    return StepFacts(step, str(path), "dcp", store_of(path).folder_bytes(path), created)
+    return ListedStep(step, str(path), "dcp", store_of(path).folder_bytes(path), created)
 
 
 def _has_steps(folder: Path) -> bool:
@@ -271,7 +271,7 @@ def _has_steps(folder: Path) -> bool:
     return any(os.path.exists(step / name) for step in steps for name in (MANIFEST_NAME, METADATA))
 
 
-def _exports(run: Path) -> Iterator[ExportFacts]:
+def _exports(run: Path) -> Iterator[ListedExport]:
     exports = MadeExports(run)
     recorded = exports.recorded()
     names = posix.list_folder(run / _EXPORTS) if (run / _EXPORTS).is_dir() else []
@@ -283,7 +283,7 @@ def _exports(run: Path) -> Iterator[ExportFacts]:
             if path.is_dir():
                 changed = exports.why_foreign(name) if name in recorded else "there is no record that a run made it"
                 num_bytes = store_of(path).folder_bytes(path)
-                yield ExportFacts(str(path), _format(path), num_bytes, path.stat().st_mtime, changed)
+                yield ListedExport(str(path), _format(path), num_bytes, path.stat().st_mtime, changed)
 
 
 def _by_step(name: str) -> tuple[str, int, str]:

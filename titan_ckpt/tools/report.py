@@ -98,7 +98,7 @@ def _headline(figures: Figures) -> Iterator[tuple[str, str]]:
     done = [save for save in figures.saves if save.get("error") is None]
     if figures.saves:
         yield "saves", str(len(done))
-        yield "training waited", f"{figures.waited_seconds:.2f} s"
+        yield "training waited", f"{sum(map(waited, figures.saves)):.2f} s"
     failed = sum(event.get("error") is not None for event in (*figures.saves, *figures.exports, *figures.loads))
     if failed:
         yield "failed", str(failed)

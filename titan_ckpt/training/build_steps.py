@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
 from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import DEFAULT_STEPS, RunConfig
 from titan_ckpt.training.data.batch import Batch, collate
+from titan_ckpt.training.data.chat import ChatTemplate
 from titan_ckpt.training.data.loader import Workers, build_dataloader
 from titan_ckpt.training.data.sequences import IndexedDataset
 from titan_ckpt.training.data.stream import Encoder
@@ -56,7 +57,7 @@ from titan_ckpt.training.parallel.pipeline import Pipeline
 from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
 from titan_ckpt.training.parallel.tensor_parallel import Plan
 from titan_ckpt.training.precision import determinism, keep_stored_dtypes
-from titan_ckpt.training.run_data import find_encoder, find_tokenizer, make_data, make_held_out
+from titan_ckpt.training.run_data import find_tokenizer, make_data, make_held_out
 from titan_ckpt.training.schedule import Decay, changed_settings, find_decay, rate_factor
 from titan_ckpt.training.train_state import TrainState
 from titan_ckpt.types import ModelHooks
@@ -189,8 +190,13 @@ class BuildSteps:
         return find_tokenizer(self.config, self.model.vocab_size)
 
     def build_data_transform(self) -> Encoder | None:
-        """Return what turns a document into ids, or a conversation into ids and the mask of the learned ones."""
-        return find_encoder(self.config, self.tokenizer)
+        """Return what turns a document into ids, or a conversation into ids and the mask of the learned ones.
+
+        Raises: ConfigError if a chat template is missing.
+        """
+        if self.tokenizer is None:
+            return None
+        return self.tokenizer.encode_document if self.config.data.messages is None else ChatTemplate(self.tokenizer)
 
     def build_dataset(self) -> IterableDataset[Batch] | None:
         """Return this rank's share of the data. Raises: ConfigError for a length that does not fit, and bad data."""
@@ -218,11 +224,9 @@ class BuildSteps:
         Parameters that were on meta before this step get their values from `load`.
         """
         fit = self.converters.parallel_plan if self.converters is not None else dict
-        length, architecture = self.config.data.sequence_length, find_architecture(self.config.model.name)
-        own = None if architecture is None else architecture.parallelise
-        distribute = parallelise if own is None else own
+        length, distribute = self.config.data.sequence_length, self.own_function("parallelise") or parallelise
         parts = distribute(self.model, self.ranks, self.config.parallel, self._compute_dtype, length, fit)
-        if architecture is None or architecture.clip_gradients is None:
+        if self.own_function("clip_gradients") is None:
             check_axes(parts, self.config.model.name)
         for part in parts:
             sum_gradients(part)
@@ -324,20 +328,22 @@ class BuildSteps:
         model = self.config.model
         return read_config(model.name, flavor=model.flavor, folder=model.folder)
 
+    def own_function(self, name: Literal["parallelise", "clip_gradients"]) -> Any:
+        """Return the function that the model's Architecture has in place of the default; None without one."""
+        return getattr(find_architecture(self.config.model.name), name, None)
+
     def find_degrees(self) -> Degrees:
         """Return how many ranks each kind of parallelism has. Raises: ConfigError for all that does not fit."""
         training = self.config.training
-        shape = self.read_shape()
-        architecture = find_architecture(self.config.model.name)
         return find_degrees(
             self.config.parallel,
             world_size(),
-            shape,
+            self.read_shape(),
             batch_size=training.batch_size,
             accumulation=training.accumulation,
             sequence_length=self.config.data.sequence_length,
             global_batch_size=training.global_batch_size,
-            parallelises_itself=architecture is not None and architecture.parallelise is not None,
+            parallelises_itself=self.own_function("parallelise") is not None,
         )
 
     @property

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.models.layers import local_tensor
+from titan_ckpt.models.layers import local_shard
 from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig, Router
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import IGNORED, Batch
@@ -75,7 +75,7 @@ def summed_cross_entropy(logits: torch.Tensor, batch: Batch) -> torch.Tensor:
     Shape: (batch, sequence, vocab) logits, a DTensor under tensor parallelism; a scalar out.
     """
     return F.cross_entropy(
-        local_tensor(logits).flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
+        local_shard(logits).flatten(0, 1).float(), batch["labels"].flatten(), ignore_index=IGNORED, reduction="sum"
     )
 
 

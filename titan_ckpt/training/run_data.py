@@ -55,13 +55,6 @@ def find_tokenizer(config: RunConfig, vocab_size: int) -> TextTokenizer | None:
     return tokenizer
 
 
-def find_encoder(config: RunConfig, tokenizer: TextTokenizer | None) -> Encoder | None:
-    """Return what turns a document or a conversation into ids. Raises: ConfigError if a chat template is missing."""
-    if tokenizer is None:
-        return None
-    return tokenizer.encode_document if config.data.messages is None else ChatTemplate(tokenizer)
-
-
 def make_data(
     config: RunConfig,
     ranks: Ranks,

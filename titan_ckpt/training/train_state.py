@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+_COUNTS = ("step", "num_tokens", "seconds")
+_SETTINGS = ("optimizer", "schedule", "numerics")
+"""Settings of a run that its checkpoints record; `saved_*` has those of the run that saved."""
+
 
 class TrainState:
     """The progress of a run; saved in its checkpoints."""
@@ -28,17 +32,10 @@ class TrainState:
         """The schedule of the run that saved the checkpoint; empty before a load and in checkpoints without one."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "step": self.step,
-            "num_tokens": self.num_tokens,
-            "seconds": self.seconds,
-            "optimizer": self.optimizer,
-            "schedule": self.schedule,
-            "numerics": self.numerics,
-        }
+        return {name: getattr(self, name) for name in (*_COUNTS, *_SETTINGS)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.step, self.num_tokens, self.seconds = (state_dict[name] for name in ("step", "num_tokens", "seconds"))
-        self.saved_optimizer = dict(state_dict.get("optimizer", {}))
-        self.saved_schedule = dict(state_dict.get("schedule", {}))
-        self.saved_numerics = dict(state_dict.get("numerics", {}))
+        for name in _COUNTS:
+            setattr(self, name, state_dict[name])
+        for name in _SETTINGS:
+            setattr(self, f"saved_{name}", dict(state_dict.get(name, {})))

@@ -18,9 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 from titan_ckpt.components.optimizer_content import switches
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.guard.run_guard import RunGuard
-from titan_ckpt.models.layers import local_tensor
-from titan_ckpt.models.registry import find_architecture
 from titan_ckpt.policy import due_exports
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import Callback, StepMetrics
@@ -318,10 +317,9 @@ class Trainer(BuildSteps):
         """
         if self.config.training.check_gradients == "step" or type(self).clip_gradients is not Trainer.clip_gradients:
             return True
-        architecture = find_architecture(self.config.model.name)
         evaluation = self.config.evaluation
         return (
-            (architecture is not None and architecture.clip_gradients is not None)
+            self.own_function("clip_gradients") is not None
             or self.is_log_due(step)
             or (evaluation is not None and step % evaluation.interval == 0)
             or self.manager.is_save_due(step, step == self.num_steps)
@@ -342,8 +340,7 @@ class Trainer(BuildSteps):
         `values`: 1-D, float64.
         """
         max_norm = self.config.training.max_grad_norm
-        architecture = find_architecture(self.config.model.name)
-        if architecture is not None and (clip := architecture.clip_gradients) is not None:
+        if (clip := self.own_function("clip_gradients")) is not None:
             return float(clip(self.trainable(), max_norm, self.ranks)), self.ranks.sum(values).tolist()
         return sum_and_clip(self.trainable(), max_norm, self.ranks, values)
 

@@ -28,8 +28,7 @@ from tests.world import manager as build
 from titan_ckpt import ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.errors import SaveError
-from titan_ckpt.telemetry.events import TELEMETRY, Telemetry, append_line, read_events
-from titan_ckpt.telemetry.start import git_revision
+from titan_ckpt.telemetry.events import TELEMETRY, Telemetry, append_line, git_revision, read_events
 
 
 def run(folder: RunFolder | Path, async_mode: Any = "thread", sinks: Any = (), steps: int = 3, **changes: Any) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.models.qwen3_moe import Qwen3Moe, Router, RouterLoad
+from titan_ckpt.models.qwen3_moe import Qwen3Moe, Router, entropy, imbalance
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics
 
 if TYPE_CHECKING:
@@ -47,20 +47,19 @@ class LoadBalance(Callback):
         config = trainer.model.config
         tokens = torch.zeros(config.num_layers, config.num_experts, dtype=torch.int64, device=trainer.ranks.device)
         for layer, router in routers.items():  # other ranks count the layers of other pipeline stages
-            tokens[layer] = router.load().tokens
+            tokens[layer] = router.tokens
             router.reset_buffers()
         tokens = trainer.ranks.sum(tokens).cpu()
         worst, entropies = 0.0, []
         for layer in filter(config.is_sparse, range(config.num_layers)):
             counted, name = tokens[layer], f"layers.{layer}"
-            load = RouterLoad(counted)
             trainer.measurements |= {
                 f"moe/{name}/load": (counted / counted.sum()).tolist(),
-                f"moe/{name}/max_over_mean": load.imbalance(),
-                f"moe/{name}/entropy": load.entropy(),
+                f"moe/{name}/max_over_mean": imbalance(counted),
+                f"moe/{name}/entropy": entropy(counted),
             }
-            worst = max(worst, load.imbalance())
-            entropies.append(load.entropy())
+            worst = max(worst, imbalance(counted))
+            entropies.append(entropy(counted))
         trainer.measurements |= {"moe/max_over_mean": worst, "moe/entropy": sum(entropies) / len(entropies)}
 
     @staticmethod

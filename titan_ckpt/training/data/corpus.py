@@ -269,12 +269,12 @@ def open_corpus(name: str, setting: str = "data.corpus", *, field: str = "text",
     return Corpus(name, setting, field, messages, tuple(sources_of(files)))
 
 
-def fields_of(name: str, setting: str = "data.corpus") -> tuple[list[str], list[str]]:
+def fields_of(name: str) -> tuple[list[str], list[str]]:
     """Return the fields of a corpus that hold text, and those that hold conversations, by its first row.
 
     Raises: ConfigError as find_files; both are empty for a row that cannot be read, which `documents` names.
     """
-    file = None if name == BUILTIN else find_files(name, setting)[0]
+    file = None if name == BUILTIN else find_files(name, "data.corpus")[0]
     row: Any = {"text": "a document"}
     try:
         if file is not None and KINDS[file.suffix] == "jsonl":

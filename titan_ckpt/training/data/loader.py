@@ -9,6 +9,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -96,7 +97,7 @@ class OrderedLoader:
         self._batches = DataLoader(
             self._samples,
             batch_size,
-            collate_fn=_Collate(collate),
+            collate_fn=partial(_collated, collate),
             generator=torch.Generator().manual_seed(seed),
             **workers.settings(),
         )
@@ -196,14 +197,9 @@ class _Samples(IterableDataset[Any]):
                 yield _Unusable(error.problems), None
 
 
-@dataclass(frozen=True, slots=True)
-class _Collate:
-    """Makes one batch of samples, with the bookmark after its last one; or returns the error among them."""
-
-    collate: Collate
-
-    def __call__(self, samples: Sequence[Any]) -> tuple[Any, Bookmark]:
-        for sample, _ in samples:
-            if isinstance(sample, _Unusable):
-                return sample, None
-        return self.collate([sample for sample, _ in samples]), samples[-1][1]
+def _collated(collate: Collate, samples: Sequence[Any]) -> tuple[Any, Bookmark]:
+    """Return one batch of samples, with the bookmark after its last one; or the error among them."""
+    for sample, _ in samples:
+        if isinstance(sample, _Unusable):
+            return sample, None
+    return collate([sample for sample, _ in samples]), samples[-1][1]

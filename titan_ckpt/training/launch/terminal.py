@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
 from logging import LogRecord
 
 from rich.console import Console
@@ -28,18 +27,14 @@ FOREIGN = {
 """Logger of another library -> part of a warning that a user cannot act on. Nothing else of these loggers is hidden."""
 
 
-def _without(text: str) -> Callable[[LogRecord], bool]:
-    """Return a filter that drops records with this text."""
-    return lambda record: text not in record.getMessage()
-
-
-_FILTERS = {name: _without(text) for name, text in FOREIGN.items()}
+def _is_wanted(record: LogRecord) -> bool:
+    return FOREIGN[record.name] not in record.getMessage()
 
 
 def hide_foreign() -> None:
     """Drop the warnings of other libraries that are in FOREIGN."""
-    for name, is_wanted in _FILTERS.items():
-        logging.getLogger(name).addFilter(is_wanted)  # once, however often this is called
+    for name in FOREIGN:
+        logging.getLogger(name).addFilter(_is_wanted)  # once, however often this is called
 
 
 def configure_logging() -> None:

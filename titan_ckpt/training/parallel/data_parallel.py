@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.errors import ConfigError, listed
+from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.training.parallel.degrees import AXES, FLAT
 from titan_ckpt.training.parallel.ranks import Ranks
 
@@ -124,7 +125,7 @@ def sum_and_clip(
     """
     complete_gradients(parameters)
     gradients = [p.grad for p in parameters if p.grad is not None]
-    local = [g.to_local() if isinstance(g, DTensor) else g for g in gradients]
+    local = [local_tensor(g) for g in gradients]
     place = ranks.place
     away = [axis for axis in AXES if axis != "pp" and getattr(place, axis) > 0]
     counted = [part for g, part in zip(gradients, local, strict=True) if part.numel() and _is_first(g, away)]

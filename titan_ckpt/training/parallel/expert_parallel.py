@@ -25,11 +25,6 @@ _HIDDEN = {"w1": 1, "w2": 2, "w3": 1}
 """Dim of each parameter of Experts that counts hidden rows."""
 
 
-def find_experts(model: nn.Module) -> list[Experts]:
-    """Return the experts of every sparse layer in order."""
-    return [module for module in model.modules() if isinstance(module, Experts)]
-
-
 def split_experts(experts: Experts, ranks: Ranks) -> None:
     """Distribute a layer's experts over the ranks of `ep`, and the hidden rows of each over those of `tp`, in place."""
     axes = tuple(axis for axis in ("ep", "tp") if ranks.degrees.of(axis) > 1)

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
@@ -24,11 +24,9 @@ Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(logits, batch) -> summed loss."""
 
 
-def cut(num_layers: int, num_stages: int) -> list[range]:
+def cut(num_layers: int, num_stages: int) -> list[list[int]]:
     """Return the layers of each stage, as evenly as possible; the first stages may have one more."""
-    short, longer = divmod(num_layers, num_stages)
-    bounds = [stage * short + min(stage, longer) for stage in range(num_stages + 1)]
-    return [range(a, b) for a, b in pairwise(bounds)]
+    return [part.tolist() for part in np.array_split(np.arange(num_layers), num_stages)]
 
 
 def split_layers(model: Decoder[Any], ranks: Ranks, parallel: ParallelConfig) -> list[nn.Module]:

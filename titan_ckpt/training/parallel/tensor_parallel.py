@@ -38,9 +38,9 @@ def split_matrices(model: Decoder[Any], mesh: DeviceMesh, *, sequence_parallel: 
     """
     between = _TOKENS if sequence_parallel else Replicate()
     trained = {fqn: parameter.requires_grad for fqn, parameter in model.named_parameters()}
-    _apply(model, mesh, fit(_ends(model, between)))
+    parallelize_module(model, mesh, dict(fit(_ends(model, between))), src_data_rank=None)
     for layer in model.layers.children():
-        _apply(layer, mesh, fit(_block(layer, between)))
+        parallelize_module(layer, mesh, dict(fit(_block(layer, between))), src_data_rank=None)
         if sequence_parallel and isinstance(layer.get_submodule("feed_forward"), MixtureOfExperts):
             # it has computed all tokens on every rank, so the output is sharded again
             again = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=_TOKENS)
@@ -55,10 +55,6 @@ def split_matrices(model: Decoder[Any], mesh: DeviceMesh, *, sequence_parallel: 
         parallelize_module(model, mesh, logits, src_data_rank=None)
     for fqn, parameter in model.named_parameters():
         parameter.requires_grad_(trained[fqn])  # SequenceParallel makes new, trainable parameters of frozen ones
-
-
-def _apply(module: nn.Module, mesh: DeviceMesh, plan: Plan) -> None:
-    parallelize_module(module, mesh, dict(plan), src_data_rank=None)
 
 
 def _ends(model: Decoder[Any], between: Replicate | Shard) -> dict[str, ParallelStyle]:

@@ -1,10 +1,12 @@
-"""Rows put together of several ranks' columns: which rows, in which exchanges, and with which ranks."""
+"""Exports: which rank packs what, and rows put together of several ranks' columns."""
 
 from __future__ import annotations
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,7 +15,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.faults.forked_ranks import outcome, run
 from titan_ckpt.disk.direct import IO_BYTES
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.publish.columns import Rows, rounds_of, row_peers, whole_rows
+from titan_ckpt.formats.publish.plan import pack_model_files, plan_export
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Transpose
 from titan_ckpt.testing import distributed
@@ -154,3 +158,34 @@ def test_ranks_that_gloo_cannot_connect_are_not_tried_again() -> None:
     first, second = run(2, body, timeout=30.0)
     assert first == [[["ok", []]] * 2, 1]
     assert second[0] == [["ok", []]] * 2
+
+
+def test_a_shard_that_one_rank_exports_alone_is_refused() -> None:
+    """The rows of the other ranks would be zeros in the file, which no digest of what was written can see."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    try:
+        half = DTensor.from_local(torch.ones(2, 3), init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        alone = Coordinator(0, 1, None, "", 1.0)
+        groups = StateDictTransforms().to_file({"w": half}, None, None)
+        with pytest.raises(StateEncodingError, match="shards of all ranks hold 24 bytes, their tensors 48"):
+            plan_export(groups, lambda infos: pack_model_files(infos, 256), lambda *_: {}, alone)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_the_buffers_of_a_module_are_exported_from_one_rank() -> None:
+    """Each rank has statistics of its own, and the mean and variance of two ranks do not fit together."""
+    store, names = dist.HashStore(), [f"{i}.norm.running_{kind}" for i in range(4) for kind in ("mean", "var")]
+    written: list[list[str]] = [[], []]
+
+    def plan(rank: int) -> None:
+        groups = StateDictTransforms().to_file({name: torch.full((3,), rank) for name in names}, None, None)
+        line = Coordinator(rank, 2, store, "plan", 60.0)
+        made = plan_export(groups, lambda infos: pack_model_files(infos, 256), lambda *_: {}, line, names)
+        written[rank] = [group.fqns[0] for group in groups if made.writes(group)]
+
+    with ThreadPoolExecutor(2) as pool:
+        assert [*pool.map(plan, range(2))]
+    modules = [{name.rpartition(".")[0] for name in of_rank} for of_rank in written]
+    assert sorted(written[0] + written[1]) == sorted(names)
+    assert all(modules) and not set.intersection(*modules)

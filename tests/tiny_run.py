@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +76,24 @@ class Gradients(Callback):
     def on_pre_optimizer(self, trainer: Any, step: int, grad_norm: float) -> None:
         grads = {name: parameter.grad for name, parameter in trainer.model.named_parameters()}
         self.found.append(whole({name: grad for name, grad in grads.items() if grad is not None}))
+
+
+class AfterStep(Callback):
+    """Does something when a step ends."""
+
+    def __init__(self, step: int, act: Callable[[Any], object]) -> None:
+        self.step, self.act = step, act
+
+    def on_step_end(self, trainer: Any, metrics: StepMetrics) -> None:
+        if metrics.step == self.step:
+            self.act(trainer)
+
+
+def post(trainer: Any, kind: Any = "stop") -> None:
+    """Ask for a stop or a save, and wait until that is noticed: by the end of this step, and not within the next."""
+    trainer.guard._board.post(kind, "a test")
+    while not trainer.guard._board._due:
+        time.sleep(0.001)
 
 
 class Recorder(Callback):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW, Optimizer
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests import world
 
 Step = Callable[[nn.Module, torch.Tensor], torch.Tensor]
 
@@ -43,10 +43,7 @@ def train(
     """Train to `steps`, from the newest step in the folder. Batches are drawn on the device: its generator counts."""
     model = small_model(device)
     made = optimizer(list(model.parameters()))
-    config = CheckpointConfig(save=SaveConfig(interval=interval, async_mode=mode))
-    with CheckpointManager(
-        config, model_parts=[model], optimizers=[made], states=states, base_folder=folder
-    ) as manager:
+    with world.manager(folder, model, made, interval=interval, async_mode=mode, states=states) as manager:
         for number in range(manager.load().step + 1, steps + 1):
             made.zero_grad()
             loss = step(model, torch.randn(16, WIDTH, device=device))

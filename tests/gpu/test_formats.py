@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import world
 from tests.gpu.run import raw
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
@@ -17,7 +18,6 @@ from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.weights.digest import logical_digests
-from titan_ckpt.weights.transforms import StateDictTransforms
 
 pytestmark = pytest.mark.gpu
 
@@ -66,12 +66,8 @@ def test_an_export_from_a_device_is_that_of_the_host(tmp_path: Path, device: tor
     """Casts are made on the device; the files are the same, byte for byte, and load into a device's memory."""
     for name, where in (("host", torch.device("cpu")), ("device", device)):
         model = same_model(where)
-        config = CheckpointConfig(save=SaveConfig(interval=9), export=(ExportConfig("hf", dtype=dtype),))  # type: ignore[arg-type]
-        transforms = StateDictTransforms(model.key_map(), model.hf_config())
-        folder = tmp_path / name
-        with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder) as manager:
-            manager.load()
-            manager.save(1, last_step=True)
+        export = ExportConfig("hf", dtype=dtype)  # type: ignore[arg-type]
+        world.finish(world.manager(tmp_path / name, model, interval=9, export=(export,)))
     exports = [tmp_path / name / "exports" / "step-1" for name in ("host", "device")]
     names = sorted(path.name for path in exports[0].glob("*.safetensors"))
     assert names
@@ -79,10 +75,8 @@ def test_an_export_from_a_device_is_that_of_the_host(tmp_path: Path, device: tor
         assert (exports[0] / name).read_bytes() == (exports[1] / name).read_bytes()
     torch.manual_seed(5)
     model = Llama3(CONFIG).to(device)
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(exports[1]), cast=True),))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
-        manager.load()
+    source = InitialLoadConfig(str(exports[1]), cast=True)
+    world.load(world.manager(tmp_path, model, save=None, initial_load=[source]))
     expected = dict(same_model(device).named_parameters())
     for fqn, parameter in model.named_parameters():
         rounded = expected[fqn].detach().to(getattr(torch, dtype)).float()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.optim import SGD
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from tests import world
 
 pytest.importorskip("torchao")
 
@@ -28,8 +28,7 @@ def train(model: Any, device: torch.device, folder: Path, steps: int) -> list[by
     """Train on fixed tokens, from the newest step in the folder; return the parameters as bytes."""
     tokens = torch.arange(32, device=device).view(2, 16)
     optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="thread"))
-    with CheckpointManager(config, model_parts=[model], optimizers=[optimizer], base_folder=folder) as manager:
+    with world.manager(folder, model, optimizer, async_mode="thread", sd_transforms=None) as manager:
         for step in range(manager.load().step + 1, steps + 1):
             optimizer.zero_grad()
             with torch.autocast(device.type, torch.bfloat16):

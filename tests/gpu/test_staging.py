@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests import world
 from tests.forked import fork
 from tests.gpu.run import raw
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.disk.cuda import stream_of
 from titan_ckpt.formats.native.arena import COPY_BYTES, Arena
 from titan_ckpt.formats.native.segments import Places
@@ -109,8 +109,7 @@ def test_what_hooks_make_on_the_device_is_saved_though_its_memory_is_used_again(
         return model
 
     model = made()
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="thread"))
-    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+    with world.manager(tmp_path, model, async_mode="thread") as manager:
         manager.save(1)
         expected = raw(model.weight)
         for _ in range(20):  # what the allocator gives away again
@@ -118,20 +117,16 @@ def test_what_hooks_make_on_the_device_is_saved_though_its_memory_is_used_again(
         with torch.no_grad():
             model.weight.zero_()
     other = made()
-    with CheckpointManager(config, model_parts=[other], base_folder=tmp_path) as manager:
-        manager.load()
+    world.load(world.manager(tmp_path, other))
     assert raw(other.weight) == expected
 
 
 def test_a_generator_of_the_device_is_restored(tmp_path: Path, device: torch.device) -> None:
     """A resumed run draws the numbers that the run would have drawn."""
-    config = CheckpointConfig(save=SaveConfig(interval=1))
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 2, device=device)], base_folder=tmp_path) as manager:
-        manager.save(1)
+    world.save(world.manager(tmp_path, nn.Linear(2, 2, device=device)))
     drawn = torch.rand(8, device=device)
     torch.manual_seed(99)
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 2, device=device)], base_folder=tmp_path) as manager:
-        manager.load()
+    world.load(world.manager(tmp_path, nn.Linear(2, 2, device=device)))
     assert torch.equal(torch.rand(8, device=device), drawn)
 
 
@@ -142,11 +137,12 @@ def test_no_other_device_is_touched(tmp_path: Path, device: torch.device) -> Non
         pytest.skip("needs two devices")
     last = torch.device("cuda", torch.cuda.device_count() - 1)
     free, _ = torch.cuda.mem_get_info(0)
-    with torch.cuda.device(last):
-        config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="thread"))
-        with CheckpointManager(config, model_parts=[nn.Linear(9, 9, device=last)], base_folder=tmp_path) as manager:
-            manager.save(1)
-            manager.wait()
-            manager.load()
+    with (
+        torch.cuda.device(last),
+        world.manager(tmp_path, nn.Linear(9, 9, device=last), async_mode="thread") as manager,
+    ):
+        manager.save(1)
+        manager.wait()
+        manager.load()
     assert stream_of(last).device == last
     assert torch.cuda.mem_get_info(0)[0] >= free - (64 << 20)

@@ -18,6 +18,7 @@ from requests import Session
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
+from tests import world
 from tests.integrations.loader_cases import (
     DRAWING,
     LOADERS,
@@ -36,7 +37,6 @@ from tests.integrations.loader_cases import (
     shuffled,
     steps,
 )
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.components.items.data_position import DataRank
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
@@ -272,28 +272,23 @@ def test_no_example_is_read_to_judge_a_stream_that_reads_each_once() -> None:
     assert [row["a"] for row in loader] == [*range(5)]
 
 
-def test_a_loop_of_ones_own_refuses_a_shuffled_stream_too() -> None:
+def test_a_loop_of_ones_own_refuses_a_shuffled_stream_too(tmp_path: Path) -> None:
     for data in (shuffled(), StatefulDataLoader(shuffled(), 2)):
         with pytest.raises(ConfigError, match=r"leaves out the buffer of shuffle\(\)"):
-            CheckpointManager(CheckpointConfig(), model_parts=[torch.nn.Linear(1, 1)], dataloader=data)
+            world.manager(tmp_path, torch.nn.Linear(1, 1), save=None, dataloader=data)
 
 
 @pytest.mark.parametrize("over", [lambda stream: stream, lambda stream: StatefulDataLoader(stream, None)])
 def test_later_epochs_of_a_loop_of_ones_own_begin_at_the_start(over: Callable[[Any], Any], tmp_path: Path) -> None:
     """A position is one of an epoch; datasets would begin each later epoch there too."""
-
-    def manager(data: Any) -> CheckpointManager:
-        config = CheckpointConfig(save=SaveConfig(interval=1))
-        return CheckpointManager(config, model_parts=[torch.nn.Linear(1, 1)], dataloader=data, base_folder=tmp_path)
-
     data = over(numbers())
-    with manager(data) as first:
+    with world.manager(tmp_path, torch.nn.Linear(1, 1), dataloader=data) as first:
         first.load()
         run = iter(data)
         assert [next(run)["a"] for _ in range(5)] == [*range(5)]
         first.save(1)
     resumed = over(numbers())
-    with manager(resumed) as second:
+    with world.manager(tmp_path, torch.nn.Linear(1, 1), dataloader=resumed) as second:
         second.load()
         assert [[row["a"] for row in resumed] for _ in range(3)] == [[*range(5, 12)], [*range(12)], [*range(12)]]
 
@@ -371,9 +366,7 @@ def test_a_loop_over_torchdatas_loader_or_a_stream_goes_on_exactly(kind: str, tm
         if kind == "the stream itself":
             position = data
             loader = DataLoader(data, 2, collate_fn=values_of, generator=torch.Generator())
-        config = CheckpointConfig(save=SaveConfig(interval=1))
-        parts: Any = {"model_parts": [torch.nn.Linear(1, 1)], "base_folder": tmp_path / folder}
-        with CheckpointManager(config, dataloader=position, **parts) as manager:
+        with world.manager(tmp_path / folder, torch.nn.Linear(1, 1), dataloader=position) as manager:
             step, seen = manager.load().step, []
             while step < steps:
                 for batch in loader:

@@ -13,10 +13,11 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+from tests import world
 from tests.integrations.peft_runs import CONFIG, TARGETS, WITH_BASE, adamw, adapted, seed_all, trainer_of
 from tests.integrations.trainer_runs import model
 from tests.test_changed_weights import before_each_copy
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
+from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.errors import ConfigError, SaveError
 from titan_ckpt.integrations.transformers import attach
 
@@ -67,9 +68,8 @@ def losses(folder: Path, act: Callable[[Any], None], until: int, **own: Any) -> 
     every = [value for name, value in network.named_parameters() if "lora_" in name]
     optimizer = torch.optim.AdamW(every, lr=1e-2)
     batch = torch.arange(16).view(2, 8)
-    config = CheckpointConfig(save=SaveConfig(interval=1))
     found = []
-    with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
+    with world.manager(folder, network, optimizer) as manager:
         for step in range(manager.load().step + 1, until + 1):
             loss = network(input_ids=batch, labels=batch).loss
             found.append(loss.item())
@@ -100,8 +100,7 @@ def test_merged_adapters_that_keep_more_than_the_weight_are_refused(tmp_path: Pa
 def test_adapters_that_are_merged_after_a_save_are_in_no_part_of_it(tmp_path: Path, mode: Any) -> None:
     """PEFT merges by `.data`, which no version of a tensor shows, so a save returns once the copy is complete."""
     network = two_adapters()
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode=mode))
-    with CheckpointManager(config, model_parts=[network], optimizers=[adamw(network)], base_folder=tmp_path) as manager:
+    with world.manager(tmp_path, network, adamw(network), async_mode=mode) as manager:
         manager.load()
         wanted = copy.deepcopy(network.state_dict())
         with before_each_copy(lambda: time.sleep(0.2)):

@@ -14,24 +14,17 @@ from typing import Any
 import pytest
 
 from tests.forked import fork
-from tests.tiny_run import settings
+from tests.tiny_run import AfterStep, settings
 from titan_ckpt.cli.main import main
 from titan_ckpt.telemetry.events import TELEMETRY, read_events
 from titan_ckpt.tools.listing import list_run, size
-from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.trainer import Trainer
 
 
-class KillAfter(Callback):
-    """Ends the process without a word after a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if metrics.step == self.step:
-            trainer.manager.wait()
-            os.kill(os.getpid(), signal.SIGKILL)
+def kill(trainer: Trainer) -> None:
+    """End the process without a word."""
+    trainer.manager.wait()
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     checkpoint = {"save": {"interval": 2, "keep": {"latest": 2}}, "export": [{"format": "hf"}]}
     config = settings(folder, training={"steps": 8, "log_interval": 1}, checkpoint=checkpoint)
-    pid = fork(Trainer(config, callbacks=[KillAfter(5)]).run)
+    pid = fork(Trainer(config, callbacks=[AfterStep(5, kill)]).run)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     Trainer(config).run()
     return folder / "run"

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from torch import nn
 
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
+from tests import world
+from titan_ckpt import ExportConfig
 from titan_ckpt.disk.direct import FileReader
 
 
@@ -25,8 +26,7 @@ def test_the_collector_works_while_a_background_export_is_proved(
         read_blocks(file, *args)
 
     monkeypatch.setattr(FileReader, "read_blocks", look)
-    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp", interval=1),))
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+    with world.manager(tmp_path, nn.Linear(2, 2), export=(ExportConfig("dcp", interval=1),)) as manager:
         waits = False
         manager.save(1)
         manager.wait()

@@ -33,16 +33,11 @@ def histories(draw: st.DrawFn) -> dict[int, StepFacts]:
     return facts
 
 
-@given(step_numbers, st.booleans())
-def test_nothing_is_due_where_saving_is_not_configured(step: int, last_step: bool) -> None:
-    """A load-only run never saves, not even at its end."""
-    assert not is_due(step, None, last_step)
-
-
 @given(step_numbers, some, st.booleans())
-def test_the_last_step_is_always_due(step: int, interval: int, first_step: bool) -> None:
-    """A run that ends leaves its end on disk, whatever the interval."""
-    assert is_due(step, SaveConfig(interval, first_step=first_step), last_step=True)
+def test_the_last_step_is_always_due_where_saving_is_configured(step: int, interval: int, flag: bool) -> None:
+    """A run that ends leaves its end on disk, whatever the interval; a load-only run never saves."""
+    assert is_due(step, SaveConfig(interval, first_step=flag), last_step=True)
+    assert not is_due(step, None, last_step=flag)
 
 
 @given(some, st.integers(0, 100))
@@ -58,40 +53,24 @@ def test_the_first_step_is_due_on_request() -> None:
     assert [s for s in range(21) if is_due(s, save, last_step=False)] == [1, 10, 20]
 
 
-@given(step_lists, step_sets)
-def test_nothing_expires_without_a_policy(steps: list[int], protected: frozenset[int]) -> None:
-    """No keep table means keep all."""
-    assert expired_steps(steps, None, protected) == []
-
-
-@given(step_lists, keeps, step_sets)
-def test_expired_steps_are_committed_ones_oldest_first(
-    steps: list[int], keep: KeepConfig, protected: frozenset[int]
+@given(histories(), keeps, step_sets, st.booleans())
+def test_whatever_the_policy_what_must_stay_stays(
+    facts: dict[int, StepFacts], keep: KeepConfig, protected: frozenset[int], is_known: bool
 ) -> None:
-    """Only steps that are there are named, each once, in the order in which they are to go."""
-    expired = expired_steps(steps, keep, protected)
-    assert set(expired) <= set(steps)
-    assert expired == sorted(set(expired))
-
-
-@given(step_lists, keeps, step_sets)
-def test_never_fewer_than_the_latest_stay(steps: list[int], keep: KeepConfig, protected: frozenset[int]) -> None:
-    """At least min(k, valid) steps remain, among them the k newest; without k, the newest one."""
-    valid = sorted(set(steps))
-    remaining = sorted(set(valid) - set(expired_steps(steps, keep, protected)))
+    """Each step that goes is named once, the oldest first: none of the k newest, or the newest without k, no protected
+    one and no multiple of `every`. After the removal nothing more expires, so one that was interrupted can be taken up
+    by deciding again; and nothing does without a policy.
+    """
+    steps, known = [*facts], (facts,) if is_known else ()
+    expired = expired_steps(steps, keep, protected, *known)
+    assert set(expired) <= set(steps) and expired == sorted(set(expired))
+    remaining = sorted(set(steps) - set(expired))
     k = keep.latest or 1
-    assert len(remaining) >= min(k, len(valid))
-    assert remaining[-k:] == valid[-k:]
-
-
-@given(step_lists, keeps, step_sets)
-def test_protected_steps_and_milestones_never_expire(
-    steps: list[int], keep: KeepConfig, protected: frozenset[int]
-) -> None:
-    """The step a run came from, pinned steps and multiples of `every` outlive any number of newer ones."""
-    expired = set(expired_steps(steps, keep, protected))
-    assert not expired & protected
+    assert remaining[-k:] == sorted(steps)[-k:]
+    assert not {*expired} & protected
     assert not [step for step in expired if keep.every is not None and step % keep.every == 0]
+    assert expired_steps(remaining, keep, protected, *known) == []
+    assert expired_steps(steps, None, protected) == []
 
 
 @given(step_lists, some, step_sets)
@@ -138,15 +117,6 @@ def test_one_step_of_each_span_stays(facts: dict[int, StepFacts], hours: float) 
     stay = [facts[step].unix_seconds for step in facts if step not in expired]
     for step in expired:
         assert any(0 <= facts[step].unix_seconds - kept < hours * 3600 for kept in stay)
-
-
-@given(histories(), keeps, step_sets)
-def test_removing_the_expired_settles_it_with_facts_too(
-    facts: dict[int, StepFacts], keep: KeepConfig, protected: frozenset[int]
-) -> None:
-    """Rules that go by time or metric decide the same again after a removal."""
-    remaining = set(facts) - set(expired_steps(list(facts), keep, protected, facts))
-    assert expired_steps(sorted(remaining), keep, protected, facts) == []
 
 
 def test_a_clock_that_was_put_back_or_forward_does_not_end_the_spans() -> None:

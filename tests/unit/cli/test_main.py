@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from tests.world import manager as build
-from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig, __version__
+from titan_ckpt import __version__
 from titan_ckpt.cli import tables
 from titan_ckpt.cli.main import main
 
@@ -128,20 +128,19 @@ def test_prune_keeps_what_the_run_would_keep(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The step that the run resumed from stays; which run saved last is told by the steps, not by clocks."""
-    config = CheckpointConfig(save=SaveConfig(interval=1))
 
     def deletes(keep: str = "latest = 1") -> list[int]:
         assert main(["prune", str(tmp_path), "--keep", keep, "--dry-run", "--json"]) == 0
         deleted: list[int] = json.loads(capsys.readouterr().out)["deleted"]
         return deleted
 
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 3)], base_folder=tmp_path) as manager:
+    with build(tmp_path, nn.Linear(2, 3)) as manager:
         manager.save(1)
         manager.save(2)
     assert deletes() == [1]
     assert deletes("latest = 2") == []
     shutil.rmtree(tmp_path / "checkpoints" / "step-2")
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 3)], base_folder=tmp_path) as manager:
+    with build(tmp_path, nn.Linear(2, 3)) as manager:
         manager.load()
         monkeypatch.setattr(time, "time", lambda: 1e9)
         manager.save(3)
@@ -154,12 +153,11 @@ def test_steps_that_a_rollback_left_are_offered_and_deleted_on_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     """The run says how to delete them, ls and prune show them, --set-aside deletes all but a pinned one."""
-    config = CheckpointConfig(save=SaveConfig(interval=1, async_mode="disabled"))
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 3)], base_folder=tmp_path) as manager:
+    with build(tmp_path, nn.Linear(2, 3), async_mode="disabled") as manager:
         for step in range(1, 5):
             manager.save(step)
     assert main(["pin", str(tmp_path / "checkpoints/step-4")]) == 0
-    with CheckpointManager(config, model_parts=[nn.Linear(2, 3)], base_folder=tmp_path) as manager:
+    with build(tmp_path, nn.Linear(2, 3), async_mode="disabled") as manager:
         manager.load(1)
         manager.save(2)
     assert "`titan-ckpt prune RUN --set-aside` does" in caplog.text

@@ -231,9 +231,7 @@ def trained(part: nn.Module, folder: Path, allow: tuple[str, ...] = ()) -> None:
     with world.manager(folder, model, optimizer, interval=2, async_mode="disabled", allow=allow) as manager:
         manager.load()
         for step in (1, 2):
-            model(torch.ones(3, 2)).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            world.step_on(model, optimizer, torch.ones(3, 2))
             if step == 2:
                 with torch.no_grad():
                     model(torch.zeros(1, 2))

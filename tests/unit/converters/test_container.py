@@ -1,10 +1,15 @@
-"""ModelConverters: order, one owner per key, adapters that need a filter, and TOML tables."""
+"""ModelConverters: order, one owner per key, adapters that need a filter, TOML tables, and resumes with another set."""
 
 from __future__ import annotations
 
+import importlib
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -21,10 +26,12 @@ from titan_ckpt.converters import (
     build,
     from_tables,
 )
+from titan_ckpt.converters.float8 import gather
 from titan_ckpt.converters.protocol import Stage
 from titan_ckpt.errors import ConfigError, ConverterError
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule
 from titan_ckpt.types import StateDict, StateDictAdapter
+from titan_ckpt.weights.identity import check_converters, differences
 
 
 def model() -> nn.Module:
@@ -252,3 +259,59 @@ def test_bad_tables_are_answered(table: dict[str, Any], fault: str) -> None:
     with pytest.raises(ConfigError) as caught:
         from_tables([table])
     assert fault in str(caught.value)
+
+
+QAT = {"kind": "qat", "scheme": "int8_weight_only"}
+LORA = {"kind": "lora", "target_modules": ["wq", "wv"], "rank": 4}
+
+
+def described(*tables: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the records of converters as a manifest gives them back."""
+    stored: list[dict[str, Any]] = json.loads(json.dumps(from_tables(list(tables)).describe()))
+    return stored
+
+
+def test_the_same_set_is_accepted() -> None:
+    """Equal settings, through JSON, are no difference; neither is having no converters twice."""
+    check_converters(described(QAT, LORA), from_tables([QAT, LORA]).describe(), 5)
+    check_converters([], [], 5)
+
+
+def test_f10_every_difference_is_listed() -> None:
+    """Added, removed and changed converters are all in the one message, which says what to do."""
+    saved = described(QAT, LORA)
+    here = described({"kind": "float8", "emulate": True}, {**LORA, "rank": 8, "target_modules": ["wq"]})
+    with pytest.raises(ConverterError) as caught:
+        check_converters(saved, here, 7)
+    for line in (
+        "step 7 was saved with converters qat, lora, this run has float8, lora",
+        "qat: only in the checkpoint",
+        "float8: only in this run",
+        "lora.target_modules: ['wq', 'wv'] in the checkpoint, ['wq'] in this run",
+        "lora.rank: 4 in the checkpoint, 8 in this run",
+        "Resume with the same [[converters]]",
+    ):
+        assert line in str(caught.value)
+    assert "dropout" not in str(caught.value)
+
+
+def test_order_and_unknown_settings_count() -> None:
+    """The same converters the other way round differ, as does a setting that only one side knows."""
+    one, other = {"kind": "a"}, {"kind": "b", "new": None}
+    assert differences([one, other], [other, one]) == ["order: a, b in the checkpoint, b, a in this run"]
+    assert differences([{"kind": "b"}], [other]) == ["b.new: nothing in the checkpoint, None in this run"]
+
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_a_checkouts_second_name_is_the_same_modules() -> None:
+    """A class is the same one whichever name was imported first, and a module below it, too."""
+    assert importlib.import_module("converters.float8.gather") is gather
+    assert importlib.import_module("converters").LoRAConverter is LoRAConverter
+    first = (
+        "from converters.lora.converter import LoRAConverter as first\n"
+        "from titan_ckpt.converters import LoRAConverter as second\n"
+        "assert first is second and first.__module__ == 'titan_ckpt.converters.lora.converter'\n"
+    )
+    subprocess.run([sys.executable, "-c", first], cwd=ROOT, check=True, timeout=280)

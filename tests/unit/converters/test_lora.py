@@ -1,4 +1,4 @@
-"""LoRA: what is adapted, what it computes, what merging gives, and every input that is refused."""
+"""LoRA: what is adapted, what it computes, what merging gives and takes, and every input that is refused."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests import world
+from tests.forked import memory_of
 from tests.world import TINY
 from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConverters, build, from_tables
 from titan_ckpt.errors import ConverterError, ExportError, KeyMapError
@@ -407,3 +408,27 @@ def test_weights_stored_in_pieces_have_no_adapter_name(op: Unstack | Chain) -> N
     assert adapter is not None
     with pytest.raises(KeyMapError, match=r"wq: stored as part\.0\.weight, part\.1\.weight.* cannot follow"):
         adapter.key_map(KeyMap((KeyRule.of("wq.weight", files, op),)))
+
+
+WIDTH, LAYERS = 2048, 8
+
+
+@pytest.mark.parametrize(("dtype", "dora"), [(torch.float32, False), (torch.bfloat16, True)], ids=["lora", "dora"])
+def test_a_merge_takes_the_memory_of_one_tensor(dtype: torch.dtype, dora: bool) -> None:
+    """The peak while a model is merged and dropped is one weight above it, and 4 MiB for float32 values of parts."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(LAYERS)))
+    converters = build([LoRAConfig(tuple(str(i) for i in range(LAYERS)), rank=4, use_dora=dora)])
+    converters.convert(model)
+    for name, parameter in model.named_parameters():
+        if "lora_b" in name:
+            nn.init.normal_(parameter)
+    wrapper = ModelWrapper([model], converters)
+
+    def export() -> None:
+        for value in wrapper.state_dict("export").values():
+            for block in blocks_of(value):
+                assert block.data.shape == (WIDTH, WIDTH)
+                del block  # as a writer does before it asks for the next
+
+    peak, _ = memory_of(export, before=export)
+    assert peak - WIDTH * WIDTH * dtype.itemsize < 4 << 20

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests import world
 from tests.own_state_models import DIM, FusedHeads
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, SaveConfig
+from titan_ckpt import CheckpointManager, ExportConfig
 from titan_ckpt.converters.container import ModelConverters
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.converter import LoRAConverter
@@ -44,14 +44,9 @@ def adapted(seed: int, shard: bool) -> tuple[nn.Module, ModelConverters]:
 def adapter_saves_and_merged_exports(folder: Path, *, shard: bool) -> None:
     base = plain(0)
     world.finish(world.manager(folder / "base", base, export=(ExportConfig("dcp"),)))
-    source = (InitialLoadConfig(str(folder / "base/exports/step-1")),)
-    config = CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("dcp"),), initial_load=source)
-
-    def manager(model: nn.Module, converters: ModelConverters) -> CheckpointManager:
-        return CheckpointManager(config, model_parts=[model], model_converters=converters, base_folder=folder / "run")
-
+    settings: Any = {"export": (ExportConfig("dcp"),), "initial_load": [folder / "base/exports/step-1"]}
     model, converters = adapted(1, shard)
-    with manager(model, converters) as m, torch.no_grad():
+    with world.manager(folder / "run", model, model_converters=converters, **settings) as m, torch.no_grad():
         m.load()
         for name, parameter in model.named_parameters():
             if "lora_b" in name:
@@ -61,7 +56,7 @@ def adapter_saves_and_merged_exports(folder: Path, *, shard: bool) -> None:
         m.save(2, last_step=True)
         assert all(torch.equal(value, before[name]) for name, value in world.weights_and_moments(model).items())
     other, converters = adapted(2, shard)
-    assert world.load(manager(other, converters)).step == 2
+    assert world.load(world.manager(folder / "run", other, model_converters=converters, **settings)).step == 2
     assert all(torch.equal(value, before[name]) for name, value in world.weights_and_moments(other).items())
     merged: Any = plain(3)
     world.load(world.manager(folder / "merged", merged, initial_load=[folder / "run/exports/step-2"]))

@@ -1,4 +1,4 @@
-"""Worker threads and the files that they read: what stops the threads, and what is left open."""
+"""Reading files: worker threads, what stops them, what is left open, and work beside other work."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from titan_ckpt.disk import direct
+from titan_ckpt.disk import direct, posix
+from titan_ckpt.disk.background import BackgroundCall
 from titan_ckpt.disk.direct import meanwhile, run_workers
 from titan_ckpt.disk.file_writer import FileWriter
+from titan_ckpt.guard import outside_request
 from titan_ckpt.saving.handle import SaveHandle
+from titan_ckpt.training.outcome import STOPPED, Outcome, record_stop
 
 
 def test_an_interrupt_waits_for_all_threads() -> None:
@@ -132,3 +135,57 @@ def test_threads_whose_direct_writes_are_refused_at_the_same_time_write_the_file
         run_workers(range(0, 4 * 4096, 4096), lambda start: file.write(buffer.view[:4096], start), 4)
         file.finish(4 * 4096)
     assert (tmp_path / "file").read_bytes() == bytes([7]) * 4 * 4096
+
+
+@pytest.mark.parametrize("broken", ["pwrite_all", "fsync", "rename_noreplace"])
+def test_a_file_that_cannot_replace_another_leaves_nothing_of_itself(
+    tmp_path: Path, broken: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk under the file of a stopped run, and under an answer: an error, and no draft beside them."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(posix, broken, full)
+        with pytest.raises(OSError, match="full"):
+            record_stop(tmp_path, Outcome(2, 4, 2, "SIGTERM to rank 0"))
+        with pytest.raises(OSError, match="full"):
+            outside_request.answer(tmp_path, outside_request.Answer("a", 2))
+    assert list(tmp_path.iterdir()) == []
+    for step in (2, 3):
+        record_stop(tmp_path, Outcome(step, 4, step, "SIGTERM to rank 0"))
+    assert [path.name for path in tmp_path.iterdir()] == [STOPPED]
+    assert '"step": 3' in (tmp_path / STOPPED).read_text()
+
+
+def test_an_error_of_a_signals_handler_while_the_thread_starts_reaches_the_caller(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It is no lack of threads, whatever its class; the call is made once, and its end is known."""
+    start, made = threading.Thread.start, []
+
+    def interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        raise RuntimeError("stop now, says the handler")
+
+    call = BackgroundCall(lambda: made.append(1), "call")
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(RuntimeError, match="stop now"):
+            call.start()
+    call.wait()
+    assert made == [1]
+    assert call.error is None
+
+
+def test_a_call_is_made_here_if_there_can_be_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", full)
+    made: list[int] = []
+    call = BackgroundCall(lambda: made.append(threading.get_ident()), "call")
+    call.start()
+    assert made == [threading.get_ident()]
+    assert call.done

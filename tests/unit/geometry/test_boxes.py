@@ -1,4 +1,4 @@
-"""Boxes of row-major arrays, against numpy's own indexing."""
+"""Boxes of row-major arrays and chunks of tensors, against numpy's own indexing."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 from titan_ckpt.geometry.boxes import boxes_of_range, element_span, overlap, spans
-from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.chunks import Chunk, blocks_of
 
 SIZES = st.lists(st.integers(1, 6), max_size=4).map(tuple)
 
@@ -90,3 +94,15 @@ def test_chunks_of_a_mesh_are_not_compared_with_each_other(monkeypatch: pytest.M
         assert overlap(apart) is None
         assert len(compared) < len(apart)
     assert overlap([*chunks, Chunk((1, 1), (2, 3))]) is not None
+
+
+def test_a_process_that_becomes_another_rank_holds_other_rows() -> None:
+    """Meshes of the same ranks are equal, so nothing may be remembered by mesh alone: ranks fork, or join anew."""
+    for rank in (0, 1):
+        dist.init_process_group("fake", rank=rank, world_size=2)
+        try:
+            mesh = init_device_mesh("cpu", (2,))
+            value = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)], run_check=False)
+            assert [block.chunk for block in blocks_of(value)] == [Chunk((2 * rank, 0), (2, 3))]
+        finally:
+            dist.destroy_process_group()

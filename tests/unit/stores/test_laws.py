@@ -12,11 +12,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests import world
 from tests.memory_store import MemoryStore
-from tests.stores.export_runs import CONFIG, manager_of
+from tests.stores.export_runs import CONFIG
 from tests.test_manager import Run, seeded
 from tests.world import same
-from titan_ckpt.config import CheckpointConfig, ExportConfig, KeepConfig, SaveConfig
+from titan_ckpt.config import ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.directory.names import manifest_path
 from titan_ckpt.errors import PreflightError
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
@@ -189,8 +190,8 @@ def test_a_run_in_memory_exports_and_its_export_is_a_source(tmp_path: Path) -> N
     torch.manual_seed(0)
     model = Llama3(CONFIG)
     exports = tuple(ExportConfig(kind, folder=f"{folder}/{kind}") for kind in ("hf", "dcp"))
-    config = CheckpointConfig(folder=f"{folder}/checkpoints", save=SaveConfig(interval=1), export=exports)
-    with manager_of(model, None, tmp_path, config) as manager:
+    steps = f"{folder}/checkpoints"
+    with world.manager(tmp_path, model, folder=steps, timeout_seconds=600.0, export=exports) as manager:
         manager.load()
         manager.save(1, last_step=True)
         manager.wait()

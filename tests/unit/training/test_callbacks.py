@@ -16,6 +16,7 @@ import signal
 import time
 from collections.abc import Mapping
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.distributed.tensor import DTensor
 
 from tests.distributed.test_trainer_loss import UnevenLabels
-from tests.tiny_run import Recorder, losses, rows, settings
+from tests.tiny_run import AfterStep, Recorder, losses, post, rows, settings
 from titan_ckpt.config import ResumeConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
@@ -457,17 +458,11 @@ def test_d9_a_save_out_of_turn_looks_at_the_weights(
     tmp_path: Path, kind: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Between two logs too, a stop or a request saves no broken weights, and so expires no good ones."""
-
-    class Ask(Callback):
-        def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-            if metrics.step == 5:
-                trainer.guard._board.post(kind, "a test")
-                while not trainer.guard._board._due:
-                    time.sleep(0.001)
-
     training = {"steps": 12, "log_interval": 9, "check_gradients": "log"}
     saves = {"save": {"interval": 3, "keep": {"latest": 1}}}
-    run = Poisoned(settings(tmp_path, training=training, checkpoint=saves), callbacks=[Ask()])
+    run = Poisoned(
+        settings(tmp_path, training=training, checkpoint=saves), callbacks=[AfterStep(5, partial(post, kind=kind))]
+    )
     ends: Any = contextlib.nullcontext() if kind == "stop" else pytest.raises(GradientError, match="step 6: ")
     with ends:
         run.run()
@@ -522,9 +517,7 @@ class Late(Callback):
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
         trainer.measurements["own/late"] = metrics.step / 8
         if metrics.step == 3:
-            trainer.guard._board.post("stop", "a test")
-            while not trainer.guard._board._due:
-                time.sleep(0.001)
+            post(trainer)
             trainer.guard.check()
 
 
@@ -664,12 +657,8 @@ def test_rows_that_a_full_disk_refuses_are_written_before_the_next_one(
     assert [*read_metrics(path)][3:] == [{"step": 4, "late": 0.5}, {"step": 5}]
 
 
-class Stops(Callback):
-    """Stops the run after step 2."""
-
-    def on_step_end(self, trainer: Any, metrics: StepMetrics) -> None:
-        if metrics.step == 2:
-            raise StopRun
+def stop(_: Trainer) -> None:
+    raise StopRun
 
 
 @pytest.mark.parametrize("name", ["adamw", "schedulefree:AdamWScheduleFree", "schedulefree:SGDScheduleFree"])
@@ -680,7 +669,7 @@ def test_a_callback_that_raises_stop_run_ends_the_run_with_its_step_saved(tmp_pa
     """
     tables: dict[str, Any] = {"optimizer": {"name": name}, "checkpoint": {"save": {"interval": 100}}}
     trainer = Trainer(settings(tmp_path / "a", **tables))
-    trainer.add_callback(Stops())
+    trainer.add_callback(AfterStep(2, stop))
     trainer.run()
     assert trainer.outcome == Outcome(2, 3, 2, "the run's own code has raised StopRun")
     for folder in (tmp_path / "a", tmp_path / "b"):

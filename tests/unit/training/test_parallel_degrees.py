@@ -1,19 +1,28 @@
-"""Degrees of parallelism: what fits is laid out as expected, and what does not is all named before it is built."""
+"""Degrees of parallelism: what fits is laid out as expected, what does not is all named; ranks; how layers run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
+from tests.tiny_run import settings
 from titan_ckpt.config import from_dict
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.formats.open import open_reader
 from titan_ckpt.models import llama3, qwen3_moe
+from titan_ckpt.training.callbacks.console import read_metrics
+from titan_ckpt.training.parallel import ranks
 from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.parallel.context_parallel import positions
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import cut
+from titan_ckpt.training.parallel.ranks import Ranks, find_device
+from titan_ckpt.training.trainer import Trainer
 
 DENSE = llama3.FLAVORS["8B"]
 SPARSE = qwen3_moe.FLAVORS["30B-A3B"]
@@ -173,3 +182,47 @@ def test_ranks_that_share_a_sequence_have_every_token_once_and_equal_work(size: 
     shares = [positions(32, rank, size) for rank in range(size)]
     assert sorted(token for share in shares for token in share.tolist()) == [*range(32)]
     assert len({int(share.sum()) for share in shares}) == 1
+
+
+def test_each_rank_of_a_host_has_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its number, or the only one that its launcher lets it see; never device 0 for want of another."""
+    visible = [4]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible[0])
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert find_device("auto") == torch.device("cuda", 3)
+    visible[0] = 1
+    assert find_device("cuda") == torch.device("cuda", 0)
+    visible[0] = 2
+    with pytest.raises(ConfigError, match="at most 2 ranks"):
+        find_device("auto")
+
+
+def test_one_rank_of_a_host_is_the_first_in_each_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second run of the same processes says its error again; without a store each rank says it."""
+    store = dist.HashStore()
+    monkeypatch.setattr(ranks, "_get_default_store", lambda: store)
+    cpu = torch.device("cpu")
+    asked = [Ranks(rank, 2, cpu, run=run).is_first("wrong") for run in (0, 1) for rank in (1, 0)]
+    assert asked == [True, False, True, False]
+    monkeypatch.undo()
+    assert Ranks(1, 2, cpu).is_first("wrong")
+
+
+def train_with(folder: Path, table: dict[str, Any]) -> tuple[list[float], list[str]]:
+    """Return the losses of three steps and the names of what was saved."""
+    Trainer(settings(folder, parallel=table)).run()
+    losses = [row["loss"] for row in read_metrics(folder / "run" / "metrics.jsonl")]
+    with open_reader(folder / "run" / "checkpoints" / "step-3") as reader:
+        return losses, sorted(reader.tensors)
+
+
+@pytest.mark.filterwarnings("default")  # the compiler imports and reads what torch itself warns about
+def test_losses_and_names_stay_the_same(tmp_path: Path) -> None:
+    """Full and selective recomputation give the same bits, compiled layers the same losses to rounding."""
+    losses, names = train_with(tmp_path / "plain", {})
+    for mode in ("full", "selective"):
+        assert train_with(tmp_path / mode, {"activation_checkpoint": mode}) == (losses, names)
+    compiled, compiled_names = train_with(tmp_path / "compiled", {"compile": True})
+    assert compiled == pytest.approx(losses, abs=1e-4)
+    assert compiled_names == names

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tiny_run import settings
+from tests.tiny_run import AfterStep, settings
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.trainer import Trainer
@@ -45,18 +45,15 @@ def trained(folder: Path, steps: int, optimizer: dict[str, Any], *callbacks: Cal
     if steps == 4:
         trainer.run()
         return trainer
-    trainer.add_callback(Stops())
+    trainer.add_callback(AfterStep(2, stop))
     with pytest.raises(KeyError, match="stopped"):
         trainer.run()
     return trainer
 
 
-class Stops(Callback):
-    """Ends a run of four steps after its second, which is saved."""
-
-    def on_step_end(self, _trainer: Any, metrics: Any) -> None:
-        if metrics.step == 2:
-            raise KeyError("stopped")
+def stop(_: Trainer) -> None:
+    """End a run of four steps after its second, which is saved."""
+    raise KeyError("stopped")
 
 
 @pytest.mark.parametrize(
@@ -90,19 +87,16 @@ def test_a_changed_setting_is_taken_as_if_the_run_had_changed_it_in_the_middle(
 
 def test_settings_that_a_callback_has_changed_go_on(tmp_path: Path) -> None:
     """The run file says the same as before, so what is in the checkpoint counts."""
-    whole = trained(tmp_path / "whole", 4, ADAMW, ChangesAfterOne())
-    trained(tmp_path / "killed", 2, ADAMW, ChangesAfterOne())
+    whole = trained(tmp_path / "whole", 4, ADAMW, AfterStep(1, decay_more))
+    trained(tmp_path / "killed", 2, ADAMW, AfterStep(1, decay_more))
     resumed = trained(tmp_path / "killed", 4, ADAMW)
     expected = whole.model.state_dict()
     assert all(torch.equal(value, expected[name]) for name, value in resumed.model.state_dict().items())
 
 
-class ChangesAfterOne(Callback):
-    """Changes what no schedule changes."""
-
-    def on_step_end(self, trainer: Any, metrics: Any) -> None:
-        if metrics.step == 1:
-            trainer.optimizer.param_groups[0]["weight_decay"] = 0.7
+def decay_more(trainer: Trainer) -> None:
+    """Change what no schedule changes."""
+    trainer.optimizer.param_groups[0]["weight_decay"] = 0.7
 
 
 def test_a_schedule_of_ones_own_refuses_another_rate(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ TITAN := .venv-torchtitan
 SERVERS := .venv-servers
 CORE := tests/test_without_extras.py tests/test_golden_native.py tests/test_manager.py tests/test_manager_lifecycle.py \
 	$(addprefix tests/unit/,cli components directory disk distributed formats geometry guard loading/test_external.py) \
-	$(addprefix tests/unit/weights/test_,digest.py quantise.py single_device.py transforms.py wrapper.py) \
+	$(addprefix tests/unit/weights/test_,digest.py quantize.py single_device.py transforms.py wrapper.py) \
 	$(addprefix tests/unit/test_,config.py policy.py progress.py)
 
 WORKERS := -n 4 --dist loadfile --no-loadscope-reorder

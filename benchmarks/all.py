@@ -20,7 +20,7 @@ RUNS = (
     ("hf_export", 2),
     ("hf_load", 2),
     ("replicas", 2),
-    ("initialise", 2),
+    ("initialize", 2),
     ("own_state", 1),
     ("own_state", 2),
     ("scale", 1),

@@ -19,7 +19,7 @@ from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import StateDict, StateDictAdapter
 from titan_ckpt.weights.names import clean_fqn
-from titan_ckpt.weights.quantise import WeightQuantiser
+from titan_ckpt.weights.quantize import WeightQuantizer
 
 logger = logging.getLogger(__name__)
 
@@ -75,14 +75,14 @@ class ModelConverters:
             return _JoinedAdapters(adapters)
         return adapters[0] if adapters else None
 
-    def weight_quantiser(self) -> WeightQuantiser | None:
-        """Return the scheme of quantised weights, or None. Raises: ConverterError if two converters have one."""
-        quantisers = {c.kind: quantiser for c in self._converters if (quantiser := c.weight_quantiser()) is not None}
-        if len(quantisers) > 1:
+    def weight_quantizer(self) -> WeightQuantizer | None:
+        """Return the scheme of quantized weights, or None. Raises: ConverterError if two converters have one."""
+        quantizers = {c.kind: quantizer for c in self._converters if (quantizer := c.weight_quantizer()) is not None}
+        if len(quantizers) > 1:
             raise ConverterError(
-                f"{' and '.join(quantisers)} both quantise weights, and one folder says how in one way"
+                f"{' and '.join(quantizers)} both quantize weights, and one folder says how in one way"
             )
-        return next(iter(quantisers.values()), None)
+        return next(iter(quantizers.values()), None)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one JSON object per converter, in order."""

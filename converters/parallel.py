@@ -1,4 +1,4 @@
-"""Tensor parallelism of converted modules: fake quantisers stay whole, each adapter is sharded as its weight is.
+"""Tensor parallelism of converted modules: fake quantizers stay whole, each adapter is sharded as its weight is.
 
 Owns one ParallelStyle that wraps PyTorch's styles for linear and embedding modules. Knows no model.
 """

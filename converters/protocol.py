@@ -17,10 +17,10 @@ from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import StateDict, StateDictAdapter
 from titan_ckpt.weights.low_rank import StoredUpdates
-from titan_ckpt.weights.quantise import WeightQuantiser
+from titan_ckpt.weights.quantize import WeightQuantizer
 
 Stage = Literal["replace", "adapt"]
-"""replace: replaces modules by others with the same parameters (quantisation). Such converters come first, because a
+"""replace: replaces modules by others with the same parameters (quantization). Such converters come first, because a
 replacement drops what an earlier converter attached. adapt: attaches parameters to existing modules (LoRA)."""
 
 
@@ -85,8 +85,8 @@ class ModelConverter(ABC):
         """
         return None
 
-    def weight_quantiser(self) -> WeightQuantiser | None:
-        """Return how an export with `quantised = true` stores this converter's weights; None if it quantises none."""
+    def weight_quantizer(self) -> WeightQuantizer | None:
+        """Return how an export with `quantized = true` stores this converter's weights; None if it quantizes none."""
         return None
 
     def initialize(  # noqa: B027 - most converters add nothing
@@ -95,7 +95,7 @@ class ModelConverter(ABC):
         """Set the added tensors among `fqns` (None: all) to their initial values.
 
         The load calls this after the base weights are read, with the fqns that no source provided
-        (LoadReport.initialised).
+        (LoadReport.initialized).
         """
 
     def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:  # noqa: B027 - as above

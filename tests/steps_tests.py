@@ -91,13 +91,13 @@ class StepsTests(ABC):
         attempt = steps.begin(5, 100)
         write(attempt)
         assert not steps.abandon(attempt) and not steps.abandon(attempt)
-        assert store_of(attempt.path).names_in(attempt.path) == [] and not steps.has(5)
+        assert store_of(attempt.path).names_in(attempt.path) == [] and not steps.exists(5)
         save(steps, 5)
         for number, message in ((4, "older than step 5"), (5, "step 5 is committed already")):
             with pytest.raises(CommitConflictError, match=message):
                 steps.begin(number, 100)
         steps.close()
-        assert steps.has(5) and steps.left_over() == ()
+        assert steps.exists(5) and steps.left_over() == ()
 
     def test_a_rollback_sets_newer_steps_aside_whole_or_not(
         self, steps: Steps, caplog: pytest.LogCaptureFixture

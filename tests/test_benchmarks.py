@@ -77,10 +77,10 @@ def test_a_bucket_is_asked_as_often_for_many_tensors_as_for_few(
 
 def test_initial_values_are_compared_with_those_of_one_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both ways are timed, and the limit."""
-    initialise = importlib.import_module("benchmarks.initialise")
-    monkeypatch.setitem(initialise.FLAVORS, "1B", initialise.FLAVORS["debug-0.5m"])
-    options = Options(gb=initialise.GB, nproc=1, pairs=1, json=True, folder=str(tmp_path), tensors=0)
-    found = initialise.main(options)
+    initialize = importlib.import_module("benchmarks.initialize")
+    monkeypatch.setitem(initialize.FLAVORS, "1B", initialize.FLAVORS["debug-0.5m"])
+    options = Options(gb=initialize.GB, nproc=1, pairs=1, json=True, folder=str(tmp_path), tensors=0)
+    found = initialize.main(options)
     assert found["ratio"] > 0 and 0 < found["shard_bytes"] < 1 << 24 and found["pairs"] == 1
 
 

@@ -107,18 +107,18 @@ def test_lora_over_a_replaced_base_runs(name: str) -> None:
     exports = run(name, ON_BASE) / "exports"
     assert (exports / "step-2" / "model.safetensors").is_file()
     if name == "qat_lora.toml":
-        logits(exports / "step-2-quantised")
+        logits(exports / "step-2-quantized")
     assert (exports / "step-2-peft" / "adapter_model.safetensors").is_file()
 
 
 def test_qat_runs() -> None:
-    """Fake quantisation trains; the quantised export computes what the plain one does when it is fake-quantised."""
+    """Fake quantization trains; the quantized export computes what the plain one does when it is fake-quantized."""
     exports = run("qat.toml", TINY) / "exports"
     weights = load_file(exports / "step-2" / "model.safetensors")
     assert all(value.is_floating_point() for value in weights.values())
     from_tables([{"kind": "qat", "scheme": "int4_weight_only"}]).convert(model := open_model(exports / "step-2"))
     with torch.no_grad():
-        assert torch.equal(logits(exports / "step-2-quantised"), model(TOKENS).logits)
+        assert torch.equal(logits(exports / "step-2-quantized"), model(TOKENS).logits)
 
 
 def test_float8_runs() -> None:
@@ -126,7 +126,7 @@ def test_float8_runs() -> None:
     exports = run("float8.toml", TINY) / "exports"
     weights = load_file(exports / "step-2" / "model.safetensors")
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
-    far = logits(exports / "step-2-quantised") - logits(exports / "step-2")
+    far = logits(exports / "step-2-quantized") - logits(exports / "step-2")
     assert 0 < far.abs().max() < 0.1
 
 

@@ -222,7 +222,7 @@ def resume_go_on_and_save(case: str, folder: Path) -> None:
     with run.manager(folder, save=save) as manager:
         result = manager.load()
         assert result.step == last
-        assert not result.report.initialised
+        assert not result.report.initialized
         assert_is_as_saved(run, steps[str(last)])
         assert_rounded_alike(run.go_on(), expected(case)["continued"])
         assert manager.save(last + 2)
@@ -343,7 +343,7 @@ def test_an_export_is_a_source_of_weights(tmp_path: Path, case: str) -> None:
     with run.manager(tmp_path, save=None) as manager:
         result = manager.load()
     assert result.step == 0
-    assert not result.report.initialised
+    assert not result.report.initialized
     found = {name: value for name, value in run.facts()["tensors"].items() if name.startswith("model.")}
     assert found == expected(case)["tensors"]
 

@@ -112,7 +112,7 @@ def weights_of_integers(folder: Path) -> None:
 @says(
     "the weights do not fit the model; nothing was loaded\n"
     "  RUN/old/checkpoints/step-1: 2 missing: 1.weight, 1.bias. Name new tensors in "
-    "checkpoint.initial_load.initialise\n"
+    "checkpoint.initial_load.initialize\n"
     "  Was it saved from a different model config?"
 )
 def weights_of_fewer_layers(folder: Path) -> None:

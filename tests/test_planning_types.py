@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 PLANNING = (
     "distributed/sharing", "formats/dcp/dcp", "formats/dcp/proof", "formats/native/header", "formats/native/layout",
     "formats/native/reader", "formats/native/segments", "formats/publish/exchange", "formats/publish/plan",
-    "formats/publish/proof", "formats/publish/write", "formats/quantised/reading", "formats/reading/engine",
+    "formats/publish/proof", "formats/publish/write", "formats/quantized/reading", "formats/reading/engine",
     "formats/reading/slices", "formats/safetensors/container", "formats/safetensors/reader", "geometry/chunks",
     "geometry/requests",
 )  # fmt: skip

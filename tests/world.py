@@ -83,7 +83,7 @@ class Bare:
 
 
 def llama(shape: Llama3Config = TINY, seed: int = 0, converters: Any = None) -> Llama3:
-    """Return an initialised Llama, converted."""
+    """Return an initialized Llama, converted."""
     torch.manual_seed(seed)
     model = Llama3(shape)
     model.init_weights()

@@ -138,15 +138,15 @@ class InitialLoadConfig(Checked):
     """
     merge: bool = False
     """Add this adapter to the weights of the sources before it, instead of loading it into a converter."""
-    initialise: tuple[NonEmpty, ...] = ()
+    initialize: tuple[NonEmpty, ...] = ()
     """Tensors of the model that this source does not provide, as patterns over their names, such as "lm_head.*". If it
-    has one with fewer rows (added tokens), its rows are loaded and the others initialised; else all of it is."""
+    has one with fewer rows (added tokens), its rows are loaded and the others initialized; else all of it is."""
     ignore: tuple[NonEmpty, ...] = ()
     """Tensors of this source that are not used, as patterns over their names there, such as "model.layers.30.*"."""
 
     def problems(self) -> Iterator[str]:
-        if self.merge and (self.initialise or self.ignore):
-            yield "merge: an adapter is merged as a whole; leave initialise and ignore out"
+        if self.merge and (self.initialize or self.ignore):
+            yield "merge: an adapter is merged as a whole; leave initialize and ignore out"
         if self.prefix and not self.prefix.endswith("."):
             yield f'prefix: {self.prefix!r} ends without a dot; write "{self.prefix}."'
         if self.prefix is not None and self.format not in (None, "dcp"):
@@ -155,7 +155,7 @@ class InitialLoadConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class ExportConfig(Checked):
-    """Weights for other tools, written after the last step to <base_folder>/<folder>/step-N, -peft or -quantised."""
+    """Weights for other tools, written after the last step to <base_folder>/<folder>/step-N, -peft or -quantized."""
 
     format: Literal["hf", "peft", "dcp"]
     """hf: a Hugging Face folder, adapters merged; peft: the adapter alone; dcp: torch.distributed.checkpoint."""
@@ -166,9 +166,9 @@ class ExportConfig(Checked):
     """Number of newest interval exports that stay; absent: all."""
     dtype: Literal["float32", "bfloat16", "float16", "original"] | None = None
     """Dtype of exported floating-point tensors; original: as in the base's folder; absent: each keeps its own."""
-    quantised: bool = False
-    """Quantise weights as the converters trained them (QAT: its scheme; Float8: blocks of float8), in step-N-quantised.
-    `dtype` applies to tensors that are not quantised, and to weights before they are quantised."""
+    quantized: bool = False
+    """Quantize weights as the converters trained them (QAT: its scheme; Float8: blocks of float8), in step-N-quantized.
+    `dtype` applies to tensors that are not quantized, and to weights before they are quantized."""
     names: Literal["own", "torchtitan"] = "own"
     """Names of the weights in a dcp export; torchtitan: those of torchtitan's model, which then loads the folder."""
     training_state: bool = False
@@ -193,22 +193,22 @@ class ExportConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.follows_base and self.format != "hf":
             yield f"{'dtype' if self.dtype == 'original' else 'file_layout'}: only hf exports can look like their base"
-        if self.quantised and self.format != "hf":
-            yield f'quantised: a {self.format} export holds plain weights; format = "hf", or leave quantised out'
+        if self.quantized and self.format != "hf":
+            yield f'quantized: a {self.format} export holds plain weights; format = "hf", or leave quantized out'
         if self.training_state and self.format != "dcp":
             yield f'training_state: a {self.format} export holds weights; format = "dcp", or leave training_state out'
         if self.names == "torchtitan" and (self.format != "dcp" or self.training_state):
             yield "names: torchtitan's are for the weights of a dcp export without training_state; leave them out"
         if self.training_state and self.dtype is not None:
             yield "dtype: a run that resumes needs each tensor's own; leave it out, or training_state"
-        if self.quantised and self.file_layout == "base":
-            yield "file_layout: the base's files have no place for codes and scales; leave it out of a quantised export"
+        if self.quantized and self.file_layout == "base":
+            yield "file_layout: the base's files have no place for codes and scales; leave it out of a quantized export"
         if self.keep is not None and self.interval is None:
             yield "keep: needs an interval; the last step's export stays"
 
     def lands_in(self, step: int | None = None) -> str:
         """Return the folder of a step's export; without a step, its pattern, which two exports must not share."""
-        kind = "-peft" if self.format == "peft" else "-quantised" if self.quantised else ""
+        kind = "-peft" if self.format == "peft" else "-quantized" if self.quantized else ""
         name = f"step-{'N' if step is None else step}{kind}"
         if place := split_url(self.folder):
             return "/".join([f"{place[0]}://{place[1]}", *filter(None, [place[2]]), name])

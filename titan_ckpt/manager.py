@@ -186,7 +186,7 @@ class CheckpointManager:
 
         `step` (or config.resume.step) names one step and never falls back; -1 takes the newest valid one, then older
         ones, and logs why each was skipped. Call it before the first step, and again to roll back. Tensors that
-        `materialise` left without values and no source provides are initialised once everything is read.
+        `materialize` left without values and no source provides are initialized once everything is read.
         If it raises after it has begun to overwrite the run, saves and exports raise HalfLoadedError until a load
         succeeds.
         Raises: CheckpointNotFoundError; LoadMismatchError; CorruptCheckpointError when no candidate can be read;

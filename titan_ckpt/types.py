@@ -75,7 +75,7 @@ class ModelHooks(Protocol):
         """Return the names of owned keys in files, or None if the converter owns no keys."""
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
-        """Initialise the owned tensors among `fqns` (None: all); the base weights are loaded by then."""
+        """Initialize the owned tensors among `fqns` (None: all); the base weights are loaded by then."""
 
     def describe(self) -> list[dict[str, Any]]:
         """Return one JSON object per converter, for the manifest: `{"kind": "lora", "rank": 8, ...}`."""
@@ -100,11 +100,11 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[Mismatch, ...] = ()
-    initialised: tuple[str, ...] = ()
+    initialized: tuple[str, ...] = ()
     """Converter-owned or non-checkpointed keys that no source provided and that have their initial values."""
     cast: Mapping[str, str] = field(default_factory=dict)
     """fqn -> "float32 -> bfloat16" for each tensor that was cast, on request, while it was loaded."""
     grown: Mapping[str, int] = field(default_factory=dict)
-    """fqn -> number of rows that were loaded of a table that has more here; the others are initialised, on request."""
+    """fqn -> number of rows that were loaded of a table that has more here; the others are initialized, on request."""
     ignored: tuple[str, ...] = ()
     """Keys of the sources that the model declares as left over, or that the run's settings ignore."""

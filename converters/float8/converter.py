@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_ckpt.converters.float8.export import BlockQuantiser
+from titan_ckpt.converters.float8.export import BlockQuantizer
 from titan_ckpt.converters.protocol import ModelConverter, Stage
-from titan_ckpt.converters.quantised import replaceable_linears, require_gpu, require_torchao
+from titan_ckpt.converters.quantized import replaceable_linears, require_gpu, require_torchao
 from titan_ckpt.encoding.toml import Checked
 from titan_ckpt.errors import ConverterError, counted
 from titan_ckpt.geometry.chunks import local_tensor, sharded_as
@@ -96,9 +96,9 @@ class Float8Converter(ModelConverter):
         """Return the tensors without torchao's wrapper, aliasing the live memory, in every mode."""
         return {fqn: _unwrapped(v) if isinstance(v, torch.Tensor) else v for fqn, v in state_dict.items()}
 
-    def weight_quantiser(self) -> BlockQuantiser:
-        """Return the quantiser that stores the replaced modules' weights as float8."""
-        return BlockQuantiser({f"{fqn}.weight" for fqn in self._exchanged})
+    def weight_quantizer(self) -> BlockQuantizer:
+        """Return the quantizer that stores the replaced modules' weights as float8."""
+        return BlockQuantizer({f"{fqn}.weight" for fqn in self._exchanged})
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
         """Discard scales that were computed from weights which a load has replaced."""

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titan_ckpt.converters.quantised import plain_modules
+from titan_ckpt.converters.quantized import plain_modules
 from titan_ckpt.geometry.chunks import TensorInfo
-from titan_ckpt.weights.quantise import QuantisedTensor
+from titan_ckpt.weights.quantize import QuantizedTensor
 
 BLOCK = 128
 """Rows and columns that share a scale."""
@@ -22,8 +22,8 @@ _CODES = torch.float8_e4m3fn
 _LARGEST = torch.finfo(_CODES).max
 
 
-class BlockQuantiser:
-    """Satisfies titan_ckpt.weights.quantise.WeightQuantiser."""
+class BlockQuantizer:
+    """Satisfies titan_ckpt.weights.quantize.WeightQuantizer."""
 
     def __init__(self, weights: Collection[str]) -> None:
         """`weights`: fqns of the matrices that training multiplied in float8."""
@@ -33,7 +33,7 @@ class BlockQuantiser:
         """Return whether training multiplied the weight in float8."""
         return fqn in self._weights
 
-    def quantise(self, key: str, info: TensorInfo) -> QuantisedTensor | None:
+    def quantize(self, key: str, info: TensorInfo) -> QuantizedTensor | None:
         """Return the parts with codes and scales; None if blocks do not tile the matrix.
 
         transformers derives the block size by division, so a shorter last block would shift all other blocks.
@@ -43,24 +43,24 @@ class BlockQuantiser:
         grid = tuple(-(-size // BLOCK) for size in info.shape)
         scale = f"{key}_scale_inv"
         parts = {key: TensorInfo(info.shape, _CODES), scale: TensorInfo(grid, torch.float32)}
-        return QuantisedTensor(
+        return QuantizedTensor(
             parts,
             min(BLOCK, info.shape[0]),
             lambda values: dict(zip(parts, encode(values), strict=True)),
             lambda stored: decode(stored[key], stored[scale]),
         )
 
-    def header(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> dict[str, str]:
+    def header(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> dict[str, str]:
         """Return no metadata: names and shapes are enough to read the files."""
         return {}
 
-    def config(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> dict[str, Any]:
+    def config(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> dict[str, Any]:
         """Return the quantization_config that transformers and vLLM read."""
         return {
             "quant_method": "fp8",
             "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK],
-            "modules_to_not_convert": plain_modules(infos, quantised),
+            "modules_to_not_convert": plain_modules(infos, quantized),
         }
 
 

@@ -22,7 +22,7 @@ from titan_ckpt.converters.lora.proof import prove
 from titan_ckpt.converters.lora.watch import FirstForward
 from titan_ckpt.converters.merge import check_adapters, merged, rounded
 from titan_ckpt.converters.protocol import ModelConverter, Stage
-from titan_ckpt.converters.qat.converter import quantised_forward
+from titan_ckpt.converters.qat.converter import quantized_forward
 from titan_ckpt.converters.targets import in_lines, select
 from titan_ckpt.errors import ConverterError, ExportError, counted
 from titan_ckpt.geometry.chunks import TensorInfo, info_of
@@ -82,7 +82,7 @@ class LoRAConverter(ModelConverter):
                 self.config.torch_dtype,
                 dropout=self.config.dropout,
                 scaled_by=proof.scaled_by.get(site.fqn, ""),
-                quantised=quantised_forward(site.module),
+                quantized=quantized_forward(site.module),
             )
         for fqn in copied:
             names = [*leaves[fqn].state_dict()]
@@ -142,7 +142,7 @@ class LoRAConverter(ModelConverter):
         return sites.stored_updates(LoRARecord.of(description), tensors, modules, table)
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
-        """Initialise A, B, magnitudes and trained copies among `fqns`; the last two from the base's values."""
+        """Initialize A, B, magnitudes and trained copies among `fqns`; the last two from the base's values."""
         wanted = self.key_filter if fqns is None else set(fqns).__contains__
         for part in model_parts:
             for name, module in part.named_modules():

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_ckpt.converters.qat.converter import QuantisedForward
+from titan_ckpt.converters.qat.converter import QuantizedForward
 from titan_ckpt.weights.low_rank import LowRank, spread
 
 
 class Factor(nn.Module):
-    """Matrix A or B. It is no nn.Linear, so that a model's own initialisation leaves it as it is."""
+    """Matrix A or B. It is no nn.Linear, so that a model's own initialization leaves it as it is."""
 
     def __init__(self, num_out: int, num_in: int, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
@@ -104,17 +104,17 @@ class LoRALinear(nn.Linear):
         return self.adapter.combined(self.weight, *self.adapter.factors(self.lora_a.weight, self.lora_b.weight))
 
 
-class QuantisedLoRALinear(LoRALinear):
-    """An adapter on a fake-quantised linear module. It fake-quantises the merged weight, because that is exported.
+class QuantizedLoRALinear(LoRALinear):
+    """An adapter on a fake-quantized linear module. It fake-quantizes the merged weight, because that is exported.
 
-    Quantising only the base and adding the adapter in high precision would train a different model.
+    Quantizing only the base and adding the adapter in high precision would train a different model.
     """
 
-    quantised: QuantisedForward
+    quantized: QuantizedForward
     """Set on the instance, so that it is not bound as a method."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002
-        return self.quantised(self, input, self.merged_weight())
+        return self.quantized(self, input, self.merged_weight())
 
 
 class LoRAEmbedding(nn.Embedding):
@@ -206,16 +206,16 @@ def attach(
     *,
     dropout: float = 0.0,
     scaled_by: str = "",
-    quantised: QuantisedForward | None = None,
+    quantized: QuantizedForward | None = None,
 ) -> None:
-    """Turn the module into its adapted form in place, with uninitialised factors in `dtype` on the same device."""
+    """Turn the module into its adapted form in place, with uninitialized factors in `dtype` on the same device."""
     if adapter.operation == "stack":
         attach_to_stack(module, adapter, dtype)
         return
     weight = module.get_parameter("weight")
     where: dict[str, Any] = {"device": weight.device, "dtype": dtype}
     num_out, num_in = weight.shape[::-1] if adapter.transposed else weight.shape
-    linear = LoRALinear if quantised is None else QuantisedLoRALinear
+    linear = LoRALinear if quantized is None else QuantizedLoRALinear
     base: Any = type(module)
     kind = {"linear": linear, "embedding": LoRAEmbedding, "conv1d": LoRAConv1D}[adapter.operation]
     module.__class__ = mixed(kind, base)
@@ -224,8 +224,8 @@ def attach(
     module.lora_b = up(num_out, adapter.rank, **where)
     if adapter.magnitude is not None:
         module.lora_magnitude = Magnitude(num_out, **where)
-    if quantised is not None:
-        module.quantised = quantised  # type: ignore[assignment]
+    if quantized is not None:
+        module.quantized = quantized  # type: ignore[assignment]
     own: dict[str, Any] = {"adapter": adapter, "lora_dropout": dropout, "lora_scaled_by": scaled_by}
     vars(module).update(own)
 

@@ -1,7 +1,7 @@
 """Proof that an adapted module computes what its merged weight computes: once for each class, on a small random copy.
 
 Owns the copies, the comparison, and how an embedding scales. Never runs a live module and moves none of its memory;
-every generator is restored. Modules that compute with the merged weight itself (stacks of experts, fake-quantised
+every generator is restored. Modules that compute with the merged weight itself (stacks of experts, fake-quantized
 linears) need no proof.
 """
 
@@ -21,7 +21,7 @@ from titan_ckpt.converters.lora.copies import without_hooks
 from titan_ckpt.converters.lora.layers import attach
 from titan_ckpt.converters.lora.sites import Site
 from titan_ckpt.converters.merge import merged
-from titan_ckpt.converters.qat.converter import quantised_forward
+from titan_ckpt.converters.qat.converter import quantized_forward
 from titan_ckpt.errors import listed
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.rng import RandomState, generators_kept
@@ -63,7 +63,7 @@ def prove(sites: Sequence[Site], config: LoRAConfig) -> Proof:
     """Compare, for each class and settings among the sites, the adapted forward with that of the merged weight."""
     groups: dict[Any, list[Site]] = {}
     for site in sites:
-        if site.update.operation != "stack" and quantised_forward(site.module) is None:
+        if site.update.operation != "stack" and quantized_forward(site.module) is None:
             groups.setdefault(_kind(site), []).append(site)
     proof = Proof({}, [])
     with generators_kept():

@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.copies import TrainedCopy
 from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
-from titan_ckpt.converters.qat.converter import quantised_forward
+from titan_ckpt.converters.qat.converter import quantized_forward
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.weights import low_rank
@@ -66,7 +66,7 @@ class Site:
         rank, operation, weight = self.update.rank, self.update.operation, self.weight
         capacity = min(*weight.shape[-2:], *self.update.rows)
         if isinstance(weight, DTensor):
-            yield f"{self.fqn}: is sharded already; convert the model first, then parallelise it"
+            yield f"{self.fqn}: is sharded already; convert the model first, then parallelize it"
         elif not weight.is_floating_point():
             yield f"{self.fqn}: its weight is {weight.dtype}, and an adapter needs a floating-point base"
         elif rank > capacity:
@@ -79,8 +79,8 @@ class Site:
             yield f"{self.fqn}: MultiheadAttention uses this weight itself, and an adapter would do nothing; {_OUT}"
         elif getattr(self.module, "max_norm", None) is not None:
             yield f"{self.fqn}: max_norm changes the rows of the frozen table in each forward; {_OUT}"
-        elif config.dropout and (operation == "stack" or quantised_forward(self.module) is not None):
-            why = "an adapter's input" if operation == "stack" else "an adapter's input, and QAT quantises"
+        elif config.dropout and (operation == "stack" or quantized_forward(self.module) is not None):
+            why = "an adapter's input" if operation == "stack" else "an adapter's input, and QAT quantizes"
             yield f"{self.fqn}: dropout acts on {why} the merged weight; set dropout = 0"
 
     def _is_adapted_stack(self) -> bool:

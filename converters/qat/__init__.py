@@ -1,4 +1,4 @@
-"""Quantisation-aware training and the quantised export."""
+"""Quantization-aware training and the quantized export."""
 
 from titan_ckpt.converters.qat.converter import QATConfig, QATConverter
 

@@ -1,4 +1,4 @@
-"""QAT as a model converter: torchao's fake quantisation in the forward, plain weights in every checkpoint.
+"""QAT as a model converter: torchao's fake quantization in the forward, plain weights in every checkpoint.
 
 Owns the schemes and the choice of modules. torchao is imported only when a model is converted.
 """
@@ -17,8 +17,8 @@ from torch import nn
 
 from titan_ckpt.config import PositiveInt
 from titan_ckpt.converters.protocol import ModelConverter, Stage
-from titan_ckpt.converters.qat.export import TorchaoQuantiser
-from titan_ckpt.converters.quantised import replaceable_linears, require_gpu, require_torchao
+from titan_ckpt.converters.qat.export import TorchaoQuantizer
+from titan_ckpt.converters.quantized import replaceable_linears, require_gpu, require_torchao
 from titan_ckpt.converters.targets import in_lines
 from titan_ckpt.encoding.toml import Checked
 from titan_ckpt.errors import ConverterError, counted
@@ -45,31 +45,31 @@ _CAPABILITY = {
     "float8_dynamic_act_int4_weight": (9, 0),
     "nvfp4": (10, 0),
 }
-"""Scheme -> the GPU compute capability that it needs to compute with quantised values."""
+"""Scheme -> the GPU compute capability that it needs to compute with quantized values."""
 
-QuantisedForward = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(module, input, weight) -> output: a fake-quantised module's computation with `weight` in place of its own weight."""
+QuantizedForward = Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+"""(module, input, weight) -> output: a fake-quantized module's computation with `weight` in place of its own weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class QATConfig(Checked):
-    """Fake quantisation of linear modules, so that training computes what the quantised export will compute."""
+    """Fake quantization of linear modules, so that training computes what the quantized export will compute."""
 
     scheme: Scheme
-    """Scheme of the export: quantised weights alone, or quantised weights and activations."""
+    """Scheme of the export: quantized weights alone, or quantized weights and activations."""
     kind: Literal["qat"] = "qat"
     group_size: PositiveInt | None = None
     """Elements along the input dim that share a scale, for the grouped int4 schemes. Absent: 32."""
     exclude_modules: tuple[str, ...] | None = None
     """Linear modules to leave unchanged, named as in LoRA's target_modules. Absent: the output head."""
     embeddings: bool = False
-    """Also quantise embedding tables; only for weight-only schemes."""
+    """Also quantize embedding tables; only for weight-only schemes."""
 
     def problems(self) -> Iterator[str]:
         if self.group_size is not None and self.scheme not in _GROUPED:
             yield f"group_size: {self.scheme} has none of its own; leave it out"
         if self.embeddings and not self.scheme.endswith("_weight_only"):
-            yield f"embeddings: {self.scheme} quantises activations, which an embedding has not"
+            yield f"embeddings: {self.scheme} quantizes activations, which an embedding has not"
 
     @property
     def group(self) -> int | None:
@@ -78,7 +78,7 @@ class QATConfig(Checked):
 
 
 class QATConverter(ModelConverter):
-    """Replaces linear modules by torchao's fake-quantised ones. Adds no keys: weights stay in high precision."""
+    """Replaces linear modules by torchao's fake-quantized ones. Adds no keys: weights stay in high precision."""
 
     stage: ClassVar[Stage] = "replace"
     config_class: ClassVar[type[Any]] = QATConfig
@@ -86,11 +86,11 @@ class QATConverter(ModelConverter):
 
     def __init__(self, config: QATConfig) -> None:
         super().__init__(config)
-        self._quantised: set[str] = set()
-        """The fqns of the fake-quantised weights."""
+        self._quantized: set[str] = set()
+        """The fqns of the fake-quantized weights."""
 
     def convert(self, model: nn.Module) -> None:
-        """Replace the linear modules, and with `embeddings` the embedding tables, by fake-quantised ones.
+        """Replace the linear modules, and with `embeddings` the embedding tables, by fake-quantized ones.
 
         Raises: ConverterError without torchao, for a scheme that this machine cannot run, and for modules that do not
             fit the scheme.
@@ -114,27 +114,27 @@ class QATConverter(ModelConverter):
             parameter.requires_grad_(trainable[clean_fqn(name)])
         if self.config.scheme.startswith("float8"):
             _pass_gradients_through(model)
-        self._quantised |= {f"{fqn}.weight" for fqn in chosen}
+        self._quantized |= {f"{fqn}.weight" for fqn in chosen}
         logger.info("QAT %s: %s", self.config.scheme, counted(len(chosen), "module"))
 
-    def weight_quantiser(self) -> TorchaoQuantiser:
-        """Return the quantiser that stores the weights of an export as training fake-quantised them."""
-        return TorchaoQuantiser(_torchao_config(self.config), self._quantised, self.config.embeddings)
+    def weight_quantizer(self) -> TorchaoQuantizer:
+        """Return the quantizer that stores the weights of an export as training fake-quantized them."""
+        return TorchaoQuantizer(_torchao_config(self.config), self._quantized, self.config.embeddings)
 
 
-def quantised_forward(module: nn.Module) -> QuantisedForward | None:
-    """Return how a fake-quantised linear module computes with a given weight; None for any other module."""
+def quantized_forward(module: nn.Module) -> QuantizedForward | None:
+    """Return how a fake-quantized linear module computes with a given weight; None for any other module."""
     if "torchao" not in sys.modules:
         return None
     from torchao.prototype.qat import MXFakeQuantizedLinear
     from torchao.quantization.qat.linear import FakeQuantizedLinear
 
     if isinstance(module, FakeQuantizedLinear):
-        return _fake_quantised
-    return _mx_quantised if isinstance(module, MXFakeQuantizedLinear) else None
+        return _fake_quantized
+    return _mx_quantized if isinstance(module, MXFakeQuantizedLinear) else None
 
 
-def _fake_quantised(module: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002
+def _fake_quantized(module: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002
     if module.activation_fake_quantizer is not None:
         input = module.activation_fake_quantizer(input)  # noqa: A001
     if module.weight_fake_quantizer is not None:
@@ -142,7 +142,7 @@ def _fake_quantised(module: Any, input: torch.Tensor, weight: torch.Tensor) -> t
     return F.linear(input, weight, module.bias)
 
 
-def _mx_quantised(module: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002
+def _mx_quantized(module: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # noqa: A002
     from torchao.prototype.qat.mx import _MXQuantizedForwardFakeQuantizedBackward as Product
 
     out: torch.Tensor = Product.apply(input, weight, module.bias, module.activation_config, module.weight_config)
@@ -150,11 +150,11 @@ def _mx_quantised(module: Any, input: torch.Tensor, weight: torch.Tensor) -> tor
 
 
 class _StraightThrough(torch.autograd.Function):
-    """Forward returns the quantised value, backward passes the gradient through unchanged."""
+    """Forward returns the quantized value, backward passes the gradient through unchanged."""
 
     @staticmethod
-    def forward(ctx: Any, value: torch.Tensor, quantiser: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        return quantiser(value)
+    def forward(ctx: Any, value: torch.Tensor, quantizer: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        return quantizer(value)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -162,14 +162,14 @@ class _StraightThrough(torch.autograd.Function):
 
 
 class StraightThrough(nn.Module):
-    """A fake quantiser that passes gradients through: the backward of a cast to float8 would round them to zero."""
+    """A fake quantizer that passes gradients through: the backward of a cast to float8 would round them to zero."""
 
-    def __init__(self, quantiser: nn.Module) -> None:
+    def __init__(self, quantizer: nn.Module) -> None:
         super().__init__()
-        self.quantiser = quantiser
+        self.quantizer = quantizer
 
     def forward(self, value: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = _StraightThrough.apply(value, self.quantiser)  # type: ignore[no-untyped-call]
+        out: torch.Tensor = _StraightThrough.apply(value, self.quantizer)  # type: ignore[no-untyped-call]
         return out
 
 
@@ -178,16 +178,16 @@ def _pass_gradients_through(model: nn.Module) -> None:
 
     for module in model.modules():
         for name in ("weight_fake_quantizer", "activation_fake_quantizer"):
-            quantiser = getattr(module, name, None)
-            if isinstance(quantiser, Float8FakeQuantizer):
-                setattr(module, name, StraightThrough(quantiser))
+            quantizer = getattr(module, name, None)
+            if isinstance(quantizer, Float8FakeQuantizer):
+                setattr(module, name, StraightThrough(quantizer))
 
 
 def _misfits(fqn: str, module: nn.Module, group: int | None) -> Iterator[str]:
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
     if not weight.is_floating_point():
-        yield f"{fqn}: its weight is {weight.dtype}, which cannot be quantised again"
+        yield f"{fqn}: its weight is {weight.dtype}, which cannot be quantized again"
     elif group is not None and weight.shape[-1] % group:
         yield f"{fqn}: its {weight.shape[-1]} inputs do not divide into groups of {group}"
 

@@ -30,7 +30,7 @@ from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.trainer import Trainer
-from titan_ckpt.weights.initialize import construct, materialise
+from titan_ckpt.weights.initialize import construct, materialize
 
 INNER_STEPS = 3
 
@@ -60,7 +60,7 @@ def serve(folder: Path, workers: list[str], rounds: int) -> None:
     """Run the server; its own ordinary checkpoints hold the weights and the outer optimizer."""
     torch.manual_seed(0)
     model = construct(build)
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
     config = CheckpointConfig(folder="server", save=SaveConfig(interval=1, keep=KeepConfig(latest=2)))
     with CheckpointManager(config, model_parts=[model], optimizers=[outer], base_folder=folder) as manager:
@@ -79,7 +79,7 @@ def serve(folder: Path, workers: list[str], rounds: int) -> None:
 def work(folder: Path, name: str, rounds: int) -> None:
     """Run a worker; its checkpoint holds everything except the weights."""
     model = construct(build)
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     inner = torch.optim.AdamW(model.parameters(), lr=1e-3)
     torch.manual_seed(sum(name.encode()))  # determines this worker's data
 

@@ -150,7 +150,7 @@ def lora_run(
 
 
 PEFT = ExportConfig("peft", interval=1)
-INT4 = ExportConfig("hf", interval=1, quantised=True)
+INT4 = ExportConfig("hf", interval=1, quantized=True)
 
 
 def same_in_the_background(
@@ -168,7 +168,7 @@ def same_in_the_background(
     lora_run(root / "thread", root / "base", "thread", tables, include_base, other)
     Coordinator.current(60.0).barrier("compared")
     expected, found = contents(root / "disabled" / "exports"), contents(root / "thread" / "exports")
-    suffix = "-quantised" if other.quantised else "-peft"
+    suffix = "-quantized" if other.quantized else "-peft"
     assert {name.split("/")[0] for name in found} == {f"step-{n}{s}" for n in (1, 2) for s in ("", suffix)}
     assert expected.keys() == found.keys()
     assert [name for name in found if found[name] != expected[name]] == []

@@ -32,8 +32,8 @@ from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Sa
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import trash
 from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.directory.posix_steps import PosixSteps
 from titan_ckpt.directory.steps import Attempt
-from titan_ckpt.directory.store import StepStore
 
 MOMENTS: tuple[Moment, ...] = ("before", "half", "after")
 
@@ -109,15 +109,15 @@ def test_the_matrix_catches_a_naive_writer() -> None:
 
 def test_the_matrix_catches_each_broken_promise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Deleting before the commit and not recovering at the opening are both caught."""
-    commit = StepStore.commit
+    commit = PosixSteps.commit
 
-    def expire_first(store: StepStore, attempt: Attempt, manifest: Manifest) -> None:
+    def expire_first(store: PosixSteps, attempt: Attempt, manifest: Manifest) -> None:
         store.expire(KeepConfig(latest=1))
         commit(store, attempt, manifest)
 
     writer = DirectoryWriter()
     with monkeypatch.context() as patch:
-        patch.setattr(StepStore, "commit", expire_first)
+        patch.setattr(PosixSteps, "commit", expire_first)
         assert any("valid steps are left" in fault for fault in violations(writer, NEXT, 3))
     with monkeypatch.context() as patch:
         patch.setattr(trash, "recover", lambda root, check: [])

@@ -16,7 +16,7 @@ from tests.faults.forked_ranks import Ranks, outcome, run
 from tests.faults.scenarios import quick_folder
 from tests.faults.shim import Counter, FailAt, KillAt, StopAt, intercepted
 from tests.faults.small_checkpoints import load, manifest_of, write_files
-from titan_ckpt.directory import store as step_store
+from titan_ckpt.directory import posix_steps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -188,9 +188,9 @@ def test_ranks_with_stale_views_wait_or_refuse_together(view: str) -> None:
             if view == "older":
                 save_together(root, line, 10, 1)
             save_together(root, line, 20, 2)
-            step_store.VISIBLE_SECONDS = 0.3
+            posix_steps.VISIBLE_SECONDS = 0.3
             if line.rank == 1:
-                setattr(step_store, "read_twice", lambda *_: b"")  # noqa: B010 - not exported there.
+                setattr(posix_steps, "read_twice", lambda *_: b"")  # noqa: B010 - not exported there.
             directory = CheckpointDirectory(root, line)
             return [directory.steps(), outcome(lambda: directory.committed(20)[0].step)]
 

@@ -58,7 +58,7 @@ def test_float8_training_on_float8_units_goes_on(tmp_path: Path, device: torch.d
 def test_schemes_that_the_cpu_refuses_train_and_go_on(
     tmp_path: Path, device: torch.device, scheme: str, capability: tuple[int, int]
 ) -> None:
-    """Fake quantisation to float8 and nvfp4; resumed bit for bit."""
+    """Fake quantization to float8 and nvfp4; resumed bit for bit."""
     needs(capability)
 
     def made() -> Any:

@@ -38,7 +38,7 @@ def assert_continues(first: LoraRun, base: Path, adapter: Path, folder: Path) ->
     second = LoraRun.build(base, seed=9)
     with second.manager(folder, [base, adapter]) as manager:
         result = manager.load()
-        assert result.step == 0 and not result.report.initialised
+        assert result.step == 0 and not result.report.initialized
         assert torch.equal(second.logits(), first.logits())
         for step in (1, 2):
             second.step()

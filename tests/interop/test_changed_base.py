@@ -155,12 +155,12 @@ def source(tmp_path: Path) -> Path:
 INCLUDING = SaveConfig(interval=2, include_base=True)
 
 
-@pytest.mark.parametrize("kind_of_run", ["base left out", "base included", "base initialised"])
+@pytest.mark.parametrize("kind_of_run", ["base left out", "base included", "base initialized"])
 def test_statistics_that_change_beside_an_adapter_are_saved(
     tmp_path: Path, source: Path, caplog: pytest.LogCaptureFixture, kind_of_run: str
 ) -> None:
     """A resumed run has the statistics of training; the log says why steps are full ones that would not have been."""
-    base = None if kind_of_run == "base initialised" else source
+    base = None if kind_of_run == "base initialized" else source
     settings: dict[str, Any] = {"save": INCLUDING} if kind_of_run == "base included" else {}
     first = NormedRun(tmp_path / "run", 1, base, **settings)
     first.train()
@@ -178,7 +178,7 @@ def test_an_adapter_beside_changed_statistics_is_not_exported(tmp_path: Path, so
     with pytest.raises(ExportSettingError, match=refused):
         NormedRun(tmp_path / "run", 1, source, save=INCLUDING, export=peft).train()
     with pytest.raises(ExportSettingError, match=refused):
-        NormedRun(tmp_path / "initialised", 1, export=peft).train()
+        NormedRun(tmp_path / "initialized", 1, export=peft).train()
     NormedRun(tmp_path / "run", 1, source).train()
     with pytest.raises(ExportSettingError, match="training changes the base, which an adapter does not hold"):
         NormedRun(tmp_path / "run", 1, source, export=peft).train()

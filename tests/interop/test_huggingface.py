@@ -341,7 +341,7 @@ def test_f2_what_reads_back_differently_is_not_published(
     key = "model.layers.1.mlp.up_proj.weight"
 
     class Damaged(HuggingFaceFormat):
-        def open(self, folder: Place, *, dequantise: bool) -> HuggingFaceReader:
+        def open(self, folder: Place, *, dequantize: bool) -> HuggingFaceReader:
             assert isinstance(folder, Path)
             damage(folder, key)
             return HuggingFaceReader(folder)
@@ -448,11 +448,11 @@ def test_files_that_are_none_are_one_clear_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["top", "text_config"])
-def test_quantised_weights_are_never_silently_unscaled(sharded: Path, where: str) -> None:
+def test_quantized_weights_are_never_silently_unscaled(sharded: Path, where: str) -> None:
     """A quantization_config is answered with its method, for text models and for nested ones."""
     config = json.loads((sharded / "config.json").read_text())
-    quantised = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
-    (sharded / "config.json").write_text(json.dumps(config | (quantised if where == "top" else {where: quantised})))
+    quantized = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+    (sharded / "config.json").write_text(json.dumps(config | (quantized if where == "top" else {where: quantized})))
     with pytest.raises(LoadMismatchError, match="quant_method = 'fp8'"):
         open_reader(sharded)
 

@@ -124,7 +124,7 @@ def test_one_pair_of_peft_gives_every_part_its_own_copy(lora: dict[str, Any], tm
     model = phi3()
     assert not world.load(
         adapted(model, tmp_path / "run", tmp_path / "base", tmp_path / "adapter", **lora)
-    ).report.initialised
+    ).report.initialized
     assert gap(model, adapted_there) <= 1e-5
     attention = model.layers["0"].attention
     assert torch.equal(attention.wq.lora_a.weight, attention.wv.lora_a.weight)
@@ -161,7 +161,7 @@ def test_other_scales_of_parts_matter_to_peft_alone(tmp_path: Path) -> None:
     model = phi3()
     exports = (ExportConfig("hf"),)
     with adapted(model, tmp_path / "run", tmp_path / "base", exports=exports, **scales) as manager:
-        assert len(manager.load().report.initialised) == 2 * 2 * len(PARTS)
+        assert len(manager.load().report.initialized) == 2 * 2 * len(PARTS)
         randomise(model)
         manager.save(1, last_step=True)
     assert gap(AutoModelForCausalLM.from_pretrained(tmp_path / "run/exports/step-1"), model) <= 1e-5
@@ -187,7 +187,7 @@ def test_a_stack_of_block_diagonal_pairs_is_one(tmp_path: Path) -> None:
     ranks = {"wq": 7, "wk": 6, "w1": 6}
     lora = {"rank": 8, "alpha": 16.0, "rank_pattern": ranks, "alpha_pattern": {n: 2.0 * r for n, r in ranks.items()}}
     with adapted(both, tmp_path / "both", tmp_path / "base", tmp_path / "stack", **lora) as manager:
-        assert not manager.load().report.initialised
+        assert not manager.load().report.initialized
         manager.save(1, last_step=True)
     merged = load_file(tmp_path / "both/exports/step-1/model.safetensors")
     for key, value in added[0].items():

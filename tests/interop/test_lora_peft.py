@@ -117,7 +117,7 @@ def test_a4_an_adapter_that_peft_wrote_is_a_source(name: str, tmp_path: Path) ->
     adapted = tuned(hf_base(tmp_path / "base"), tmp_path / "adapter", **settings)
     model, converters = native(ours)
     result = world.load(manager(model, converters, tmp_path / "run", tmp_path / "base", tmp_path / "adapter"))
-    assert not result.report.initialised
+    assert not result.report.initialized
     assert gap(model, adapted) <= 1e-5
 
 

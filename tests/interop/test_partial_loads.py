@@ -21,7 +21,7 @@ from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import LoadReport
-from titan_ckpt.weights.initialize import construct, materialise
+from titan_ckpt.weights.initialize import construct, materialize
 
 auto: Any = AutoModelForCausalLM  # its methods have no types
 EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -58,7 +58,7 @@ def run(shape: Path, source: InitialLoadConfig, folder: Path, name: str = "hf") 
     """Load a source into a model of this shape, and export it."""
     torch.manual_seed(2)
     model = construct(lambda: build_model(name, folder=shape))
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     with world.manager(
         folder, model, async_mode="disabled", initial_load=[source], export=(ExportConfig("hf"),)
     ) as manager:
@@ -69,15 +69,15 @@ def run(shape: Path, source: InitialLoadConfig, folder: Path, name: str = "hf") 
 
 @pytest.mark.parametrize("name", ["hf", "llama3"])
 def test_a_new_head_is_asked_for_by_name(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A folder of the base model has no head: the error names the setting, and with it only the head is initialised."""
+    """A folder of the base model has no head: the error names the setting, and with it only the head is initialized."""
     tensors = write_headless(tmp_path / "base")
     head = HEAD if name == "hf" else IN_LLAMA3[HEAD]
     base = part(tmp_path / "base")
-    with pytest.raises(LoadMismatchError, match=rf"1 missing: {head}\. Name new tensors in .*initialise"):
+    with pytest.raises(LoadMismatchError, match=rf"1 missing: {head}\. Name new tensors in .*initialize"):
         run(tmp_path / "base", base, tmp_path / "refused", name)
     with caplog.at_level(logging.INFO, "titan_ckpt"):
-        model, report = run(tmp_path / "base", InitialLoadConfig(base.path, initialise=(head,)), tmp_path / "run", name)
-    assert report.initialised == (head,)
+        model, report = run(tmp_path / "base", InitialLoadConfig(base.path, initialize=(head,)), tmp_path / "run", name)
+    assert report.initialized == (head,)
     assert f"1 tensor is not loaded, as asked: {head}" in caplog.text
     exported = load_file(tmp_path / "run/exports/step-1/model.safetensors")
     assert {key for key, value in exported.items() if not torch.equal(value, tensors.get(key, value + 1))} == {HEAD}
@@ -94,7 +94,7 @@ def test_added_tokens_keep_the_rows_that_exist(tied: bool, tmp_path: Path) -> No
     names = (EMBEDDINGS,) if tied else (EMBEDDINGS, HEAD)
     with pytest.raises(LoadMismatchError, match=r"expected float32\[102, 64\], found float32\[96, 64\]"):
         run(grown, part(tmp_path / "base"), tmp_path / "refused")
-    model, report = run(grown, part(tmp_path / "base", initialise=names), tmp_path / "run")
+    model, report = run(grown, part(tmp_path / "base", initialize=names), tmp_path / "run")
     assert dict(report.grown) == dict.fromkeys(names, 96)
     for name in names:
         table = model.get_parameter(name)
@@ -112,8 +112,8 @@ def test_a_new_head_under_adapters_is_saved_with_them(tmp_path: Path) -> None:
         torch.manual_seed(seed)
         model = construct(lambda: build_model("hf", folder=tmp_path / "base"))
         hooks = world.convert(model, {"kind": "lora", "rank": 2, "target_modules": ["q_proj"]})
-        materialise(model, "cpu")
-        source = part(tmp_path / "base", initialise=(HEAD,))
+        materialize(model, "cpu")
+        source = part(tmp_path / "base", initialize=(HEAD,))
         with world.manager(
             tmp_path / "run", model, async_mode="disabled", initial_load=[source], model_converters=hooks
         ) as manager:
@@ -127,7 +127,7 @@ def test_rows_grow_on_every_rank(tmp_path: Path) -> None:
     """Two ranks hold 51 rows each of 102: the first 96 are the folder's, and the others those of one process."""
     write_base(tmp_path / "base")
     shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=102)
-    source = part(tmp_path / "base", initialise=(EMBEDDINGS, HEAD))
+    source = part(tmp_path / "base", initialize=(EMBEDDINGS, HEAD))
     model, _ = run(tmp_path / "shape", source, tmp_path / "run")
     torch.save(dict(model.state_dict()), tmp_path / "expected.pt")
     _grow_on_two_ranks(tmp_path)
@@ -138,8 +138,8 @@ def _grow_on_two_ranks(folder: Path) -> None:
     torch.manual_seed(2)
     model: Any = construct(lambda: build_model("hf", folder=folder / "shape"))
     world.shard(model)
-    materialise(model, "cpu")
-    source = part(folder / "base", initialise=(EMBEDDINGS, HEAD))
+    materialize(model, "cpu")
+    source = part(folder / "base", initialize=(EMBEDDINGS, HEAD))
     world.load(world.manager(folder / "2", model, initial_load=[source]))
     for name, value in torch.load(folder / "expected.pt").items():
         assert torch.equal(model.state_dict()[name].full_tensor(), value), name
@@ -179,7 +179,7 @@ def test_a_pattern_that_matches_nothing_is_refused(tmp_path: Path) -> None:
     write_base(tmp_path / "base")
     base = str(tmp_path / "base")
     sources = {
-        "initialise": part(base, initialise=("lm_haed.weight",)),
+        "initialize": part(base, initialize=("lm_haed.weight",)),
         "ignore": part(base, ignore=("lm_haed.weight",)),
     }
     for setting, source in sources.items():
@@ -196,8 +196,8 @@ def test_rows_of_another_dtype_are_cast_on_request_only(tmp_path: Path) -> None:
     shape = shape_like(tmp_path / "base", tmp_path / "shape", vocab_size=102)
     path = str(tmp_path / "base")
     with pytest.raises(LoadMismatchError, match=r"set cast = true"):
-        run(shape, part(path, initialise=(EMBEDDINGS, HEAD)), tmp_path / "refused")
-    _, report = run(shape, part(path, cast=True, initialise=(EMBEDDINGS, HEAD)), tmp_path / "run")
+        run(shape, part(path, initialize=(EMBEDDINGS, HEAD)), tmp_path / "refused")
+    _, report = run(shape, part(path, cast=True, initialize=(EMBEDDINGS, HEAD)), tmp_path / "run")
     assert report.grown
 
 
@@ -205,15 +205,15 @@ def test_a_step_of_another_run_can_be_loaded_partly(tmp_path: Path) -> None:
     """Native steps have the names of the model; a new head replaces the one that the step has."""
     write_base(tmp_path / "base")
     before, _ = run(tmp_path / "base", part(tmp_path / "base"), tmp_path / "first")
-    step = part(tmp_path / "first/checkpoints/step-1", initialise=(HEAD,))
+    step = part(tmp_path / "first/checkpoints/step-1", initialize=(HEAD,))
     model, report = run(tmp_path / "base", step, tmp_path / "second")
-    assert report.initialised == (HEAD,)
+    assert report.initialized == (HEAD,)
     same = {name for name, value in before.state_dict().items() if torch.equal(value, model.state_dict()[name])}
     assert same == model.state_dict().keys() - {HEAD}
 
 
 def test_a_merged_adapter_is_whole() -> None:
-    """initialise and ignore are settings of weights, and a merge takes a whole adapter."""
+    """initialize and ignore are settings of weights, and a merge takes a whole adapter."""
     raw = {"initial_load": [{"path": "base"}, {"path": "adapter", "merge": True, "ignore": ["a*"]}]}
     with pytest.raises(ConfigError, match=r"initial_load\.1\.merge: an adapter is merged as a whole"):
         from_dict(CheckpointConfig, raw)

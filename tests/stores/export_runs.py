@@ -34,12 +34,12 @@ def of_two_ranks(url: str) -> tuple[ExportConfig, ...]:
     return (
         ExportConfig("hf", folder=url, interval=1, max_shard_bytes=SHARD_BYTES),
         ExportConfig("dcp", folder=f"{url}/dcp", interval=1),
-        ExportConfig("hf", folder=url, interval=1, quantised=True, max_shard_bytes=SHARD_BYTES),
+        ExportConfig("hf", folder=url, interval=1, quantized=True, max_shard_bytes=SHARD_BYTES),
     )
 
 
-def quantising_model() -> tuple[Llama3, ModelHooks]:
-    """Return a model whose weights can be stored quantised."""
+def quantizing_model() -> tuple[Llama3, ModelHooks]:
+    """Return a model whose weights can be stored quantized."""
     torch.manual_seed(0)
     model = Llama3(CONFIG)
     hooks = from_tables([{"kind": "qat", "scheme": "int8_weight_only"}])
@@ -58,7 +58,7 @@ def manager_of(model: Llama3, hooks: ModelHooks | None, folder: Path, config: Ch
 @distributed(nproc=2)
 def export_from_two_ranks(url: str, store: StoreConfig, broken: StoreConfig, folder: Path) -> None:
     """Export shards of rows and of columns, and replicas; then where the second file cannot be written."""
-    model, hooks = quantising_model()
+    model, hooks = quantizing_model()
     mesh = init_device_mesh("cpu", (2,))
     layouts = (Shard(0), Shard(1), Replicate())
     for number, (name, value) in enumerate(list(model.named_parameters())):

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.interop.test_lora_run import IDS, LoraRun, reload
 from tests.stores.conftest import SECONDS, behind, get_folder, place_in, put_folder, through
-from tests.stores.export_runs import CONFIG, export_from_two_ranks, manager_of, of_two_ranks, quantising_model
+from tests.stores.export_runs import CONFIG, export_from_two_ranks, manager_of, of_two_ranks, quantizing_model
 from tests.stores.servers import Server, refusal
 from tests.test_manager import Run
 from tests.tiny_run import settings
@@ -146,13 +146,13 @@ class LongHeader(FolderFormat):
     def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
         return {f"{key}.safetensors": [key] for key in infos}
 
-    def header(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> Mapping[str, str]:
+    def header(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> Mapping[str, str]:
         return {"long": "x" * (30 << 20)}
 
     def companions(self, files: ExportFiles) -> Mapping[str, bytes | Path]:
         return {self.last: b"{}"}
 
-    def open(self, folder: Place, *, dequantise: bool) -> TensorReader:
+    def open(self, folder: Place, *, dequantize: bool) -> TensorReader:
         raise AssertionError("nothing is read back")
 
     def check(self, reader: TensorReader) -> None:
@@ -388,18 +388,18 @@ def test_what_cannot_be_an_export_is_said_before_the_first_step(s3: Server, tmp_
 
 def test_shards_of_two_ranks_are_the_files_of_one(s3: Server, tmp_path: Path) -> None:
     """Shards of rows and of columns, and replicas: each file is uploaded by one rank, byte for byte as on a disk, also
-    in the background and quantised; and if one rank cannot upload its file, both say so, and nothing is left.
+    in the background and quantized; and if one rank cannot upload its file, both say so, and nothing is left.
     """
     place = place_in(s3)
     with behind(s3, DENIED, "PUT", "-00002-of-00003.safetensors", times=10_000) as proxy:
         broken = through(place, proxy).bucket.settings
         export_from_two_ranks(str(place), place.bucket.settings, broken, tmp_path)
     assert names(place / "broken") == [f"{RECORDS}/step-1.json"]
-    model, hooks = quantising_model()
+    model, hooks = quantizing_model()
     config = CheckpointConfig(export=of_two_ranks("exports"))
     with manager_of(model, hooks, tmp_path, config) as manager:
         manager.save(1, last_step=True)
-    for name in ("step-1", "step-1-quantised"):
+    for name in ("step-1", "step-1-quantized"):
         copy, local = get_folder(place / name, tmp_path / "copy" / name), tmp_path / "exports" / name
         assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
     assert names(place / "dcp" / "step-1") == [".metadata", "__0_0.distcp", "__1_0.distcp"]
@@ -438,7 +438,7 @@ def test_peft_opens_an_adapter_and_a_run_loads_it_over_a_base_in_the_bucket(serv
     assert torch.equal(again.logits(), run.logits())
 
 
-def test_an_export_looks_like_its_base_in_the_bucket_and_a_quantised_one_is_that_of_a_disk(
+def test_an_export_looks_like_its_base_in_the_bucket_and_a_quantized_one_is_that_of_a_disk(
     s3: Server, tmp_path: Path
 ) -> None:
     """The base's dtypes, files and tokenizer are taken from the bucket; codes and scales are the same bytes."""
@@ -462,14 +462,14 @@ def test_an_export_looks_like_its_base_in_the_bucket_and_a_quantised_one_is_that
 
     hooks = from_tables([{"kind": "qat", "scheme": "int8_weight_only"}])
     hooks.convert(model)
-    both = tuple(ExportConfig("hf", quantised=True, folder=folder) for folder in ("exports", str(place / "exports")))
+    both = tuple(ExportConfig("hf", quantized=True, folder=folder) for folder in ("exports", str(place / "exports")))
     config = CheckpointConfig(store=store, export=both)
     with CheckpointManager(
         config, model_parts=[model], sd_transforms=transforms, model_converters=hooks, base_folder=tmp_path
     ) as manager:
         manager.save(1, last_step=True)
-    name = "step-1-quantised"
-    made, local = get_folder(place / "exports" / name, tmp_path / "quantised"), tmp_path / "exports" / name
+    name = "step-1-quantized"
+    made, local = get_folder(place / "exports" / name, tmp_path / "quantized"), tmp_path / "exports" / name
     assert {p.name: p.read_bytes() for p in made.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
 
 

@@ -89,7 +89,7 @@ def test_a_converted_adapter_is_a_source_of_a_run_and_of_a_merge(root: Path, exo
     sources = (InitialLoadConfig(str(root / "hf")), InitialLoadConfig(str(native)))
     assert not world.load(
         world.manager(tmp_path / "run", model, initial_load=sources, model_converters=converters)
-    ).report.initialised
+    ).report.initialized
     base: Any = LlamaForCausalLM.from_pretrained(root / "hf")
     with torch.no_grad():
         expected = PeftModel.from_pretrained(base, str(exotic))(TOKENS).logits

@@ -30,7 +30,7 @@ from tests.world import TOKENS, contents, same, tensors
 from titan_ckpt.cli import tables
 from titan_ckpt.converters import from_tables
 from titan_ckpt.converting import stored_tensor
-from titan_ckpt.directory.store import StepStore
+from titan_ckpt.directory.posix_steps import PosixSteps
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.tools.difference import compare
 from titan_ckpt.tools.retention import Pruned
@@ -387,7 +387,7 @@ def test_prune_refuses_beside_a_live_writer(run: Path, capsys: pytest.CaptureFix
     done = os.pipe()
 
     def hold() -> None:
-        StepStore(run / "checkpoints").open()
+        PosixSteps(run / "checkpoints").open()
         os.write(held[1], b"x")
         os.read(done[0], 1)
 
@@ -436,24 +436,24 @@ def test_a_pin_that_meets_a_deletion_answers_1(run: Path, monkeypatch: pytest.Mo
     """If the run's deletion was first, the pin fails; if the pin was first, the deletion gives the step back."""
     monkeypatch.setattr("titan_ckpt.tools.retention._SETTLE_SECONDS", 0.2)
     step = run / "checkpoints/step-2"
-    pin = StepStore.pin
+    pin = PosixSteps.pin
 
-    def deleted_first(store: StepStore, number: int) -> None:
+    def deleted_first(store: PosixSteps, number: int) -> None:
         shutil.rmtree(step)
         pin(store, number)
 
-    monkeypatch.setattr(StepStore, "pin", deleted_first)
+    monkeypatch.setattr(PosixSteps, "pin", deleted_first)
     assert call("pin", step) == 1
     assert call("pin", run / "checkpoints/step-99") == 2
     step = run / "checkpoints/step-3"
     aside = run / "checkpoints/.trash/aside"
 
-    def meanwhile(store: StepStore, number: int) -> None:
+    def meanwhile(store: PosixSteps, number: int) -> None:
         """The run renames the folder between the pin's file and its sync, sees the pin and renames it back."""
         (step / "PINNED").touch()
         step.rename(aside)
         aside.rename(step)
         raise FileNotFoundError
 
-    monkeypatch.setattr(StepStore, "pin", meanwhile)
+    monkeypatch.setattr(PosixSteps, "pin", meanwhile)
     assert call("pin", step) == 0

@@ -50,7 +50,7 @@ ELSEWHERE = {
     "deepseek_v3": "debugmodel_mxfp8 debugmodel_hybridep debugmodel_minimal_async_ep",
     "gpt_oss": "debugmodel",
 }
-"""Flavours that need a GPU; but for quantisation they are of the classes above."""
+"""Flavours that need a GPU; but for quantization they are of the classes above."""
 
 
 def _registry(model: str) -> ModuleType:
@@ -421,7 +421,7 @@ def test_a_users_own_objects_that_return_their_state_resume_bit_for_bit(assets: 
 
 
 def test_hooks_settings_and_parts_that_are_not_known_are_refused() -> None:
-    """A hook with variables around it, a setting of a newer torchtitan, and quantisation that was not proved."""
+    """A hook with variables around it, a setting of a newer torchtitan, and quantization that was not proved."""
     kept: list[int] = []
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())

@@ -32,7 +32,7 @@ def run_without(names: set[str], code: str, *arguments: str) -> subprocess.Compl
 @pytest.mark.parametrize(
     ("table", "kind"), [({"kind": "float8", "emulate": True}, "float8"), ({"kind": "qat", "scheme": "mxfp8"}, "qat")]
 )
-def test_a_quantising_converter_names_the_extra(table: dict[str, object], kind: str) -> None:
+def test_a_quantizing_converter_names_the_extra(table: dict[str, object], kind: str) -> None:
     """Without torchao, converters import and LoRA converts; Float8 and QAT raise one error with the pip command."""
     code = f"""
 from titan_ckpt.converters import from_tables

@@ -34,7 +34,7 @@ from titan_ckpt.errors import CheckpointError
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.models.hf import HuggingFaceModel
 from titan_ckpt.models.registry import build_model
-from titan_ckpt.weights.initialize import construct, materialise
+from titan_ckpt.weights.initialize import construct, materialize
 
 STEPS = 3
 _SAVED = 2
@@ -73,7 +73,7 @@ class Run:
             self.hooks = converters.from_tables([table])
             self.hooks.convert(self.model)
         world.shard(self.model)
-        materialise(self.model, "cpu")
+        materialize(self.model, "cpu")
         self.optimizer = world.adamw(self.model, lr=1e-3 if adapted is None else 1e-2)
 
     def manager(self, **settings: Any) -> CheckpointManager:

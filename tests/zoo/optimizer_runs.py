@@ -26,7 +26,7 @@ Kind = Literal["any", "plain", "sparse"]
 
 
 class TinyModel(nn.Module):
-    """An embedding, matrices large enough to be quantised, a convolution, a scale, and a parameter without gradient.
+    """An embedding, matrices large enough to be quantized, a convolution, a scale, and a parameter without gradient.
 
     plain: all memory is contiguous, and no parameter is a scalar. sparse: an embedding with sparse gradients alone.
     """

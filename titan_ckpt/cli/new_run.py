@@ -33,7 +33,7 @@ class Init(Command):
     """Write a commented run file to start from."""
 
     kind: tyro.conf.Positional[Literal["pretrain", "finetune", "lora", "qat", "ranks"]]
-    """pretrain: from random values; finetune: all weights of a model; lora: an adapter; qat: fake quantisation; ranks:
+    """pretrain: from random values; finetune: all weights of a model; lora: an adapter; qat: fake quantization; ranks:
     pretraining on several GPUs."""
     file: Path = Path("run.toml")
     """The file to write; it must not exist."""

@@ -150,9 +150,9 @@ def _misfits_of_shape(run: RunConfig) -> Sequence[str]:
 
 def _not_installed(run: RunConfig, tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """Yield a line for each extra of which the run needs packages that are not installed."""
-    quantises = not {table.get("kind") for table in tables}.isdisjoint(("float8", "qat"))
+    quantizes = not {table.get("kind") for table in tables}.isdisjoint(("float8", "qat"))
     needed = {
-        "train": ["datasets", "tokenizers", "torchdata", *["torchao"] * quantises],
+        "train": ["datasets", "tokenizers", "torchdata", *["torchao"] * quantizes],
         "hf": ["transformers"] * (run.model.name == "hf" or run.data.messages is not None),
         "remote": ["obstore"] * any(split_url(export.folder) for export in run.checkpoint.export),
         "tensorboard": ["tensorboard"] * (run.tensorboard is not None),

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_ckpt.components import optimizer_content as contents
-from titan_ckpt.components import quantised_state, schedules
+from titan_ckpt.components import quantized_state, schedules
 from titan_ckpt.components.optimizer_content import OptimizerContent
 from titan_ckpt.components.optimizer_split import (
     NOT_STORED,
@@ -29,7 +29,7 @@ from titan_ckpt.components.optimizer_split import (
     room,
     room_like,
 )
-from titan_ckpt.components.quantised_state import QUANTISED
+from titan_ckpt.components.quantized_state import QUANTIZED
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError, SaveError, counted, listed
 from titan_ckpt.geometry.chunks import TensorInfo, info_of, plain
@@ -101,9 +101,9 @@ class OptimizerState:
 
         It is the live tensor if that has the same shape and dtype, otherwise a new one, laid out as the optimizer would
         make it. Nothing is attached to an optimizer until `apply`.
-        Raises: LoadMismatchError for quantised state that this layout cannot take.
+        Raises: LoadMismatchError for quantized state that this layout cannot take.
         """
-        out = self._quantised_rooms(available, stored)
+        out = self._quantized_rooms(available, stored)
         beside = dict(layout for optimizer in stored for layout in layouts_of(optimizer[0].get("beside")))
         placements = dict(layout for optimizer in stored for group in optimizer for layout in layouts_of(group["own"]))
         strangers = []
@@ -138,25 +138,25 @@ class OptimizerState:
     def _room(self, fqn: str, name: str, stored: Mapping[str, Any]) -> Any:
         optimizer, parameter = self._owners[fqn]
         live = optimizer.state.get(parameter, {}).get(name)
-        return quantised_state.room_for(optimizer, parameter, live, stored, f"{PREFIX}{fqn}.{name}")
+        return quantized_state.room_for(optimizer, parameter, live, stored, f"{PREFIX}{fqn}.{name}")
 
-    def _quantised_rooms(self, available: Mapping[str, TensorInfo], groups: Sequence[Sequence[Group]]) -> StateDict:
-        """Return a tensor to fill for every tensor inside quantised state of a parameter that this rank trains."""
+    def _quantized_rooms(self, available: Mapping[str, TensorInfo], groups: Sequence[Sequence[Group]]) -> StateDict:
+        """Return a tensor to fill for every tensor inside quantized state of a parameter that this rank trains."""
         out: StateDict = {}
         faults = []
         owns = (own for optimizer in groups for group in optimizer for own in group["own"].items())
         for fqn, name, stored in ((fqn, *item) for fqn, state in owns for item in state.items()):
-            if fqn not in self._owners or type(stored) is not dict or QUANTISED not in stored:
+            if fqn not in self._owners or type(stored) is not dict or QUANTIZED not in stored:
                 continue
             path = f"{PREFIX}{fqn}.{name}"
-            for part, value in quantised_state.parts(self._room(fqn, name, stored), path).items():
+            for part, value in quantized_state.parts(self._room(fqn, name, stored), path).items():
                 key = next(names_of(stored["parts"].get(part)), f"{path}.{part}")
                 out[key] = value
                 if available.get(key) != info_of(value):
                     faults.append(f"{key} is {available.get(key)}, expected {info_of(value)}")
         if faults:
             raise LoadMismatchError(
-                f"quantised optimizer state does not fit the shards of this run: {listed(faults)}. Resume on the "
+                f"quantized optimizer state does not fit the shards of this run: {listed(faults)}. Resume on the "
                 f"number of ranks that saved it, {_START_AFRESH}"
             )
         return out
@@ -297,9 +297,9 @@ class OptimizerState:
         return out
 
     def _whole(self, fqn: str, name: str, value: Any) -> Any:
-        """Return state that was stored in "own", its quantised tensors put together again."""
-        if type(value) is dict and QUANTISED in value:
-            return quantised_state.fill(self._room(fqn, name, value), value["parts"], f"{PREFIX}{fqn}.{name}")
+        """Return state that was stored in "own", its quantized tensors put together again."""
+        if type(value) is dict and QUANTIZED in value:
+            return quantized_state.fill(self._room(fqn, name, value), value["parts"], f"{PREFIX}{fqn}.{name}")
         return value
 
 

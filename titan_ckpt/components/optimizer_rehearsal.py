@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
-from titan_ckpt.components import quantised_state
+from titan_ckpt.components import quantized_state
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_content import OF_TORCH, innermost, read, speaks_for_itself
 from titan_ckpt.components.unsaved_state import class_name, faults, stored_by_code_of, unless_allowed
@@ -84,22 +84,22 @@ def rehearse(
 
 
 def _misaligned(optimizer: Optimizer) -> str | None:
-    """Return why quantised state of a sharded parameter cannot be stored."""
-    if not quantised_state.quantises(optimizer):
+    """Return why quantized state of a sharded parameter cannot be stored."""
+    if not quantized_state.quantizes(optimizer):
         return None
     sharded = {
         (p.shape, p.placements): p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor)
     }
     for parameter in sharded.values():
-        if quantised_state.uneven(optimizer, parameter):
+        if quantized_state.uneven(optimizer, parameter):
             return (
-                f"it quantises the shards of a parameter of shape {list(parameter.shape)} on some ranks and not on "
+                f"it quantizes the shards of a parameter of shape {list(parameter.shape)} on some ranks and not on "
                 "others, so its state is no one tensor. Choose sizes that the ranks divide, or another optimizer"
             )
         made = optimizer._new_buffer(parameter, True)  # type: ignore[attr-defined]  # noqa: SLF001
         if is_made_of_others(made):
             try:
-                quantised_state.parts(made, f"the state of a parameter of shape {list(parameter.shape)}")
+                quantized_state.parts(made, f"the state of a parameter of shape {list(parameter.shape)}")
             except StateEncodingError as error:
                 return str(error)
     return None

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from torch.optim import Optimizer
 
-from titan_ckpt.components import quantised_state
+from titan_ckpt.components import quantized_state
 from titan_ckpt.components.optimizer_content import OptimizerContent
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.geometry.chunks import TensorInfo, plain
@@ -138,7 +138,7 @@ class Splitter:
         if not isinstance(value, torch.Tensor):
             return take_tensors(value, path, self._tensors, self._taken)
         if is_made_of_others(value):
-            return quantised_state.take(self._optimizer, value, path, self._tensors, self._taken)
+            return quantized_state.take(self._optimizer, value, path, self._tensors, self._taken)
         return placeholder(value, path, self._tensors, self._taken)
 
     def _is_as_new(self, name: Any, value: torch.Tensor, parameter: nn.Parameter) -> bool:

@@ -131,16 +131,16 @@ class Commits:
         """
         sizes: Sizes = {}
         with meanwhile(lambda: sizes.update(self.sizes()), patience=0.0):
-            look = self.list_commits()
+            listing = self.list_commits()
         while True:
-            seen = self._survey_of(look, sizes)
+            seen = self._survey_of(listing, sizes)
             if _is_clear(seen):
                 return seen
             sizes = self.sizes()
-            seen = self._survey_of(look, sizes)
-            if _is_clear(seen) or (again := self.list_commits()) == look:
+            seen = self._survey_of(listing, sizes)
+            if _is_clear(seen) or (again := self.list_commits()) == listing:
                 return seen
-            look = again
+            listing = again
 
     def sizes(self, listing: Iterable[ObjectFacts] | None = None) -> Sizes:
         """Return the sizes of the files of every attempt, by one listing of them. Raises: StoreError."""
@@ -154,10 +154,10 @@ class Commits:
                 sizes.setdefault((number, attempt), {})[name] = facts.num_bytes
         return sizes
 
-    def _survey_of(self, look: CommitListing, sizes: Sizes) -> Survey:
+    def _survey_of(self, listing: CommitListing, sizes: Sizes) -> Survey:
         steps: dict[int, CommittedStep] = {}
-        rejected = [(f"{step_name(c.step)}.{c.attempt}", _WAS_LEFT) for c in look.commits if c.is_set_aside]
-        for commit in look.commits:
+        rejected = [(f"{step_name(c.step)}.{c.attempt}", _WAS_LEFT) for c in listing.commits if c.is_set_aside]
+        for commit in listing.commits:
             if not commit.is_current:
                 continue
             try:
@@ -169,8 +169,8 @@ class Commits:
             if other is not committed:  # only a store without conditional puts lets it happen
                 older, steps[commit.step] = sorted((other, committed), key=lambda c: c.manifest.created_unix_seconds)
                 rejected.append((f"{step_name(commit.step)}.{older.manifest.attempt}", "an older save of this step"))
-        if not look.commits:
-            rejected += [*self._strangers(look), *look.lost(sizes)]
+        if not listing.commits:
+            rejected += [*self._strangers(listing), *listing.lost(sizes)]
         return Survey(tuple(steps[step] for step in sorted(steps)), (), tuple(rejected))
 
     def _committed(self, commit: Commit, sizes: Mapping[str, int]) -> CommittedStep:
@@ -181,13 +181,13 @@ class Commits:
             raise CorruptCheckpointError(f"{files}: {listed(faults, last=' ')}", str(files))
         return CommittedStep(commit.step, files, manifest, commit.content, (PIN_NAME,) if commit.is_pinned else ())
 
-    def _strangers(self, look: CommitListing) -> list[tuple[str, str]]:
+    def _strangers(self, listing: CommitListing) -> list[tuple[str, str]]:
         """Return what looks like checkpoints of another program, where there are none of ours.
 
         Raises: PreflightError if the lease is not one of ours, because a web server may list nothing, too; OSError.
         """
         ObjectLease.named_in(self._root)
-        names = [*self._bucket.list_names(self._root.key), *look.strangers]
+        names = [*self._bucket.list_names(self._root.key), *listing.strangers]
         reason = "not a checkpoint of titan_ckpt in a bucket, which has another layout than a folder on a disk"
         return [(name, reason) for name in names if LOOKS_LIKE_A_STEP.fullmatch(name)]
 

@@ -81,7 +81,7 @@ class BucketSteps(Steps):
             raise CorruptCheckpointError("; ".join(faults), path)
         raise self._not_there(step, seen)
 
-    def has(self, step: int) -> bool:
+    def exists(self, step: int) -> bool:
         return any(commit.step == step and commit.is_current for commit in self._commits.list_commits().commits)
 
     def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, BucketPath]:
@@ -108,10 +108,10 @@ class BucketSteps(Steps):
         return looks[0] if looks else None
 
     def _make_place(self, attempt: Attempt, num_bytes: int, seen: CommitListing | None) -> None:
-        look = seen or self._commits.list_commits()
-        if look.is_empty:  # since this run has opened it, so what it clears away later would be whole steps
+        listing = seen or self._commits.list_commits()
+        if listing.is_empty:  # since this run has opened it, so what it clears away later would be whole steps
             self._recover(self.open())
-        self._refuse_step_beside(attempt.step, [commit.step for commit in look.commits if commit.is_current])
+        self._refuse_step_beside(attempt.step, [commit.step for commit in listing.commits if commit.is_current])
 
     def commit(self, attempt: Attempt, manifest: Manifest) -> None:
         """Compare what was written with the manifest, and create the manifest's object: that is the commit.
@@ -263,13 +263,13 @@ class BucketSteps(Steps):
         prefix = (self.root / DATA).key
         facts = self._bucket.list_objects(prefix)
         # After the files: a removal deletes the commit first, so files without one are left over.
-        look = self._commits.list_commits()
-        places = {(commit.step, commit.attempt): commit for commit in look.commits}
+        listing = self._commits.list_commits()
+        places = {(commit.step, commit.attempt): commit for commit in listing.commits}
         with_files = self._commits.sizes(facts).keys()
-        if faults := look.lost(with_files):
+        if faults := listing.lost(with_files):
             lines = listed([f"{name}: {reason}" for name, reason in faults], "\n  ", "\n  ")
             raise CorruptCheckpointError(f"{self.root}: nothing is deleted:\n  {lines}", str(self.root))
-        if look.is_empty:
+        if listing.is_empty:
             self._commits.mark_opened()
         for step, attempt in sorted(with_files):
             commit = places.get((step, attempt))
@@ -278,12 +278,12 @@ class BucketSteps(Steps):
                 if commit is not None or not self._fence(step, attempt):
                     logger.info("%s: discarding attempt %s of step %d, which was interrupted", self.root, attempt, step)
                     self._discard(step, attempt)
-        for step, attempt in look.removals:
+        for step, attempt in listing.removals:
             lease.check()
             self._finish_removal(step, attempt, places.get((step, attempt)))
-        fences = [commit for commit in look.commits if commit.is_fence]
+        fences = [commit for commit in listing.commits if commit.is_fence]
         aged = [(f.path.key, f.unix_seconds) for f in fences if (f.step, f.attempt) not in with_files]
-        aged += [(mark.key, mark.unix_seconds) for mark in look.widowed]
+        aged += [(mark.key, mark.unix_seconds) for mark in listing.widowed]
         probes = [f for f in facts if _PROBE.fullmatch(f.key.removeprefix(f"{prefix}/").partition("/")[0])]
         old = [(key, seconds + _FENCE_SECONDS) for key, seconds in aged]
         old += [(f.key, f.unix_seconds + _PROBE_SECONDS) for f in probes]

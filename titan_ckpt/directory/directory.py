@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory import store as step_store
+from titan_ckpt.directory import posix_steps
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.directory.names import CommittedStep, step_name, step_of
 from titan_ckpt.directory.steps import NO_FOLDER, SAME, Attempt, open_steps
@@ -104,13 +104,13 @@ class CheckpointDirectory:
         manifest = Manifest.from_bytes(text.encode(), str(self.step_path(step) / MANIFEST_NAME))
         return manifest, self._await_same_view(manifest, text.encode(), names)
 
-    def has(self, step: int) -> bool:
+    def exists(self, step: int) -> bool:
         """Return whether a step's folder is there, whatever is in it."""
-        return self._on_rank_0(f"has step {step}", lambda: self._store.has(step))
+        return self._on_rank_0(f"has step {step}", lambda: self._store.exists(step))
 
-    def sees(self, step: int) -> bool:
+    def exists_here(self, step: int) -> bool:
         """Return whether this rank sees a step. Not collective."""
-        return self._store.has(step)
+        return self._store.exists(step)
 
     def step_path(self, step: int) -> Place:
         """Return the name of a step, whether or not it exists. Not collective."""
@@ -272,7 +272,7 @@ class CheckpointDirectory:
         Return where its files are.
         Raises: CheckpointNotFoundError; StoreError, and PeerError on the other ranks.
         """
-        deadline = time.monotonic() + step_store.VISIBLE_SECONDS
+        deadline = time.monotonic() + posix_steps.VISIBLE_SECONDS
         step, path = manifest.step, self.step_path(manifest.step)
         view, files = "", path
 
@@ -281,7 +281,7 @@ class CheckpointDirectory:
             view, files = self._store.view(manifest, expected, names)
             is_same = view == SAME
             is_late = time.monotonic() > deadline or view == NO_FOLDER
-            return [is_same, not (is_same or self._store.has(step)), is_late]
+            return [is_same, not (is_same or self._store.exists(step)), is_late]
 
         while True:
             of_ranks = self._coordinator.gather_results(f"view of step {step}", look)

@@ -91,7 +91,7 @@ class Steps(ABC):
         """Return one committed step. Raises: CheckpointNotFoundError; CorruptCheckpointError; OSError."""
 
     @abstractmethod
-    def has(self, step: int) -> bool:
+    def exists(self, step: int) -> bool:
         """Return whether a step is there, whatever is in it."""
 
     @abstractmethod
@@ -345,9 +345,9 @@ class Steps(ABC):
 def steps_at(root: Place) -> Steps:
     """Return the steps of a place, by the name that it is given; nothing is touched, and no torch is imported."""
     if (folder := local_path(root)) is not None:
-        from titan_ckpt.directory.store import StepStore
+        from titan_ckpt.directory.posix_steps import PosixSteps
 
-        return StepStore(folder)
+        return PosixSteps(folder)
     from titan_ckpt.directory.bucket_steps import BucketSteps
 
     return BucketSteps(object_path(root))

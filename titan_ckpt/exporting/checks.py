@@ -13,7 +13,7 @@ from pathlib import Path
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import ConverterError, ExportError, ExportSettingError, counted, listed
-from titan_ckpt.exporting.exporter import Exporter, quantiser_of
+from titan_ckpt.exporting.exporter import Exporter, quantizer_of
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.stores.settings import split_url
@@ -106,7 +106,7 @@ def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> 
         if config.format != "peft" and inside:
             problems.append(
                 f"{config.format}: weights that are made of other tensors, such as {inside[0]}, are not for other "
-                "programs; export the model before quantising it, or its adapter alone (peft)"
+                "programs; export the model before quantizing it, or its adapter alone (peft)"
             )
             continue
         if config.format == "hf" and exporter.transforms.hf_config is None:
@@ -137,39 +137,39 @@ def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> 
                 'dtype = "original" and file_layout = "base" are the base\'s: name its Hugging Face folder, and no '
                 "second one, in [[checkpoint.initial_load]]"
             )
-        elif config.quantised:
-            problems += _quantising_problems(exporter, config)
+        elif config.quantized:
+            problems += _quantizing_problems(exporter, config)
     if problems:
         raise ExportSettingError("checkpoint.export cannot be made: " + "; ".join(problems))
     if any(config.format == "hf" for config in configs):
         exporter.transforms.to_file(exporter.model.state_dict("base"), None, None)
 
 
-def _quantising_problems(exporter: Exporter, config: ExportConfig) -> Iterator[str]:
-    """Yield the reasons why the quantised export cannot be made, without computing a value."""
+def _quantizing_problems(exporter: Exporter, config: ExportConfig) -> Iterator[str]:
+    """Yield the reasons why the quantized export cannot be made, without computing a value."""
     try:
-        quantiser = quantiser_of(exporter.model.hooks)
-        if quantiser is None:
-            yield 'quantised: no converter quantises weights; add [[converters]] kind = "qat" or "float8"'
+        quantizer = quantizer_of(exporter.model.hooks)
+        if quantizer is None:
+            yield 'quantized: no converter quantizes weights; add [[converters]] kind = "qat" or "float8"'
             return
         base = exporter.model.state("base")
         stored = exporter.huggingface(config, base.tensors).groups
     except (ConverterError, ExportError) as error:
-        yield f"quantised: {error}"
+        yield f"quantized: {error}"
         return
-    hidden = [fqn for own in base.own for fqn in own.hidden if quantiser.claims(fqn)]
+    hidden = [fqn for own in base.own for fqn in own.hidden if quantizer.claims(fqn)]
     if hidden:
         yield (
-            f"quantised: the model's own state_dict() stores {listed(hidden, ', ')} in another form, and the "
-            "scheme quantises weights as they are trained; leave them out of the converter"
+            f"quantized: the model's own state_dict() stores {listed(hidden, ', ')} in another form, and the "
+            "scheme quantizes weights as they are trained; leave them out of the converter"
         )
-    claimed = sum(quantiser.claims(fqn) for group in stored for fqn in group.fqns)
-    if claimed and not any(group.quantised for group in stored):
-        yield f"quantised: none of its {claimed} weights has a shape that the scheme can store"
+    claimed = sum(quantizer.claims(fqn) for group in stored for fqn in group.fqns)
+    if claimed and not any(group.quantized for group in stored):
+        yield f"quantized: none of its {claimed} weights has a shape that the scheme can store"
     tied = (exporter.transforms.hf_config or {}).get("tie_word_embeddings")
-    if tied and any(TIED[1] in group.quantised for group in stored):
+    if tied and any(TIED[1] in group.quantized for group in stored):
         yield (
-            f"quantised: the output matrix is tied to {TIED[1]}, which is quantised, and was trained as it is; "
+            f"quantized: the output matrix is tied to {TIED[1]}, which is quantized, and was trained as it is; "
             "leave embeddings out of the converter, or untie them"
         )
 

@@ -35,7 +35,7 @@ from titan_ckpt.stores.store import Place
 from titan_ckpt.types import ModelHooks, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.live_memory import Watched
-from titan_ckpt.weights.quantise import QuantisesWeights, WeightQuantiser, quantised
+from titan_ckpt.weights.quantize import QuantizesWeights, WeightQuantizer, quantized
 from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.transforms import FileDtype, FileGroup, StateDictTransforms, cast_all, with_tied_names
 
@@ -196,14 +196,14 @@ class Exporter:
         Raises: ExportError; KeyMapError; PeerError.
         """
         tensors: list[StateDict] = []
-        # with several ranks a quantiser gathers each weight by its layout in training
+        # with several ranks a quantizer gathers each weight by its layout in training
         alone = self.coordinator.world_size == 1
 
         def can_wait() -> list[bool]:
             with _export_errors(step):
                 tensors.extend(self._tensors(config) for config in configs)
             return [
-                all(map(can_freeze, values.values())) and (alone or not config.quantised)
+                all(map(can_freeze, values.values())) and (alone or not config.quantized)
                 for config, values in zip(configs, tensors, strict=True)
             ]
 
@@ -306,7 +306,7 @@ class Exporter:
         base: Base | None = None
         if (found := self.source()) is not None:
             source, path = found
-            base = Base.read(path, self.transforms.key_map, source.initialise, source.ignore)
+            base = Base.read(path, self.transforms.key_map, source.initialize, source.ignore)
         known = self.transforms.key_map if base is None else base.key_map
         table = with_tied_names(
             known, self.model.tied, self.model.linear_weights(), None if base is None else base.tensors
@@ -316,19 +316,19 @@ class Exporter:
         assets: Place | None = Path(config.assets) if config.assets else transforms.assets
         if assets is None and base is not None and base.path.is_dir():
             assets = base.path
-        quantiser = quantiser_of(self.model.hooks) if config.quantised else None
+        quantizer = quantizer_of(self.model.hooks) if config.quantized else None
         groups: Sequence[FileGroup] = transforms.to_file(tensors, self.model.hooks, _dtype(config, base))
         format_ = HuggingFaceFormat(
             config=dict(transforms.hf_config or {}),
             assets=assets,
             max_shard_bytes=config.max_shard_bytes,
-            quantiser=quantiser,
+            quantizer=quantizer,
             base=base,
             as_base=config.file_layout == "base",
             verified=transforms.key_map.verified,
             generation_config=transforms.generation_config,
         )
-        groups = groups if quantiser is None else quantised(groups, quantiser)
+        groups = groups if quantizer is None else quantized(groups, quantizer)
         return FolderExport(groups, format_, buffers=self.model.buffers().keys())
 
     def source(self) -> tuple[InitialLoadConfig, Place] | None:
@@ -361,10 +361,10 @@ def _dtype(config: ExportConfig, came_from: Base | None) -> FileDtype:
     return None if config.dtype is None else getattr(torch, config.dtype)
 
 
-def quantiser_of(hooks: ModelHooks | None) -> WeightQuantiser | None:
-    """Return the scheme of the converters that quantise weights."""
+def quantizer_of(hooks: ModelHooks | None) -> WeightQuantizer | None:
+    """Return the scheme of the converters that quantize weights."""
     offers: object = hooks
-    return offers.weight_quantiser() if isinstance(offers, QuantisesWeights) else None
+    return offers.weight_quantizer() if isinstance(offers, QuantizesWeights) else None
 
 
 def _memory_of(value: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], TensorInfo]:

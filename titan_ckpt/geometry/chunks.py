@@ -86,7 +86,7 @@ class Block(NamedTuple):  # made by the ten thousand, and a frozen dataclass tak
 
 @dataclass(frozen=True, slots=True)
 class LazyTensor:
-    """A tensor that is computed when it is written: a merged weight, a cast, a dequantised source.
+    """A tensor that is computed when it is written: a merged weight, a cast, a dequantized source.
 
     `blocks()` runs on every rank, in the same order of tensors, so it may be collective when `collective` is set; it
     returns the chunks that this rank holds (replicas included). `like` is a tensor with the same chunks, which tells

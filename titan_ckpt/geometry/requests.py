@@ -43,7 +43,7 @@ class TensorReader(ABC):
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Return every tensor's global shape and dtype by its name in the file (dequantised where quantised)."""
+        """Return every tensor's global shape and dtype by its name in the file (dequantized where quantized)."""
         return self._tensors
 
     @abstractmethod

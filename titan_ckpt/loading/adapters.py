@@ -142,7 +142,7 @@ def check_fits(
     saved = [] if manifest is None else manifest.converters
     running = [] if model.hooks is None else model.hooks.describe()
     has_lora = source.adapter or low_rank.KIND in _by_kind(saved)  # else such names are the model's own
-    names, wanted = names - selected(names, source.ignore), wanted - selected(wanted, source.initialise)
+    names, wanted = names - selected(names, source.ignore), wanted - selected(wanted, source.initialize)
     owned = [name for name in names if model.owns(name) or (has_lora and lora_tensor(name))]
     if not owned:
         return

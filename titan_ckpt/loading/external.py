@@ -30,7 +30,7 @@ _UNUSED = (
 class ExternalLoad:
     """The point of a load at which a handler must give values to every persistent tensor of the model.
 
-    The handler runs on every rank, before anything is initialised and before training state is attached.
+    The handler runs on every rank, before anything is initialized and before training state is attached.
     """
 
     step: int
@@ -74,7 +74,7 @@ class ExternalLoad:
         if lacking := [name for name in self.tensors if name not in self.filled and name not in may_lack]:
             raise LoadMismatchError(
                 f"weights from outside: {len(lacking)} of {len(self.tensors)} tensors were not filled; nothing was "
-                "initialised in their place. Fill them in the handler (fill), or mark what it has written (mark)\n  "
+                "initialized in their place. Fill them in the handler (fill), or mark what it has written (mark)\n  "
                 + listed(lacking, "\n  ", most=_LISTED)
             )
 

@@ -24,7 +24,7 @@ def check_model_config(source: LoadSource, theirs: Mapping[str, Any], ours: Mapp
     Raises: LoadMismatchError with both values.
     """
     theirs, ours = _settings(theirs), _settings(ours)
-    if source.initialise or source.ignore:  # layers may be new or dropped, and each of their tensors has to be named
+    if source.initialize or source.ignore:  # layers may be new or dropped, and each of their tensors has to be named
         del ours["num_hidden_layers"]
     both = [key for key in ours if ours[key] is not None and theirs.get(key) is not None]
     differing = {key: f"{key}: {theirs[key]} there, {ours[key]} here" for key in both if ours[key] != theirs[key]}

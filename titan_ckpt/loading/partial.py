@@ -1,6 +1,6 @@
 """Partial loads: tensors that a source's settings name as not loaded from it, and tables with more rows than its.
 
-Owns the patterns of `initialise` and `ignore`, and what they select. Nothing is left out that no pattern names.
+Owns the patterns of `initialize` and `ignore`, and what they select. Nothing is left out that no pattern names.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ class Partial:
     """The tensors that a source's settings name as not loaded from it, in the model and in the source."""
 
     fresh: frozenset[str] = frozenset()
-    """Native names of tensors that are initialised, unless a second source has them."""
+    """Native names of tensors that are initialized, unless a second source has them."""
     passed_by: frozenset[str] = frozenset()
     """Keys of the source that are not read, or of which only rows are read."""
     grown: Mapping[str, int] = field(default_factory=dict)
     """Native name of a table that has more rows than the source's -> number of rows that are loaded."""
     requests: Sequence[ReadRequest] = ()
-    """The requests for these rows, to be made again after the whole table was initialised."""
+    """The requests for these rows, to be made again after the whole table was initialized."""
     unmatched: Sequence[str] = ()
-    """Patterns of `initialise` that match no tensor of this rank."""
+    """Patterns of `initialize` that match no tensor of this rank."""
 
     def lines(self) -> Iterator[str]:
         """Yield what the log says about it."""
         if whole := sorted(self.fresh - self.grown.keys()):
             yield f"{counted(len(whole), 'tensor is', 'tensors are')} not loaded, as asked: {listed(whole, ', ')}"
         for fqn, rows in self.grown.items():
-            yield f"the first {rows} rows of {fqn} are loaded, the others initialised"
+            yield f"the first {rows} rows of {fqn} are loaded, the others initialized"
         if self.passed_by:
             left = counted(len(self.passed_by), "tensor of it is", "tensors of it are")
             yield f"{left} left, in whole or in part: {listed(sorted(self.passed_by))}"
@@ -52,7 +52,7 @@ def partial_of(source: LoadSource, wanted: StateDict, available: Mapping[str, Te
     Raises: LoadMismatchError for patterns of `ignore` that match nothing, and for a grown table of another dtype.
     """
     refuse_unmatched(source, "ignore", [_unmatched(source.ignore, available)], available)
-    fresh = selected(wanted, source.initialise)
+    fresh = selected(wanted, source.initialize)
     passed_by = set(selected(available, source.ignore))
     offered = {key: info for key, info in available.items() if key not in passed_by}
     grown: dict[str, int] = {}
@@ -66,7 +66,7 @@ def partial_of(source: LoadSource, wanted: StateDict, available: Mapping[str, Te
             grown[fqn] = rows.sizes[0]
             requests += _requests(wanted[fqn], group.keys[0], rows)
         passed_by.update(key for key in group.keys if key in offered)
-    return Partial(fresh, frozenset(passed_by), grown, requests, _unmatched(source.initialise, wanted))
+    return Partial(fresh, frozenset(passed_by), grown, requests, _unmatched(source.initialize, wanted))
 
 
 def refuse_unmatched(
@@ -98,7 +98,7 @@ def _first_rows(
     if info.dtype != expected.dtype and not (source.cast and {info.dtype, expected.dtype} <= CASTABLE):
         raise LoadMismatchError(
             f"{source.path}: {group.keys[0]} is {info}, the first rows of {expected} here; set cast = true to convert "
-            "them while loading, or name it in checkpoint.initial_load.ignore to initialise all rows"
+            "them while loading, or name it in checkpoint.initial_load.ignore to initialize all rows"
         )
     return Chunk.whole(info.shape)
 

@@ -36,7 +36,7 @@ class LoadSource:
     """The folder holds converter-owned keys only."""
     merge: bool = False
     """The folder is an adapter to be merged into the base."""
-    initialise: tuple[str, ...] = ()
+    initialize: tuple[str, ...] = ()
     """Patterns of the model's tensors that are not loaded from it."""
     ignore: tuple[str, ...] = ()
     """Patterns of its tensors that are not used."""
@@ -112,7 +112,7 @@ def resolve(
             initial.append(
                 LoadSource(
                     path, format_, source.cast, source.revision, adapter, source.merge,
-                    source.initialise, source.ignore, prefix=source.prefix,
+                    source.initialize, source.ignore, prefix=source.prefix,
                 )
             )  # fmt: skip
     if step is None:

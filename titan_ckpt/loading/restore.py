@@ -42,7 +42,7 @@ from titan_ckpt.stores.bucket import open_source
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import LoadReport
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, identify_base
-from titan_ckpt.weights.initialize import empty_tensors, initialise, mark_filled
+from titan_ckpt.weights.initialize import empty_tensors, initialize, mark_filled
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelState
 
@@ -113,7 +113,7 @@ class Restorer:
         try:
             restored = self._resume(step)
         except OSError as error:
-            if isinstance(error, CheckpointError) or self._directory.sees(step):
+            if isinstance(error, CheckpointError) or self._directory.exists_here(step):
                 raise
             raise CheckpointNotFoundError(
                 f"{self._directory.step_path(step)}: was deleted while it was loaded; load another step"
@@ -143,7 +143,7 @@ class Restorer:
             except BaseException as error:  # every rank has raised something, and all decide together
                 stop = None if isinstance(error, FAILURES) else error
                 is_corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError), stop))
-                if not self._directory.has(candidate) and (steps := self._candidates()):
+                if not self._directory.exists(candidate) and (steps := self._candidates()):
                     logger.info("step %d was deleted while it was loaded; going on to step %d", candidate, steps[-1])
                     candidates, as_listed, failure = steps, True, None
                     continue
@@ -174,7 +174,7 @@ class Restorer:
     def _load(self, origin: Origin) -> Restored:
         """Load from an origin. Collective.
 
-        1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialise. 5 Give the owners their other state.
+        1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialize. 5 Give the owners their other state.
         """
         load_plan = self._agree(origin)
         origin.check(self._run.model)
@@ -322,7 +322,7 @@ class Restorer:
         """
         model = self._run.model
         fills = [*prepared.fills]
-        overwritten = {*prepared.report.loaded, *filter(model.owns, prepared.report.initialised)}
+        overwritten = {*prepared.report.loaded, *filter(model.owns, prepared.report.initialized)}
         if load_plan.external:
             overwritten.update(prepared.state.tensors)
         if state is not None:
@@ -369,11 +369,11 @@ class Restorer:
             self._coordinator.together("own-proof", lambda: model.state("full", room=True).prove(prepared.made))
 
     def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
-        """Take weights from outside if the plan says so; then initialise the tensors that still have no values."""
+        """Take weights from outside if the plan says so; then initialize the tensors that still have no values."""
         report = self._take_from_outside(load_plan) if load_plan.external else prepared.report
         if empty_tensors(self._run.model.parts):
             mark_filled(self._run.model, report.loaded)
-        self._coordinator.together("load-initialise", lambda: initialise(self._run.model, report.initialised))
+        self._coordinator.together("load-initialize", lambda: initialize(self._run.model, report.initialized))
         self._coordinator.together("load-grown", prepared.read_grown)
         return report
 
@@ -385,7 +385,7 @@ class Restorer:
         def fill() -> tuple[ModelState, ExternalLoad, frozenset[str]]:
             state = self._run.model.state("full", room=True)
             event = ExternalLoad(load_plan.resume.step if load_plan.resume else 0, state.tensors)
-            # in a new run converters may initialise their own tensors, as after any initial load
+            # in a new run converters may initialize their own tensors, as after any initial load
             may_lack = frozenset() if load_plan.resume else frozenset(filter(self._run.model.owns, event.tensors))
             handler(event)
             event.verify(may_lack)
@@ -393,13 +393,13 @@ class Restorer:
 
         state, event, may_lack = self._coordinator.together("load-external", fill)
         self._coordinator.together("load-own", lambda: mark_filled(self._run.model, state.give_back(event.filled, {})))
-        return LoadReport(tuple(event.filled), initialised=tuple(may_lack - event.filled))
+        return LoadReport(tuple(event.filled), initialized=tuple(may_lack - event.filled))
 
     def _identify_base(self, load_plan: LoadPlan, prepared: PreparedLoad, origin: Origin) -> dict[str, Any] | None:
         """Digest the base under converter-owned weights, and compare it with the record of each adapter. Collective.
 
         Saves hold a base that is in the run's own folder and that no setting names, so that a resume needs no such
-        step; so they do if parts of the base were initialised, which no source has, or are trained beside the adapter.
+        step; so they do if parts of the base were initialized, which no source has, or are trained beside the adapter.
         Return None for a base that is trained, or was.
         """
         if not self._coordinator.anywhere("owned", self._run.model.owned_state_dict):
@@ -408,8 +408,8 @@ class Restorer:
         source = manifest.base if manifest is not None and manifest.kind == "full" else None
         is_seed = manifest is not None and manifest.kind == "model"  # retention may delete it: saves hold the base
         was_trained = manifest is not None and manifest.kind == "full" and manifest.base is None
-        fresh = {*prepared.report.initialised, *prepared.report.grown}
-        # a pipeline stage may have initialised nothing, and its saves are of the same kind as the others'
+        fresh = {*prepared.report.initialized, *prepared.report.grown}
+        # a pipeline stage may have initialized nothing, and its saves are of the same kind as the others'
         is_partly_new = bool(load_plan.sources) and self._coordinator.anywhere(
             "fresh base", lambda: fresh - self._run.model.owned_state_dict().keys()
         )

@@ -31,7 +31,7 @@ from titan_ckpt.stores.store import Place
 from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.names import clean_fqn
-from titan_ckpt.weights.quantise import QuantisesWeights
+from titan_ckpt.weights.quantize import QuantizesWeights
 from titan_ckpt.weights.stored_names import StoredNames
 from titan_ckpt.weights.transforms import ReadPlan, StateDictTransforms, with_tied_names
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
@@ -75,7 +75,7 @@ class PreparedLoad:
         return reader or self._stack.enter_context(NativeReader(path))
 
     def read_grown(self) -> None:
-        """Fill the rows of grown tables again, after all of their rows were initialised."""
+        """Fill the rows of grown tables again, after all of their rows were initialized."""
         for opened in self._opened:
             if opened.partial.requests:
                 opened.reader.read(opened.partial.requests)
@@ -116,7 +116,7 @@ def prepare_load(
     """Open and plan all sources; all ranks agree that everything fits, or all raise. Changes nothing live. Collective.
 
     `require_owned`: treat converter-owned keys that no source holds as missing, as a resume does; otherwise they are
-    initialised.
+    initialized.
     Raises: LoadMismatchError listing every fault; CorruptCheckpointError; NotACheckpointError; PeerError.
     """
     state, owned, made, gives_back = _state_to_fill(sources, wrapper, coordinator)
@@ -134,8 +134,8 @@ def prepare_load(
         opened, of_sources = coordinator.exchange_distinct("load-plan", plan)
         unknown = []
         for source, distinct in zip(sources, of_sources.values(), strict=True):
-            if source.initialise:
-                refuse_unmatched(source, "initialise", [unmatched for unmatched, _ in distinct.values()], state.tensors)
+            if source.initialize:
+                refuse_unmatched(source, "initialize", [unmatched for unmatched, _ in distinct.values()], state.tensors)
             unknown.append(set.intersection(*(set(unexpected) for _, unexpected in distinct.values())))
 
         def verdict() -> tuple[LoadReport, list[tuple[Sequence[str], Fill]]]:
@@ -166,7 +166,7 @@ def _state_to_fill(
         if sources and (names := without_memory(state.tensors)):
             raise LoadMismatchError(
                 f"no memory to load into for {counted(len(names), 'tensor')} of the model, such as {names[0]}: "
-                "materialise a model that was built on meta (model.to_empty(device=...)), and run a lazy one once, "
+                "materialize a model that was built on meta (model.to_empty(device=...)), and run a lazy one once, "
                 "before load()"
             )
         facts = {
@@ -229,9 +229,9 @@ def _plan(
             transforms.check_folder(str(source.path), reader.metadata())
         else:
             check_model_config(source, reader.metadata(), transforms.hf_config or {})
-        if reader.metadata().get("quantization_config") and _quantises(wrapper):
+        if reader.metadata().get("quantization_config") and _quantizes(wrapper):
             logger.warning(
-                "load: %s holds quantised weights, and this run quantises them again, which gives other values even "
+                "load: %s holds quantized weights, and this run quantizes them again, which gives other values even "
                 "before the first step: to go on with a run, resume it, or start from its plain export",
                 source.path,
             )
@@ -250,8 +250,8 @@ def _plan(
         available = {fqn: info for fqn, info in available.items() if not wrapper.owns(fqn)}
     check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
     plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
-    plan = replace(plan, requests=names.there(plan.requests))
-    return _Opened(source, reader, plan, partial=replace(partial, requests=names.there(partial.requests)))
+    plan = replace(plan, requests=names.to_file_names(plan.requests))
+    return _Opened(source, reader, plan, partial=replace(partial, requests=names.to_file_names(partial.requests)))
 
 
 def _plan_partly(
@@ -263,7 +263,7 @@ def _plan_partly(
 ) -> tuple[ReadPlan, Partial]:
     """Plan a source without what its settings leave out. The requests include the rows that it has of grown tables."""
     base = {fqn: value for fqn, value in wanted.items() if hooks is None or not hooks.key_filter(fqn)}
-    named = source.initialise or source.ignore
+    named = source.initialize or source.ignore
     partial = partial_of(source, base, available, transforms.key_map) if named else Partial()
     wanted = {fqn: value for fqn, value in wanted.items() if fqn not in partial.fresh}
     available = {key: info for key, info in available.items() if key not in partial.passed_by}
@@ -271,10 +271,10 @@ def _plan_partly(
     return replace(plan, requests=[*plan.requests, *partial.requests]), partial
 
 
-def _quantises(wrapper: ModelWrapper) -> bool:
-    """Return whether this run trains for quantised weights."""
+def _quantizes(wrapper: ModelWrapper) -> bool:
+    """Return whether this run trains for quantized weights."""
     try:
-        return isinstance(wrapper.hooks, QuantisesWeights) and wrapper.hooks.weight_quantiser() is not None
+        return isinstance(wrapper.hooks, QuantizesWeights) and wrapper.hooks.weight_quantizer() is not None
     except ConverterError:  # two schemes, which only an export refuses
         return True
 
@@ -305,7 +305,7 @@ def _verdict(
     `unknown`: per source, the keys that no rank has a place for (a pipeline stage lacks the keys of other stages).
     """
     if not opened:
-        return _Verdict(LoadReport(initialised=tuple(wanted)))
+        return _Verdict(LoadReport(initialized=tuple(wanted)))
     loaded: dict[str, Place] = {}
     twice: list[tuple[str, Place, Place]] = []
     for folder in opened:
@@ -319,15 +319,15 @@ def _verdict(
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(o.source.adapter for o in opened)
     fresh = frozenset().union(*(o.partial.fresh for o in opened))
-    initialised = dict.fromkeys([] if require_owned or has_adapter else filter(wrapper.owns, absent))
-    initialised |= dict.fromkeys(fqn for fqn in absent if fqn in fresh)
+    initialized = dict.fromkeys([] if require_owned or has_adapter else filter(wrapper.owns, absent))
+    initialized |= dict.fromkeys(fqn for fqn in absent if fqn in fresh)
     strangers = [*map(sorted, unknown)]
     report = LoadReport(
         tuple(loaded),
-        tuple(fqn for fqn in absent if fqn not in initialised),
+        tuple(fqn for fqn in absent if fqn not in initialized),
         tuple(key for keys in strangers for key in keys),
         tuple(mismatched),
-        tuple(initialised),
+        tuple(initialized),
         {fqn: dtypes for report in reports for fqn, dtypes in report.cast.items()},
         {fqn: rows for o in opened for fqn, rows in o.partial.grown.items()},
         tuple(key for o in opened for key in (*o.plan.report.ignored, *sorted(o.partial.passed_by))),
@@ -349,7 +349,7 @@ def _problems(verdict: _Verdict, opened: Sequence[_Opened], *, resuming: bool) -
         where = ", ".join(str(o.source.path) for o in opened)
         alone = ". Name the base of this adapter before it" if all(adapters) else ""
         few = not (alone or resuming) and len(report.missing) <= _FEW  # a resume takes all that the step's run had
-        hint = ". Name new tensors in checkpoint.initial_load.initialise" if few else ""
+        hint = ". Name new tensors in checkpoint.initial_load.initialize" if few else ""
         problems.append(f"{where}: {len(report.missing)} missing: {_listed(report.missing)}{alone}{hint}")
     if twice := [f"{fqn} (in {first} and {second})" for fqn, first, second in verdict.twice]:
         both = ", or merge all adapters but one into the base (merge = true)" if any(adapters) else ""

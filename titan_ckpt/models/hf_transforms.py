@@ -36,7 +36,7 @@ def transforms_of(model: nn.Module) -> StateDictTransforms:
         raise ConfigError([f"{what} is no PreTrainedModel of transformers: {next_step}"])
     if getattr(inner, "hf_quantizer", None) is not None:
         next_step = "load the model without quantization_config to export it"
-        raise ConfigError([f"{what} has weights that transformers has quantised: {next_step}"])
+        raise ConfigError([f"{what} has weights that transformers has quantized: {next_step}"])
     parameters = dict(inner.named_parameters(remove_duplicate=False))
     ties = getattr(inner, "all_tied_weights_keys", None) if inner.config.tie_word_embeddings else None
     for key, other in (ties or {}).items():

@@ -144,7 +144,7 @@ class Router(ExactBuffers):
         super().__init__()
         self.experts_per_token = config.experts_per_token
         self.norm_topk_prob = config.norm_topk_prob
-        # Not an nn.Linear, so that converters of linear modules do not quantise the routing.
+        # Not an nn.Linear, so that converters of linear modules do not quantize the routing.
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.dim))
         self.register_buffer("tokens", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
 

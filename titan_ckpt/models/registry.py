@@ -30,8 +30,8 @@ class Architecture(Generic[ConfigT]):
     read: Callable[[Mapping[str, Any], str], ConfigT]
     """(contents of a config.json, its path) -> configuration. Raises: ConfigError."""
     flavors: Mapping[str, ConfigT]
-    parallelise: Callable[..., Sequence[nn.Module]] | None = None
-    """Distributes a model over the ranks; it has the arguments of titan_ckpt.training.parallel.apply.parallelise, which
+    parallelize: Callable[..., Sequence[nn.Module]] | None = None
+    """Distributes a model over the ranks; it has the arguments of titan_ckpt.training.parallel.apply.parallelize, which
     is the default."""
     clip_gradients: Callable[..., float] | None = None
     """Clips the gradients and returns their global norm; it has the arguments of

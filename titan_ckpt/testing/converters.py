@@ -281,7 +281,7 @@ class ConverterTests(ABC):
 
     @_law
     def test_conversion_on_meta_is_the_same(self) -> None:
-        """A model that was converted on meta, materialised and loaded has the same values as one built with values."""
+        """A model that was converted on meta, materialized and loaded has the same values as one built with values."""
         specimen = self._specimen(fill=False)
         with torch.device("meta"):
             model = self.make_model()

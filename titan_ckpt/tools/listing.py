@@ -301,5 +301,5 @@ def _format(path: Path) -> str:
     with contextlib.suppress(OSError, ValueError):
         config = loads_by_hand(posix.read_whole(os.path.realpath(path / "config.json"), MAX_BYTES_BY_HAND))
         if isinstance(config, dict) and "quantization_config" in config:
-            return "hf, quantised"
+            return "hf, quantized"
     return "hf"

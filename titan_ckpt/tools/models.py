@@ -41,7 +41,7 @@ class ModelTable:
     tied: Mapping[str, str]
     modules: Mapping[str, nn.Module]
     config: Mapping[str, Any]
-    """The content of config.json, without its quantisation."""
+    """The content of config.json, without its quantization."""
 
 
 def find_table(folder: Path, names: Collection[str] | None = None, architecture: str | None = None) -> ModelTable:

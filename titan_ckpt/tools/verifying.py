@@ -106,7 +106,7 @@ def _not_of_config(reader: HuggingFaceReader, checks: list[str], notes: list[str
         notes.append(f"there is no {CONFIG}, so whether tensors are missing cannot be told")
         return
     if "quantization_config" in reader.metadata():
-        notes.append("the weights are quantised: codes and scales are complete")
+        notes.append("the weights are quantized: codes and scales are complete")
     try:
         with _on_disk(folder / CONFIG) as beside:
             table = find_table(beside)

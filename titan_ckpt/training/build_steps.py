@@ -50,7 +50,7 @@ from titan_ckpt.training.folders import check_folders
 from titan_ckpt.training.loss import BalanceLoss, balance_coefficient, summed_cross_entropy
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.training.own_code import check_names, make_optimizer, make_patterns, make_scheduler
-from titan_ckpt.training.parallel.apply import parallelise
+from titan_ckpt.training.parallel.apply import parallelize
 from titan_ckpt.training.parallel.data_parallel import check_axes, find_mixed, is_sharded, sum_gradients
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import Pipeline
@@ -61,7 +61,7 @@ from titan_ckpt.training.run_data import find_tokenizer, make_data, make_held_ou
 from titan_ckpt.training.schedule import Decay, changed_settings, find_decay, rate_factor
 from titan_ckpt.training.train_state import TrainState
 from titan_ckpt.types import ModelHooks
-from titan_ckpt.weights.initialize import construct, materialise
+from titan_ckpt.weights.initialize import construct, materialize
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 
@@ -218,21 +218,21 @@ class BuildSteps:
         workers = Workers(data.num_workers, data.prefetch, data.pin_memory and self.ranks.device.type == "cuda")
         return build_dataloader(self.dataset, training.batch_size, self.collate, self.config.seed, workers)
 
-    def parallelise_model(self) -> Sequence[nn.Module]:
+    def parallelize_model(self) -> Sequence[nn.Module]:
         """Return this rank's parts of the model, with memory; reseed ranks with different data differently.
 
         Parameters that were on meta before this step get their values from `load`.
         """
         fit = self.converters.parallel_plan if self.converters is not None else dict
-        length, distribute = self.config.data.sequence_length, self.own_function("parallelise") or parallelise
+        length, distribute = self.config.data.sequence_length, self.own_function("parallelize") or parallelize
         parts = distribute(self.model, self.ranks, self.config.parallel, self._compute_dtype, length, fit)
         if self.own_function("clip_gradients") is None:
             check_axes(parts, self.config.model.name)
         for part in parts:
             sum_gradients(part)
-            materialise(part, self.ranks.device)
+            materialize(part, self.ranks.device)
         if not isinstance(parts[0], LanguageModel):
-            found = f"its parallelise returns a {type(parts[0]).__name__} first, expected a LanguageModel"
+            found = f"its parallelize returns a {type(parts[0]).__name__} first, expected a LanguageModel"
             raise ConfigError([f"model.name: {self.config.model.name!r}: {found}; distribute the model in place"])
         self.model = parts[0]
         if coefficient := balance_coefficient(self.config, self.read_shape()):
@@ -328,7 +328,7 @@ class BuildSteps:
         model = self.config.model
         return read_config(model.name, flavor=model.flavor, folder=model.folder)
 
-    def own_function(self, name: Literal["parallelise", "clip_gradients"]) -> Any:
+    def own_function(self, name: Literal["parallelize", "clip_gradients"]) -> Any:
         """Return the function that the model's Architecture has in place of the default; None without one."""
         return getattr(find_architecture(self.config.model.name), name, None)
 
@@ -343,7 +343,7 @@ class BuildSteps:
             accumulation=training.accumulation,
             sequence_length=self.config.data.sequence_length,
             global_batch_size=training.global_batch_size,
-            parallelises_itself=self.own_function("parallelise") is not None,
+            parallelizes_itself=self.own_function("parallelize") is not None,
         )
 
     @property

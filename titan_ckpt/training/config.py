@@ -75,7 +75,7 @@ class ModelConfig(Checked):
     construct: Literal["default", "meta", "device"] = "default"
     """Where the values come from that no source provides. "default": those that one CPU would give, bit for bit; every
     rank makes all of them, tensor by tensor. "device": the same distributions, drawn in seconds on the device, by each
-    rank for its own shards; skips the values of one CPU. "meta": skips initialisation; a weight that no source has is
+    rank for its own shards; skips the values of one CPU. "meta": skips initialization; a weight that no source has is
     an error."""
     initial_values: tuple[InitialValuesConfig, ...] = ()
     """Fill the parameters by patterns of their names, instead of by the model's own code; each must match one."""

@@ -135,7 +135,7 @@ class Trainer(BuildSteps):
         self.collate = self.build_collate()
         self.dataloader = self.build_dataloader()
         self.num_steps = self.find_num_steps()
-        self.model_parts = self.parallelise_model()
+        self.model_parts = self.parallelize_model()
         self.pipeline = self.build_pipeline()
         self.optimizer = self.build_optimizer()
         self.lr_scheduler = self.build_lr_scheduler()

@@ -22,7 +22,7 @@ from titan_ckpt.weights.wrapper import ModelWrapper
 
 BaseIdentity = dict[str, Any]
 """{"path": str | None, "revision": str | None, "format": str | None, "digest": hex | None}; path is None for a base
-that the run initialised and never loaded, digest for that of a converted adapter which names its base alone.
+that the run initialized and never loaded, digest for that of a converted adapter which names its base alone.
 "merged": [path], only if the run has merged adapters into it. "dtype": that of all its float tensors in memory, if they
 have one in common, so that who digests the base again need not guess how its run had cast it."""
 BASE_RECORD = "titan_ckpt_base"
@@ -34,7 +34,7 @@ Description = Mapping[str, Any]
 def identify_base(model: ModelWrapper, origin: Mapping[str, Any] | None, coordinator: Coordinator) -> BaseIdentity:
     """Digest the base weights in memory. Collective; reads each weight once.
 
-    `origin`: path, revision and format of the base's source; None for a base that this run initialised.
+    `origin`: path, revision and format of the base's source; None for a base that this run initialized.
     """
     base = model.state_dict("base")
     digests = logical_digests(base, coordinator)
@@ -78,7 +78,7 @@ def another_base(
     found: Mapping[str, Any], expected: Mapping[str, Any], adapter: str, otherwise: str, merged: Sequence[str] = ()
 ) -> BaseMismatchError:
     """Return the error that an adapter records another base than the one found; a merge may be all the difference."""
-    where = expected.get("path") or "a base initialised by its own run"
+    where = expected.get("path") or "a base initialized by its own run"
     recorded = expected.get("merged", ())  # not in the steps of earlier versions
     before, after = (f", after the merge of {listed(paths, ', ')}" if paths else "" for paths in (recorded, merged))
     if recorded:

@@ -1,4 +1,4 @@
-"""Construct on meta, materialise, load, and only then initialise what the load did not provide.
+"""Construct on meta, materialize, load, and only then initialize what the load did not provide.
 
 Owns the mark of tensors that have no values yet, and how they get them: from the model's own code, with the results
 that it has on one device, whatever the sharding. Loads nothing (loading/) and computes no values of its own.
@@ -46,7 +46,7 @@ InitialValues = Literal["default", "meta", "device"]
 
 - "default": those that one CPU would give, bit for bit. Skips nothing; every rank makes all values, tensor by tensor.
 - "device": the same distributions, drawn on the device, by each rank for its own shards. Skips the values of one CPU.
-- "meta": nowhere. Skips initialisation: it is an error if a source lacks a tensor that checkpoints hold.
+- "meta": nowhere. Skips initialization: it is an error if a source lacks a tensor that checkpoints hold.
 """
 _SKIPS = {
     "default": "as one CPU would; every rank makes all values, tensor by tensor",
@@ -75,7 +75,7 @@ class _Origin:
     def fill(self, model: nn.Module) -> None:
         """Give a rebuilt model its values."""
         if not self.patterns:
-            if (run := _initialiser(model)) is not None:
+            if (run := _initializer(model)) is not None:
                 run()
             return
         parameters = dict(model.named_parameters())
@@ -88,7 +88,7 @@ class _Origin:
 def construct(
     build: Callable[[], ModelT], values: InitialValues = "default", patterns: Sequence[NamePattern] = ()
 ) -> ModelT:
-    """Build a model on meta: shapes without memory. It gets memory by `materialise` and values by the manager's `load`.
+    """Build a model on meta: shapes without memory. It gets memory by `materialize` and values by the manager's `load`.
 
     `values`: where those come from that no source provides. With "default" they are those that `build()` on the CPU and
     the model's `init_weights()` would give now, with the present state of the generators, at any number of ranks.
@@ -140,7 +140,7 @@ def match_patterns(parameters: Collection[str], patterns: Sequence[NamePattern])
     return matched
 
 
-def materialise(model: nn.Module, device: torch.device | str) -> None:
+def materialize(model: nn.Module, device: torch.device | str) -> None:
     """Give a model memory on a device, in place. Tensors on meta stay without values, others are moved.
 
     Call it on each model part, after conversion, cutting into stages and sharding. Tied tensors are tied again.
@@ -179,7 +179,7 @@ def mark_filled(wrapper: ModelWrapper, fqns: Collection[str]) -> None:
 
 
 @torch.no_grad()
-def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
+def initialize(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
     """Give values to every tensor that has none, and change no other; converter-owned ones last. Follows every load.
 
     `owned`: converter-owned tensors that no source provided; they are derived from the base even if they have values.
@@ -204,7 +204,7 @@ def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
             )
         how = f" ({_SKIPS[values]})" if persistent else ""
         names = listed([fqn for fqn, _ in own], ", ", " ", 3)
-        logger.info("initialising what is not in the checkpoint: %s%s", names, how)
+        logger.info("initializing what is not in the checkpoint: %s%s", names, how)
         if origin is not None and persistent:
             _replay(part, origin, own)
         else:
@@ -214,7 +214,7 @@ def initialise(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
     if bare := [fqn for fqn in empty_tensors(wrapper.parts) if not wrapper.owns(fqn)]:
         raise LoadMismatchError(
             f"{counted(len(bare), 'tensor has', 'tensors have')} no values: nothing was loaded into them, and no "
-            f"code of the model initialises them: {listed(bare, ', ', ' ', _LISTED)}. Give the model init_weights() "
+            f"code of the model initializes them: {listed(bare, ', ', ' ', _LISTED)}. Give the model init_weights() "
             "or reset_buffers(), or build it by titan_ckpt.weights.initialize.construct"
         )
     if wrapper.hooks is not None and (due := {*empty_tensors(wrapper.parts), *filter(wrapper.owns, owned)}):
@@ -238,7 +238,7 @@ def single_device(model: nn.Module) -> Iterator[None]:
         module.__dict__.pop(_EMPTY, None)
 
 
-def _initialiser(model: nn.Module) -> Callable[[], object] | None:
+def _initializer(model: nn.Module) -> Callable[[], object] | None:
     """Return the model's function that fills all of its parameters; None if its constructor, or nothing, does it."""
     own: Any = getattr(type(model), "init_weights", None)
     base = _pretrained_class(model)
@@ -255,7 +255,7 @@ def _replay(part: nn.Module, origin: _Origin, own: Sequence[tuple[str, Place]]) 
     for fqn, place in own:
         places.setdefault(fqn, []).append(place)
     in_shards = origin.values == "device"
-    if not in_shards and not origin.patterns and _pretrained_class(part) is None and _initialiser(part) is None:
+    if not in_shards and not origin.patterns and _pretrained_class(part) is None and _initializer(part) is None:
         return
     device = tensor_at(own[0][1]).device
     with _generators(origin), ShardFills(device) if in_shards else WholeTensors(_CPU, building=True) as mode:
@@ -271,21 +271,21 @@ def _replay(part: nn.Module, origin: _Origin, own: Sequence[tuple[str, Place]]) 
 
 
 def _run_in_place(part: nn.Module, own: Sequence[tuple[str, Place]], *, only_buffers: bool) -> None:
-    """Run the part's own initialisation; tensors that have values keep them, whatever that code does."""
+    """Run the part's own initialization; tensors that have values keep them, whatever that code does."""
     empty = {(id(module), name) for _, (module, name) in own}
     with WholeTensors() as mode:
         mode.watch(part, lambda _, place: ((place,), (id(place[0]), place[1]) not in empty))
-        whole_model = getattr(part, "reset_buffers", None) if only_buffers else _initialiser(part)
+        whole_model = getattr(part, "reset_buffers", None) if only_buffers else _initializer(part)
         if whole_model is not None:
             whole_model()
         elif _pretrained_class(part) is not None:
-            _initialise_pretrained(part, empty)
+            _initialize_pretrained(part, empty)
         else:
             _reset_modules(part)
     _unmark_written(mode, own)
 
 
-def _initialise_pretrained(part: Any, empty: set[tuple[int, str]]) -> None:
+def _initialize_pretrained(part: Any, empty: set[tuple[int, str]]) -> None:
     """Let transformers fill the empty tensors; it skips modules and tensors that carry its mark."""
     marked: list[Any] = []
     for module in part.modules():
@@ -307,7 +307,7 @@ def _initialise_pretrained(part: Any, empty: set[tuple[int, str]]) -> None:
 
 
 def _reset_modules(part: nn.Module) -> None:
-    """Reset modules with empty tensors one by one, if a part, such as a pipeline stage, cannot initialise itself."""
+    """Reset modules with empty tensors one by one, if a part, such as a pipeline stage, cannot initialize itself."""
     for module in [*part.modules()]:
         names = module.__dict__.get(_EMPTY)
         if not names:
@@ -328,7 +328,7 @@ def _reset_modules(part: nn.Module) -> None:
 def _copy_from_rebuilt(origin: _Origin, left: Sequence[tuple[str, Place]]) -> None:
     """Copy the values that only the constructor fills from the model built whole on the CPU."""
     logger.warning(
-        "initialise: only the constructor gives values to %s, so every rank builds the whole model once. An "
+        "initialize: only the constructor gives values to %s, so every rank builds the whole model once. An "
         "init_weights() that fills them in place takes one tensor's memory",
         listed([fqn for fqn, _ in left], ", ", " ", _LISTED),
     )

@@ -1,4 +1,4 @@
-"""Weights that are made of other tensors (torchao's quantised weights), as the plain tensors inside them.
+"""Weights that are made of other tensors (torchao's quantized weights), as the plain tensors inside them.
 
 Owns their names: `<fqn>.<class>.<inner name>`, so that a weight of one class is not loaded into one of another. The
 live weight is what a load fills, so no class is looked up by a name in a file.

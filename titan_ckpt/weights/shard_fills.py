@@ -53,7 +53,7 @@ class Fill:
 
 
 class ShardFills(WholeTensors):
-    """A WholeTensors for the construction and initialisation of a model, in which fills are drawn in shards.
+    """A WholeTensors for the construction and initialization of a model, in which fills are drawn in shards.
 
     All ranks run the same code, from the same state of the generators.
     """

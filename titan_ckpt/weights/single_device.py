@@ -220,7 +220,7 @@ class WholeTensors(TorchFunctionMode):
         for target in record.targets():
             if target.shape != value.shape and (is_parameter or isinstance(target, DTensor)):
                 raise ValueError(
-                    f"{record.name}: initialisation assigns shape {list(value.shape)} where the model has shape "
+                    f"{record.name}: initialization assigns shape {list(value.shape)} where the model has shape "
                     f"{list(target.shape)}"
                 )
             if isinstance(target, DTensor) and isinstance(record.seen, DTensor):
@@ -241,7 +241,7 @@ class WholeTensors(TorchFunctionMode):
         if not self._warned and any(not isinstance(p, Replicate) for p in target.placements):
             self._warned = True
             warnings.warn(
-                f"initialisation assigns a whole tensor to {record.name}, which is sharded ({target.placements}): "
+                f"initialization assigns a whole tensor to {record.name}, which is sharded ({target.placements}): "
                 "every rank makes all of it to keep its part. Fill it in place instead, such as "
                 "nn.init.normal_(self.weight)",
                 stacklevel=5,

@@ -68,7 +68,7 @@ class StoredNames:
         once |= {alias: available[alias] for alias, _ in differing}  # another model's is listed with all that differs
         return found
 
-    def there(self, requests: Sequence[ReadRequest]) -> list[ReadRequest]:
+    def to_file_names(self, requests: Sequence[ReadRequest]) -> list[ReadRequest]:
         """Return the requests by the names in the folder."""
         return [ReadRequest(self._key(key), chunk, into) for key, chunk, into in requests]
 

@@ -82,7 +82,7 @@ class FileGroup:
         return ((index, block) for index, value in enumerate(self.values) for block in blocks_of(value))
 
     @property
-    def quantised(self) -> Mapping[str, str]:
+    def quantized(self) -> Mapping[str, str]:
         """Return the description that files store for each file tensor that `infos` has as several parts."""
         return {}
 
@@ -253,7 +253,7 @@ class StateDictTransforms:
 
         CheckpointManager calls it for a model of transformers that it is given without `sd_transforms`. Call it
         yourself before converters change the model's modules.
-        Raises: ConfigError for other models, and for one with adapters of PEFT or with quantised weights; KeyMapError
+        Raises: ConfigError for other models, and for one with adapters of PEFT or with quantized weights; KeyMapError
         for parameters that folders have in a form that no operation produces.
         """
         made: StateDictTransforms = import_module("titan_ckpt.models.hf_transforms").transforms_of(

@@ -77,7 +77,7 @@ class ModelState:
             if absent and len(absent) < len(parts) and (hidden := lacking.intersection(own.hidden)):
                 raise LoadMismatchError(
                     f"{own}: {listed(sorted(hidden), ', ')} would be put together of loaded values and of none: no "
-                    f"source holds {listed(absent, ', ')}. Load all of its parts, or initialise all of them"
+                    f"source holds {listed(absent, ', ')}. Load all of its parts, or initialize all of them"
                 )
 
     @torch.no_grad()
@@ -215,7 +215,7 @@ class ModelWrapper:
     def check_tensors(self) -> None:
         """Check that a checkpoint can hold the model's tensors, and that a load can fill them.
 
-        Raises: StateEncodingError listing those that are sparse, nested, quantised or show one value several times.
+        Raises: StateEncodingError listing those that are sparse, nested, quantized or show one value several times.
         """
         faults = {fqn: fault for fqn, value in self.memory().items() if (fault := _unfit(value)) is not None}
         if faults:
@@ -322,7 +322,7 @@ def require_memory(tensors: StateDict) -> None:
     """Raises: StateEncodingError for tensors of a model that hold no values."""
     if names := without_memory(tensors):
         raise StateEncodingError(
-            f"no memory yet for {counted(len(names), 'tensor')} of the model, such as {names[0]}: materialise a "
+            f"no memory yet for {counted(len(names), 'tensor')} of the model, such as {names[0]}: materialize a "
             "model that was built on meta (to_empty), and run a lazy one once, before it is loaded or saved",
             names[0],
         )

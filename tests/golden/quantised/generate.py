@@ -1,7 +1,7 @@
 """Writes the golden folders beside it with the libraries that own the formats; nobody runs it but to renew them.
 
 Each folder is what its library stores; `expected.json` has the SHA-256 of each weight's float32 bytes as the library's
-own dequantiser gives them. Run in an environment of its own, for the libraries are no dependencies of this package:
+own dequantizer gives them. Run in an environment of its own, for the libraries are no dependencies of this package:
     python -m venv V && V/bin/pip install torch transformers accelerate bitsandbytes==0.50.2 compressed-tensors==0.20.0
     V/bin/python tests/golden/quantised/generate.py
 """

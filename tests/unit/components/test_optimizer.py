@@ -43,7 +43,7 @@ def test_step_counts_that_differ_stay_tensors() -> None:
 
 
 def test_a_parameter_that_was_never_stepped_has_no_state() -> None:
-    """It comes back without state, so that the optimizer initialises it at its first step."""
+    """It comes back without state, so that the optimizer initializes it at its first step."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     optimizer = torch.optim.AdamW(model.parameters())

@@ -84,7 +84,7 @@ def test_a3_wrong_order_is_answered_with_the_right_one() -> None:
 
 
 def test_right_order_keeps_the_adapters() -> None:
-    """Quantisation first and LoRA last leaves both: fake-quantised modules with adapter keys."""
+    """Quantization first and LoRA last leaves both: fake-quantized modules with adapter keys."""
     m = model()
     converters = build([QATConfig("int8_weight_only"), LoRAConfig(("up",), rank=2)])
     converters.convert(m)
@@ -249,7 +249,7 @@ def test_tables_become_converters_in_their_order() -> None:
         ({"kind": "lora", "target_modules": ["up"], "rank_pattern": {"up": -1}}, "rank_pattern.up: expected a pos"),
         ({"kind": "qat", "scheme": "int5"}, "scheme: expected one of"),
         ({"kind": "qat", "scheme": "int8_weight_only", "group_size": 32}, "int8_weight_only has none of its own"),
-        ({"kind": "qat", "scheme": "mxfp8", "embeddings": True}, "embeddings: mxfp8 quantises activations"),
+        ({"kind": "qat", "scheme": "mxfp8", "embeddings": True}, "embeddings: mxfp8 quantizes activations"),
         ({"kind": "float8", "recipe": "rowwise", "fsdp_all_gather": True}, "a gathered weight has one scale"),
         ({"kind": "float8", "recipe": "columnwise"}, "recipe: expected one of"),
     ],

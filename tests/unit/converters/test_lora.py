@@ -296,8 +296,8 @@ def test_a_second_adapter_on_a_module_is_refused() -> None:
         LoRAConverter(LoRAConfig(("wq",), rank=2)).convert(model)
 
 
-def test_dropout_under_quantisation_is_refused() -> None:
-    """A merged weight that is quantised has no adapter input to drop from."""
+def test_dropout_under_quantization_is_refused() -> None:
+    """A merged weight that is quantized has no adapter input to drop from."""
     converters = from_tables(
         [{"kind": "qat", "scheme": "int8_weight_only"}, {"kind": "lora", "target_modules": ["wq"], "dropout": 0.1}]
     )

@@ -54,7 +54,7 @@ def test_an_embedding_that_scales_trains_what_is_exported(kind: Any, dtype: torc
 
 
 def test_a_scale_that_has_no_value_yet_is_followed() -> None:
-    """A model on meta knows its factor only after it is materialised; the adapter reads it in each forward."""
+    """A model on meta knows its factor only after it is materialized; the adapter reads it in each forward."""
     with torch.device("meta"):
         model: Any = nn.ModuleDict({"m": Gemma3TextScaledWordEmbedding(16, 8, 0, embed_scale=9.0)})
     converters = build([LoRAConfig(("m",), rank=4)])
@@ -244,7 +244,7 @@ def test_a_weight_of_any_size_is_proved_on_a_small_copy() -> None:
     "kind", [{"kind": "float8", "recipe": "rowwise", "emulate": True}, {"kind": "qat", "scheme": "int8_weight_only"}]
 )
 def test_modules_of_torchao_are_not_refused(kind: dict[str, Any]) -> None:
-    """A float8 product is rounded, and an adapter beside it is still right; a fake-quantised weight is merged first."""
+    """A float8 product is rounded, and an adapter beside it is still right; a fake-quantized weight is merged first."""
     model = nn.ModuleDict({"up": nn.Linear(32, 64)})
     from_tables([kind, {"kind": "lora", "target_modules": ["up"], "rank": 2}]).convert(model)
     assert "up.lora_a.weight" in model.state_dict()

@@ -1,4 +1,4 @@
-"""QAT: schemes, hardware, what is quantised, and that what trains is what a quantised export would compute."""
+"""QAT: schemes, hardware, what is quantized, and that what trains is what a quantized export would compute."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def train(model: nn.Module, steps: int = 6) -> None:
     model.eval()
 
 
-def torchao_quantised(state: dict[str, torch.Tensor], scheme: Scheme) -> nn.Module:
-    """Quantise a plain model with torchao alone, as a user of the export would."""
+def torchao_quantized(state: dict[str, torch.Tensor], scheme: Scheme) -> nn.Module:
+    """Quantize a plain model with torchao alone, as a user of the export would."""
     from torchao.quantization import quantize_
 
     model = Llama3(TINY).to(next(iter(state.values())).dtype)
@@ -55,19 +55,19 @@ def torchao_quantised(state: dict[str, torch.Tensor], scheme: Scheme) -> nn.Modu
 
 @pytest.mark.parametrize("scheme", ANYWHERE)
 @pytest.mark.parametrize("adapter", [[], [LORA], [{**LORA, "use_dora": True}]], ids=["alone", "lora", "dora"])
-def test_what_trains_is_what_quantising_the_export_gives(scheme: Scheme, adapter: list[dict[str, Any]]) -> None:
-    """Train, export plain weights, quantise these with torchao: the logits are those of training, bit for bit."""
-    model = llama().to(torch.bfloat16 if scheme.startswith("mx") else torch.float32)  # MX quantises bfloat16 only
+def test_what_trains_is_what_quantizing_the_export_gives(scheme: Scheme, adapter: list[dict[str, Any]]) -> None:
+    """Train, export plain weights, quantize these with torchao: the logits are those of training, bit for bit."""
+    model = llama().to(torch.bfloat16 if scheme.startswith("mx") else torch.float32)  # MX quantizes bfloat16 only
     converters = convert(model, {"kind": "qat", "scheme": scheme}, *adapter)
     train(model)
     exported = ModelWrapper([model], converters).state_dict("export")
     state = {fqn: next(iter(blocks_of(value))).data for fqn, value in exported.items()}
     with torch.no_grad():
-        assert torch.equal(torchao_quantised(state, scheme)(TOKENS), model(TOKENS))
+        assert torch.equal(torchao_quantized(state, scheme)(TOKENS), model(TOKENS))
 
 
-def test_quantising_the_base_alone_would_be_another_model() -> None:
-    """The difference that merging first avoids: fake-quantised base plus adapter is far from the quantised merge."""
+def test_quantizing_the_base_alone_would_be_another_model() -> None:
+    """The difference that merging first avoids: fake-quantized base plus adapter is far from the quantized merge."""
     model = llama()
     converters = convert(model, {"kind": "qat", "scheme": "int4_weight_only"}, LORA)
     train(model)
@@ -115,7 +115,7 @@ def test_schemes_for_gpus_say_what_they_need(scheme: str, monkeypatch: pytest.Mo
 
 
 def test_float8_schemes_train_with_exact_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a machine that has the units, every fake quantiser to float8 is one that passes gradients through."""
+    """On a machine that has the units, every fake quantizer to float8 is one that passes gradients through."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     model = llama()
@@ -148,7 +148,7 @@ def test_groups_that_do_not_divide_are_listed() -> None:
 
 
 def test_integer_weights_are_refused() -> None:
-    """A weight of integers holds codes, not values: to fake-quantise or cast it would make noise of it."""
+    """A weight of integers holds codes, not values: to fake-quantize or cast it would make noise of it."""
     model = nn.ModuleDict({"a": nn.Linear(32, 8, bias=False)})
     linear = model.get_submodule("a")
     linear.weight = nn.Parameter(torch.zeros(8, 32, dtype=torch.int8), requires_grad=False)
@@ -157,18 +157,18 @@ def test_integer_weights_are_refused() -> None:
             convert(model, table)
 
 
-def test_float8_fake_quantisation_passes_gradients_through() -> None:
+def test_float8_fake_quantization_passes_gradients_through() -> None:
     """Values are torchao's, gradients are exact: torchao's own would pass through float8 and underflow to zero."""
     from torchao.quantization.granularity import PerRow
     from torchao.quantization.qat.fake_quantize_config import Float8FakeQuantizeConfig
     from torchao.quantization.qat.fake_quantizer import Float8FakeQuantizer
 
-    quantiser = Float8FakeQuantizer(Float8FakeQuantizeConfig(granularity=PerRow()))
+    quantizer = Float8FakeQuantizer(Float8FakeQuantizeConfig(granularity=PerRow()))
     gradients = []
-    for form in (quantiser, StraightThrough(quantiser)):
+    for form in (quantizer, StraightThrough(quantizer)):
         weight = torch.linspace(-1, 1, 64).reshape(4, 16).requires_grad_()
         out = form(weight)
-        assert torch.equal(out, quantiser(weight))
+        assert torch.equal(out, quantizer(weight))
         (out * 1e-6).sum().backward()
         assert weight.grad is not None
         gradients.append(weight.grad)

@@ -30,8 +30,7 @@ from tests.faults.small_checkpoints import (
 )
 from tests.forked import answer, fork
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory import lease
-from titan_ckpt.directory import store as step_store
+from titan_ckpt.directory import lease, posix_steps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.lease import LEASE_NAME, FileLease
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
@@ -750,7 +749,7 @@ def test_files_that_are_seen_late_are_waited_for(tmp_path: Path) -> None:
     posix.list_folder = late
     collective_save(directory, line, 10, 1)
     assert directory.steps() == [10]
-    step_store.VISIBLE_SECONDS = 0.3
+    posix_steps.VISIBLE_SECONDS = 0.3
     posix.list_folder = lambda path: [name for name in list_folder(path) if not name.startswith("rank-00001")]
     with pytest.raises(SaveError if line.rank == 0 else PeerError, match=r"rank-00001\.safetensors is missing"):
         collective_save(directory, line, 20, 2)
@@ -778,7 +777,7 @@ def test_ranks_that_see_different_saves_do_not_load_a_mix(tmp_path: Path) -> Non
     """Rank 1's view of a step is another attempt, or nothing: every rank refuses, naming rank 1, and at once if rank 1
     does not even see the folder. The step is not called damaged, so that no older one is loaded in its place.
     """
-    step_store.VISIBLE_SECONDS = 0.5
+    posix_steps.VISIBLE_SECONDS = 0.5
     line = Coordinator.current(20)
     root = tmp_path / f"view-of-rank-{line.rank}"
     if line.rank == 0:
@@ -792,7 +791,7 @@ def test_ranks_that_see_different_saves_do_not_load_a_mix(tmp_path: Path) -> Non
         with pytest.raises(CheckpointNotFoundError if line.rank == 1 else PeerError, match=f"rank 1 on .* sees {seen}"):
             directory.committed(step)
     directory.close()
-    step_store.VISIBLE_SECONDS = 10_000.0
+    posix_steps.VISIBLE_SECONDS = 10_000.0
     root = tmp_path / "view-of-rank-0" if line.rank == 0 else tmp_path / "not-mounted"
     with pytest.raises(
         CheckpointNotFoundError if line.rank == 1 else PeerError, match=r"rank 1 on .* sees no such folder"
@@ -813,7 +812,7 @@ def test_a_listing_that_arrives_late_is_waited_for(tmp_path: Path) -> None:
         def late(path: Path) -> bytes:
             return read_manifest_bytes(path if time.monotonic() - start > 0.2 else path.with_name("not-yet"))
 
-        setattr(step_store, "read_manifest_bytes", late)  # noqa: B010 - it is not exported there.
+        setattr(posix_steps, "read_manifest_bytes", late)  # noqa: B010 - it is not exported there.
     directory = CheckpointDirectory(tmp_path, line)
     assert directory.committed(10)[0].step == 10
     directory.close()

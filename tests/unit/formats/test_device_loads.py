@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.fake_cuda import DEVICE, OnDevice, on_device
-from tests.unit.formats.quantised.test_reading import fp8_folder
+from tests.unit.formats.quantized.test_reading import fp8_folder
 from titan_ckpt.disk.direct import IO_BYTES, FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
@@ -101,15 +101,15 @@ def test_a_safetensors_file_is_read_into_a_device(
 
 
 def test_folders_of_other_kinds_pass_the_same_buffers(tmp_path: Path, uploads: list[int]) -> None:
-    """DCP and quantised values, cast and strided, are copied to the device in pieces of at most a buffer."""
+    """DCP and quantized values, cast and strided, are copied to the device in pieces of at most a buffer."""
     value = torch.randn(1200, 1000)
     assert value.nbytes > IO_BYTES
     folder = tmp_path / "dcp"
     DcpExport({"a.weight": value}).write(folder, Coordinator.current())
-    quantised = tmp_path / "fp8"
-    quantised.mkdir()
-    computed = fp8_folder(quantised, 1200, 1000)
-    for path, expected in ((folder, value), (quantised, computed)):
+    quantized = tmp_path / "fp8"
+    quantized.mkdir()
+    computed = fp8_folder(quantized, 1200, 1000)
+    for path, expected in ((folder, value), (quantized, computed)):
         for target, chunk in requests(value):
             with open_reader(path) as opened:
                 opened.read([ReadRequest("a.weight", chunk, target)])

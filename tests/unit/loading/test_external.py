@@ -36,7 +36,7 @@ from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.weights.initialize import construct, empty_tensors, materialise
+from titan_ckpt.weights.initialize import construct, empty_tensors, materialize
 
 
 class Run:
@@ -217,7 +217,7 @@ def fails(event: ExternalLoad) -> None:
 @pytest.mark.parametrize(
     ("handler", "error", "message"),
     [
-        (fills_half, LoadMismatchError, r"5 of 7 tensors were not filled; nothing was initialised[^$]*1\.running_mean"),
+        (fills_half, LoadMismatchError, r"5 of 7 tensors were not filled; nothing was initialized[^$]*1\.running_mean"),
         (
             fills_other_shapes,
             LoadMismatchError,
@@ -230,7 +230,7 @@ def fails(event: ExternalLoad) -> None:
 def test_c3_a_source_that_does_not_deliver_is_never_masked(
     tmp_path: Path, handler: Callable[[ExternalLoad], None], error: type[Exception], message: str
 ) -> None:
-    """One error, nothing initialised in its place, no training state attached, and what is there is not saved."""
+    """One error, nothing initialized in its place, no training state attached, and what is there is not saved."""
     Run(tmp_path, WITHOUT_MODEL, everything).save()
 
     class Model(nn.Sequential):
@@ -244,7 +244,7 @@ def test_c3_a_source_that_does_not_deliver_is_never_masked(
 
     run = Run(tmp_path, WITHOUT_MODEL, handler)
     run.model = construct(Model)
-    materialise(run.model, "cpu")
+    materialize(run.model, "cpu")
     run.optimizer = torch.optim.AdamW(run.model.parameters())
     run.schedule = torch.optim.lr_scheduler.StepLR(run.optimizer, 1)
     with run.manager() as manager:
@@ -258,13 +258,13 @@ def test_c3_a_source_that_does_not_deliver_is_never_masked(
     assert len(empty_tensors([run.model])) == 7, "still without values"
 
 
-def test_c3_non_persistent_tensors_are_initialised_after_the_handler(tmp_path: Path) -> None:
+def test_c3_non_persistent_tensors_are_initialized_after_the_handler(tmp_path: Path) -> None:
     """The rotary table of a model from meta is no part of what a source delivers."""
     torch.manual_seed(1)
     source = build_model("llama3", flavor="debug-0.5m")
     source.init_weights()
     model = construct(lambda: build_model("llama3", flavor="debug-0.5m"))
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     with build_manager(
         tmp_path, model, save=None, components=("rng",), external_weights=lambda event: event.fill(source.state_dict())
     ) as manager:

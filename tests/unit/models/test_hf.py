@@ -19,7 +19,7 @@ from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import IDENTITY, Chain, Concat, KeyMap, Split, Transpose, Unstack
 from titan_ckpt.models import hf
 from titan_ckpt.models.hf_keys import find_key_map
-from titan_ckpt.weights.initialize import construct, initialise, materialise
+from titan_ckpt.weights.initialize import construct, initialize, materialize
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 SMALL: dict[str, Any] = {
@@ -204,7 +204,7 @@ RUNNABLE = [f for f in FAMILIES if f not in ("kimi_linear", "deepseek_v4", "jamb
 
 @pytest.mark.parametrize("family", RUNNABLE)
 def test_a_model_from_meta_computes_what_one_built_here_does(family: str) -> None:
-    """Materialised and loaded, a model of any family has right buffers and ties without anything else being called.
+    """Materialized and loaded, a model of any family has right buffers and ties without anything else being called.
 
     Every parameter gets a gradient.
     """
@@ -363,11 +363,11 @@ def test_a_single_expert_is_unstacked() -> None:
 
 
 def test_buffers_are_recomputed_beside_modules_that_a_converter_added() -> None:
-    """xLSTM's own initialisation recognises gates by their names, and fails on the adapters inside them."""
+    """xLSTM's own initialization recognises gates by their names, and fails on the adapters inside them."""
     shape = {"embedding_dim": 32, "num_heads": 2, "num_blocks": 2, "chunk_size": 8, "weight_mode": "single"}
     model: Any = construct(lambda: hf.build({**SMALL, "model_type": "xlstm", **shape}))
     hooks = converters.from_tables([{"kind": "lora", "rank": 2, "target_modules": ["*igate_preact", "*fgate_preact"]}])
     hooks.convert(model)
-    materialise(model, "cpu")
-    initialise(ModelWrapper([model], hooks))
+    materialize(model, "cpu")
+    initialize(ModelWrapper([model], hooks))
     assert torch.isfinite(model(torch.arange(8)[None])).all()

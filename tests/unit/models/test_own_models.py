@@ -66,7 +66,7 @@ def test_the_table_knows_every_parameter_and_the_config_survives_hugging_face(na
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_init_weights_depends_on_the_seed_alone(name: str) -> None:
-    """Two models initialised from one seed are the same, from another seed they are not."""
+    """Two models initialized from one seed are the same, from another seed they are not."""
     one, again, other = (built(name, debug(name), seed).state_dict() for seed in (1, 1, 2))
     assert same(one, again)
     assert not torch.equal(one["tok_embeddings.weight"], other["tok_embeddings.weight"])
@@ -91,7 +91,7 @@ def test_a_few_steps_learn_a_batch_by_heart(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_rotary_table_survives_casting_and_materialising_and_is_never_saved(name: str) -> None:
+def test_the_rotary_table_survives_casting_and_materializing_and_is_never_saved(name: str) -> None:
     """Neither `.to(bfloat16)` nor meta -> to_empty leaves a rounded or a garbage table."""
     kind, config = FAMILIES[name][1], debug(name)
     with torch.device("meta"):

@@ -21,7 +21,7 @@ TINY = replace(FLAVORS["debug-1m"], num_layers=2, vocab_size=64, max_seq_len=32,
 """Five experts do not divide by two ranks."""
 
 
-def initialised(config: Qwen3MoeConfig, seed: int = 0) -> Qwen3Moe:
+def initialized(config: Qwen3MoeConfig, seed: int = 0) -> Qwen3Moe:
     torch.manual_seed(seed)
     model = Qwen3Moe(config)
     model.init_weights()
@@ -70,7 +70,7 @@ def test_gradients_are_those_of_computing_token_by_token() -> None:
 
 def test_a_router_counts_what_it_gave_to_whom_while_training() -> None:
     """Counts add up over forward passes, stop outside training, start again on reset, and are in no state dict."""
-    model = initialised(TINY)
+    model = initialized(TINY)
     (router,) = model.routers().values()
     for _ in range(2):
         model(torch.randint(0, 64, (3, 10)))
@@ -85,9 +85,9 @@ def test_a_router_counts_what_it_gave_to_whom_while_training() -> None:
     assert not [key for key in model.state_dict() if "tokens" in key.split(".")[-1]]
 
 
-def test_counts_survive_casting_and_materialising() -> None:
+def test_counts_survive_casting_and_materializing() -> None:
     """`.to(bfloat16)` leaves what is counted exact; meta -> to_empty starts at zero."""
-    model = initialised(TINY)
+    model = initialized(TINY)
     model(torch.randint(0, 64, (3, 10)))
     (router,) = model.routers().values()
     before = router.tokens.clone()
@@ -157,7 +157,7 @@ def test_two_ranks_of_fsdp_fill_and_write_five_experts() -> None:
             assert torch.equal(piece.view.reshape(expected.shape), expected)
 
     tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
-    whole = initialised(TINY)
+    whole = initialized(TINY)
     with torch.no_grad():
         for fqn, value in ModelWrapper([model]).state_dict().items():
             for block in blocks_of(value):

@@ -20,11 +20,11 @@ from titan_ckpt.training.callbacks.checkpoint import Checkpointing
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.parallel.ranks import Ranks
 from titan_ckpt.training.trainer import Trainer
-from titan_ckpt.weights.initialize import construct, materialise
+from titan_ckpt.weights.initialize import construct, materialize
 
 STEPS = [
     "setup", "build_model", "freeze_model", "build_assets", "build_data_transform", "build_dataset", "build_collate",
-    "build_dataloader", "parallelise_model", "build_optimizer", "build_lr_scheduler", "build_training_context",
+    "build_dataloader", "parallelize_model", "build_optimizer", "build_lr_scheduler", "build_training_context",
     "build_callbacks",
 ]  # fmt: skip
 
@@ -117,8 +117,8 @@ class Bare(Trainer):
     def build_dataloader(self) -> RandomBatches:
         return RandomBatches()
 
-    def parallelise_model(self) -> Sequence[nn.Module]:
-        materialise(self.model, self.ranks.device)
+    def parallelize_model(self) -> Sequence[nn.Module]:
+        materialize(self.model, self.ranks.device)
         return [self.model]
 
     def build_optimizer(self) -> torch.optim.Optimizer:

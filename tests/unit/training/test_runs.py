@@ -24,7 +24,7 @@ from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import IGNORED, Batch, collate
 from titan_ckpt.training.data.sequences import PackedDataset
-from titan_ckpt.training.parallel.apply import parallelise
+from titan_ckpt.training.parallel.apply import parallelize
 from titan_ckpt.training.parallel.data_parallel import clip_gradients
 from titan_ckpt.training.parallel.ranks import Ranks, find_backends
 from titan_ckpt.training.schedule import ScheduleConfig
@@ -325,9 +325,9 @@ def test_d9_callbacks_are_added_to_a_trainer_that_is_there(tmp_path: Path) -> No
 CALLS: Counter[str] = Counter()
 
 
-def own_parallelise(model: nn.Module, *arguments: Any) -> Sequence[nn.Module]:
-    CALLS["parallelise"] += 1
-    return parallelise(model, *arguments)  # type: ignore[arg-type]
+def own_parallelize(model: nn.Module, *arguments: Any) -> Sequence[nn.Module]:
+    CALLS["parallelize"] += 1
+    return parallelize(model, *arguments)  # type: ignore[arg-type]
 
 
 def own_clip(parameters: Sequence[nn.Parameter], max_norm: float | None, ranks: Ranks) -> float:
@@ -340,7 +340,7 @@ def wrapped(model: nn.Module, *arguments: Any) -> Sequence[nn.Module]:
 
 
 OWN: Architecture[Any] = Architecture(
-    llama3.Llama3, llama3.Llama3Config.from_hf, {"tiny": llama3.FLAVORS["debug-0.5m"]}, own_parallelise, own_clip
+    llama3.Llama3, llama3.Llama3Config.from_hf, {"tiny": llama3.FLAVORS["debug-0.5m"]}, own_parallelize, own_clip
 )
 WRAPPED: Architecture[Any] = Architecture(llama3.Llama3, llama3.Llama3Config.from_hf, OWN.flavors, wrapped)
 
@@ -349,11 +349,11 @@ def own(name: str = "OWN", **more: Any) -> dict[str, Any]:
     return {"name": f"{__name__}:{name}", "flavor": "tiny", **more}
 
 
-def test_d9_an_architecture_of_ones_own_has_its_own_parallelise_and_clip_functions(tmp_path: Path) -> None:
+def test_d9_an_architecture_of_ones_own_has_its_own_parallelize_and_clip_functions(tmp_path: Path) -> None:
     """It is named in the run file, with a flavor of its own, and its functions are those that are called."""
     CALLS.clear()
     Trainer(settings(tmp_path / "own", model=own())).run()
-    assert CALLS == {"parallelise": 1, "clip": 3}
+    assert CALLS == {"parallelize": 1, "clip": 3}
     Trainer(settings(tmp_path / "built_in")).run()
     assert losses(tmp_path / "own") == losses(tmp_path / "built_in")
     norms, doubled = ([row["grad_norm"] for row in rows(tmp_path / name)] for name in ("built_in", "own"))

@@ -1,4 +1,4 @@
-"""Meta construction: materialise, load, then initialise what no source provided, and nothing else."""
+"""Meta construction: materialize, load, then initialize what no source provided, and nothing else."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.qwen3_moe import FLAVORS, Router
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.testing import distributed
-from titan_ckpt.weights.initialize import InitialValues, construct, empty_tensors, initialise, mark_filled, materialise
+from titan_ckpt.weights.initialize import InitialValues, construct, empty_tensors, initialize, mark_filled, materialize
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -48,7 +48,7 @@ MODELS: dict[str, Callable[[], LanguageModel]] = {
 
 
 def on_one_device(name: str) -> LanguageModel:
-    """Return what a model is without any of this: built whole on the CPU, and initialised."""
+    """Return what a model is without any of this: built whole on the CPU, and initialized."""
     torch.manual_seed(3)
     model = MODELS[name]()
     model.init_weights()
@@ -89,13 +89,13 @@ def test_b4_values_from_scratch_are_those_of_one_device(name: str, tmp_path: Pat
     """Built on meta, a model gets bit for bit what building it on the CPU gives, the constructor's draws included."""
     expected, model = on_one_device(name), on_meta(name)
     assert {p.device.type for p in model.parameters()} == {"meta"}
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     spoil(model)
     torch.manual_seed(99)
     generators = torch.get_rng_state()
     load(model, tmp_path)
     assert different(model, expected) == []
-    assert torch.equal(generators, torch.get_rng_state()), "initialisation must not move the run's generators"
+    assert torch.equal(generators, torch.get_rng_state()), "initialization must not move the run's generators"
 
 
 def laid_out(name: str, layout: str, values: InitialValues = "default") -> LanguageModel:
@@ -114,7 +114,7 @@ def laid_out(name: str, layout: str, values: InitialValues = "default") -> Langu
         else:
             model.tok_embeddings = None
             del model.layers["0"], model.layers["1"]
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     spoil(model)
     return model
 
@@ -163,7 +163,7 @@ def test_b1_what_the_checkpoint_holds_is_loaded_and_the_rest_is_computed(
             parameter.mul_(1.5)
     save(source, tmp_path)
     model = on_meta(name).eval()
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     spoil(model)
     load(model, tmp_path)
     assert different(model, source) == []
@@ -176,7 +176,7 @@ def test_b1_what_the_checkpoint_holds_is_loaded_and_the_rest_is_computed(
 def test_b1_a_pure_transformers_model_computes_the_right_logits(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """from_config on meta, materialised and loaded from its own folder: what from_pretrained computes, bit for bit."""
+    """from_config on meta, materialized and loaded from its own folder: what from_pretrained computes, bit for bit."""
     from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(**{k: v for k, v in LLAMA.items() if k != "model_type"})
@@ -184,7 +184,7 @@ def test_b1_a_pure_transformers_model_computes_the_right_logits(
     expected = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     build: Any = AutoModelForCausalLM.from_config
     model = construct(lambda: build(config))
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     spoil(model)
     load(model, tmp_path / "run", initial_load=[tmp_path / "base"])
     tokens = torch.arange(40).view(1, 40)
@@ -195,7 +195,7 @@ def test_b1_a_pure_transformers_model_computes_the_right_logits(
     assert not torch.allclose(garbage(tokens).logits, expected(tokens).logits), "the logits must depend on inv_freq"
 
 
-def test_b1_a_converters_own_tensors_are_initialised_by_it(tmp_path: Path) -> None:
+def test_b1_a_converters_own_tensors_are_initialized_by_it(tmp_path: Path) -> None:
     """After the base is loaded, LoRA draws A and takes DoRA's magnitudes from the base; nothing else is touched."""
     base = on_one_device("llama3")
     save(base, tmp_path / "base")
@@ -206,7 +206,7 @@ def test_b1_a_converters_own_tensors_are_initialised_by_it(tmp_path: Path) -> No
         converters = ModelConverters([LoRAConverter(LoRAConfig(rank=4, target_modules=("wq",), use_dora=True))])
         converters.convert(model)
         if meta:
-            materialise(model, "cpu")
+            materialize(model, "cpu")
             spoil(model)
         source = InitialLoadConfig(path=str(tmp_path / "base" / "checkpoints" / "step-1"))
         world.load(
@@ -247,7 +247,7 @@ class Plain(nn.Module):
 def test_b2_a_mark_per_tensor_protects_what_was_loaded(tmp_path: Path) -> None:
     """If a module's weight is loaded and its bias is not, only the bias gets a value, whatever the init writes."""
     model = construct(Plain)
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     wrapper = ModelWrapper([model])
     with torch.no_grad():
         for parameter in model.parameters():
@@ -257,7 +257,7 @@ def test_b2_a_mark_per_tensor_protects_what_was_loaded(tmp_path: Path) -> None:
     mark_filled(wrapper, ["first.weight", "first.bias", "second.weight"])
     assert empty_tensors([model]) == ["table", "second.bias"]
     del model.__dict__["_titan_ckpt_origin"]  # as if by torch.device("meta") alone
-    initialise(wrapper)
+    initialize(wrapper)
     assert {fqn: value.mean().item() for fqn, value in tensors(model).items()} == {
         "first.weight": 3.0, "first.bias": 3.0, "second.weight": 3.0, "second.bias": 7.0, "table": 1.5,
     }  # fmt: skip
@@ -265,9 +265,9 @@ def test_b2_a_mark_per_tensor_protects_what_was_loaded(tmp_path: Path) -> None:
 
 
 def test_b2_a_model_without_an_unmarked_tensor_is_not_touched(tmp_path: Path) -> None:
-    """Its init is not even called, and a second load marks and initialises nothing."""
+    """Its init is not even called, and a second load marks and initializes nothing."""
     model = construct(Plain)
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     load(model, tmp_path)
     assert empty_tensors([model]) == []
     model.touched.clear()
@@ -288,13 +288,13 @@ def test_b2_tensors_are_marked_once_per_load_not_once_per_source(tmp_path: Path,
     save(nn.ModuleDict({"a": nn.Linear(2, 2)}), tmp_path / "a")
     save(nn.ModuleDict({"b": nn.Linear(2, 2)}), tmp_path / "b")
     both = construct(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}))
-    materialise(both, "cpu")
+    materialize(both, "cpu")
     sources = [tmp_path / name / "checkpoints" / "step-1" for name in "ab"]
     load(both, tmp_path, initial_load=sources)
     assert marked == [["a.bias", "a.weight", "b.bias", "b.weight"]]
 
 
-def test_b3_everything_is_read_before_anything_is_initialised(tmp_path: Path, monkeypatch: Any) -> None:
+def test_b3_everything_is_read_before_anything_is_initialized(tmp_path: Path, monkeypatch: Any) -> None:
     """The order of events, as the reader and the model's own code see them: of a resume, and of an initial load."""
     save(on_one_device("llama3"), tmp_path / "old")
     source = tmp_path / "old" / "checkpoints" / "step-1"
@@ -310,17 +310,17 @@ def test_b3_everything_is_read_before_anything_is_initialised(tmp_path: Path, mo
         return run
 
     monkeypatch.setattr(restore, "fill_in_order", noted("read", read))
-    monkeypatch.setattr(Decoder, "reset_buffers", noted("initialise", reset))
+    monkeypatch.setattr(Decoder, "reset_buffers", noted("initialize", reset))
     for folder, options in (("old", {}), ("new", {"initial_load": (source,)})):
         model = on_meta("llama3")
-        materialise(model, "cpu")
+        materialize(model, "cpu")
         order.clear()  # building a model computes its tables too
         load(model, tmp_path / folder, **options)
-        assert order == ["read", "initialise"], folder
+        assert order == ["read", "initialize"], folder
 
 
 def test_b3_tied_parameters_are_tied_again() -> None:
-    """to_empty gives each alias memory of its own; materialise makes them one tensor, parameters and buffers alike."""
+    """to_empty gives each alias memory of its own; materialize makes them one tensor, parameters and buffers alike."""
 
     class Tied(nn.Module):
         here: torch.Tensor
@@ -333,7 +333,7 @@ def test_b3_tied_parameters_are_tied_again() -> None:
             self.head.register_buffer("there", self.here)
 
     model = construct(Tied)
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     assert model.head.weight is model.embedding.weight
     assert model.head.there is model.here
     mark_filled(ModelWrapper([model]), ["embedding.weight"])
@@ -357,7 +357,7 @@ def test_b3_a_stage_without_an_init_resets_its_buffers_only(tmp_path: Path) -> N
     save(stage_of(whole), tmp_path)
     with torch.device("meta"):
         stage = stage_of(LlamaForCausalLM(config))
-    materialise(stage, "cpu")
+    materialize(stage, "cpu")
     spoil(stage)
     load(stage, tmp_path)
     assert different(stage, stage_of(whole)) == []
@@ -370,7 +370,7 @@ def test_b3_a_stage_without_an_init_resets_its_buffers_only(tmp_path: Path) -> N
     save(expected, tmp_path / "ours")
     with torch.device("meta"):
         stage = counting()
-    materialise(stage, "cpu")
+    materialize(stage, "cpu")
     spoil(stage)
     load(stage, tmp_path / "ours")
     assert different(stage, expected) == []
@@ -390,11 +390,11 @@ def test_b3_a_buffer_that_nothing_computes_is_an_error(tmp_path: Path) -> None:
     save(Forgetful(), tmp_path)
     with torch.device("meta"):
         model = Forgetful()
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     with pytest.raises(LoadMismatchError, match=r"1 tensor has no values.*scale.*reset_buffers"):
         load(model, tmp_path)
     model = construct(Forgetful)
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     load(model, tmp_path)
     assert torch.equal(model.scale, torch.ones(2)), "a constructed model can be asked again for what it computes"
 
@@ -409,7 +409,7 @@ def test_b4_values_that_only_the_constructor_gives_are_kept(tmp_path: Path, capl
     expected = build()
     torch.manual_seed(3)
     model = construct(build)
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     spoil(model)
     with caplog.at_level(logging.WARNING):
         load(model, tmp_path)
@@ -418,13 +418,13 @@ def test_b4_values_that_only_the_constructor_gives_are_kept(tmp_path: Path, capl
 
 
 @pytest.mark.parametrize(("layers", "named"), [(1, "0.weight ("), (5, "0.weight, 1.weight, 2.weight and 2 more (")])
-def test_the_log_names_what_is_initialised(layers: int, named: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_what_is_initialized(layers: int, named: str, caplog: pytest.LogCaptureFixture) -> None:
     """One line has the first three names, and how many more there are."""
     model = construct(lambda: nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layers))))
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     with caplog.at_level(logging.INFO):
-        initialise(ModelWrapper([model]))
-    assert f"initialising what is not in the checkpoint: {named}" in caplog.text
+        initialize(ModelWrapper([model]))
+    assert f"initializing what is not in the checkpoint: {named}" in caplog.text
 
 
 def test_b4_a_model_that_cannot_be_built_on_meta_is_built_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
@@ -448,9 +448,9 @@ def test_b4_a_model_that_cannot_be_built_on_meta_is_built_on_the_cpu(caplog: pyt
 
 
 def test_d6_a_weights_path_that_cannot_be_loaded_stops_the_run(tmp_path: Path) -> None:
-    """Never a silent random start, on meta as elsewhere: nothing is initialised, nothing is marked."""
+    """Never a silent random start, on meta as elsewhere: nothing is initialized, nothing is marked."""
     model = construct(Plain)
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     with pytest.raises(CheckpointNotFoundError, match=r"nowhere is not there; name an existing checkpoint folder"):
         load(model, tmp_path, initial_load=(InitialLoadConfig(path=str(tmp_path / "nowhere")),))
     assert model.touched == [] and len(empty_tensors([model])) == 5
@@ -477,7 +477,7 @@ def test_b1_loading_takes_the_models_memory_the_largest_tensor_and_64_mib_at_mos
 
     def act() -> tuple[float, list[int]]:
         model: Any = construct(build)
-        materialise(model, "cpu")
+        materialize(model, "cpu")
         load(model, tmp_path, initial_load=[folder])
         return model[12].weight[-1, -1].item(), [p.nbytes for p in model.parameters()]
 

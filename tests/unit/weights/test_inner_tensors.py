@@ -1,4 +1,4 @@
-"""Weights that torchao has quantised, frozen in a model that is trained: saved by the tensors inside them."""
+"""Weights that torchao has quantized, frozen in a model that is trained: saved by the tensors inside them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIGS = {"int8": Int8WeightOnlyConfig, "intx": IntxWeightOnlyConfig, "float8":
 
 
 class Model(nn.Module):
-    """A frozen quantised matrix, and one that is trained."""
+    """A frozen quantized matrix, and one that is trained."""
 
     def __init__(self, kind: str, seed: int) -> None:
         super().__init__()
@@ -47,8 +47,8 @@ class Run:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_frozen_quantised_weight_comes_back(kind: str, tmp_path: Path) -> None:
-    """Quantised values, scales and zero points are the same bits, and so are the next outputs."""
+def test_a_frozen_quantized_weight_comes_back(kind: str, tmp_path: Path) -> None:
+    """Quantized values, scales and zero points are the same bits, and so are the next outputs."""
     first, second = Run(tmp_path, kind, 0), Run(tmp_path, kind, 1)
     with first.manager as manager:
         manager.load()
@@ -71,7 +71,7 @@ def test_a_weight_of_another_class_is_not_filled(tmp_path: Path) -> None:
     assert comparable(dict(other.model.state_dict())) == before
 
 
-def test_an_export_of_quantised_weights_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_export_of_quantized_weights_is_refused_at_the_start(tmp_path: Path) -> None:
     """Other programs know no such tensors: one error before the first step."""
     with pytest.raises(CheckpointError, match=r"made of other tensors, such as base\.weight"):
         Run(tmp_path, "int8", 0, export=(ExportConfig(format="dcp", folder="out"),))

@@ -28,7 +28,7 @@ from tests.own_state_models import (
 )
 from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
 from titan_ckpt.errors import LoadMismatchError, SaveError, StateEncodingError
-from titan_ckpt.weights.initialize import construct, materialise
+from titan_ckpt.weights.initialize import construct, materialize
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 
@@ -299,7 +299,7 @@ def test_a_marked_step_whose_containers_have_changed_is_not_saved(tmp_path: Path
             m.last_step.save()
 
 
-def test_fused_weights_of_a_model_on_meta_are_initialised_and_loaded(tmp_path: Path) -> None:
+def test_fused_weights_of_a_model_on_meta_are_initialized_and_loaded(tmp_path: Path) -> None:
     """Parameters that the state dict does not name get their values like all others."""
 
     def build() -> nn.Module:
@@ -310,7 +310,7 @@ def test_fused_weights_of_a_model_on_meta_are_initialised_and_loaded(tmp_path: P
     for step in (0, 1):
         torch.manual_seed(step)
         model = construct(build)
-        materialise(model, "cpu")
+        materialize(model, "cpu")
         with world.manager(tmp_path, model) as m:
             assert m.load().step == step
             m.save(step + 1)

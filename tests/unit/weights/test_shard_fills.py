@@ -21,7 +21,7 @@ from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.trainer import Trainer
 from titan_ckpt.weights import initialize
-from titan_ckpt.weights.initialize import InitialValues, NamePattern, construct, materialise
+from titan_ckpt.weights.initialize import InitialValues, NamePattern, construct, materialize
 from titan_ckpt.weights.shard_fills import ShardFills, scrambled, tile_of, tiles_in
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -30,7 +30,7 @@ def built(build: Callable[[], Any], values: InitialValues, *patterns: NamePatter
     """Return a model that is whole and in memory, without values."""
     torch.manual_seed(seed)
     model = construct(build, values, patterns)
-    materialise(model, "cpu")
+    materialize(model, "cpu")
     spoil(model)
     return model
 
@@ -49,7 +49,7 @@ def test_b5_values_drawn_in_shards_do_not_depend_on_the_layout(tmp_path: Path) -
         torch.manual_seed(100 + torch.distributed.get_rank())
         load(model, tmp_path / f"{name} {layout}")
         alone = built(MODELS[name], "device")
-        initialize.initialise(ModelWrapper([alone]))
+        initialize.initialize(ModelWrapper([alone]))
         assert different(model, alone) == [], layout
 
 
@@ -89,7 +89,7 @@ def same_distribution(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 class Odd(nn.Module):
-    """Is initialised in ways that tiles have no part in: rows, other tensors, assignments, draws of its own."""
+    """Is initialized in ways that tiles have no part in: rows, other tensors, assignments, draws of its own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,13 +113,13 @@ class Odd(nn.Module):
 def test_b5_code_that_needs_whole_values_still_has_them() -> None:
     """Code that tiles cannot run fills whole tensors, with the same values on one rank and on shards."""
     alone = built(Odd, "device")
-    initialize.initialise(ModelWrapper([alone]))
+    initialize.initialize(ModelWrapper([alone]))
     torch.manual_seed(3)
     sharded = construct(Odd, "device")
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
-    materialise(sharded, "cpu")
+    materialize(sharded, "cpu")
     spoil(sharded)
-    initialize.initialise(ModelWrapper([sharded]))
+    initialize.initialize(ModelWrapper([sharded]))
     assert different(sharded, alone) == []
     assert not alone.table.weight[3].any() and alone.table.weight[4].any()
     assert torch.allclose(alone.square.weight @ alone.square.weight.T, torch.eye(8), atol=1e-5)
@@ -145,7 +145,7 @@ def test_b5_tiles_cover_every_shape_once() -> None:
     assert len({scrambled(n) for n in range(2**32 - 500, 2**32 + 500)}) == 1000
 
 
-def test_b5_a_model_that_is_constructed_for_a_load_is_never_initialised(tmp_path: Path) -> None:
+def test_b5_a_model_that_is_constructed_for_a_load_is_never_initialized(tmp_path: Path) -> None:
     """A tensor that a source lacks is named in an error; buffers that no checkpoint holds are computed."""
     with pytest.raises(LoadMismatchError, match=r'4 tensors were not loaded: first.*construct = "meta"'):
         load(built(Plain, "meta"), tmp_path)
@@ -196,7 +196,7 @@ def test_b5_patterns_of_names_fill_what_was_not_loaded(values: InitialValues, tm
     nn.init.constant_(model["first"].weight, 9)
     wrapper = ModelWrapper([model])
     initialize.mark_filled(wrapper, ["first.weight"])
-    initialize.initialise(wrapper)
+    initialize.initialize(wrapper)
     found = {fqn: {*value.flatten().tolist()} for fqn, value in model.state_dict().items()}
     assert found == {"first.weight": {9}, "first.bias": {1}, "second.weight": {3}, "second.bias": {1}}
 

@@ -39,7 +39,7 @@ class Inner(nn.Module):
 
 
 class Model(nn.Module):
-    """Every way of initialising that single-device code knows."""
+    """Every way of initializing that single-device code knows."""
 
     table: torch.Tensor
     running: torch.Tensor
@@ -102,7 +102,7 @@ def expected_of(model: Any) -> dict[str, torch.Tensor]:
     return values(model)
 
 
-def initialised(model: Any) -> dict[str, torch.Tensor]:
+def initialized(model: Any) -> dict[str, torch.Tensor]:
     torch.manual_seed(11)
     with single_device(model):
         model.init_weights()
@@ -110,7 +110,7 @@ def initialised(model: Any) -> dict[str, torch.Tensor]:
 
 
 @distributed(nproc=2)
-def test_e1_an_init_for_one_device_initialises_a_sharded_model() -> None:
+def test_e1_an_init_for_one_device_initializes_a_sharded_model() -> None:
     """Fills, assignments, views, copies, aliases, nested modules: the values of one device, under FSDP2."""
     mesh = init_device_mesh("cpu", (2,))
     fsdp: Any = Model(scale_shape=(1,))  # FSDP2 refuses a parameter without a dim
@@ -121,7 +121,7 @@ def test_e1_an_init_for_one_device_initialises_a_sharded_model() -> None:
     objects = dict(fsdp.named_parameters())
     assert all(isinstance(value, DTensor) for value in objects.values())
     with pytest.warns(UserWarning, match="which is sharded"):
-        assert same(initialised(fsdp), expected)
+        assert same(initialized(fsdp), expected)
     assert all(objects[name] is value for name, value in fsdp.named_parameters()), "FSDP2 gathers these very objects"
     fsdp.unshard()
     for inner in fsdp.inner.values():
@@ -144,20 +144,20 @@ def test_e2_assigned_values_keep_the_placement_and_what_would_be_lost_is_refused
     assert {places for _, places in before.values()} == {(Replicate(),), (Shard(0),), (Shard(1),)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = initialised(model)
+        found = initialized(model)
     assert same(found, expected)
     after = {fqn: value for fqn, _, value in named_tensors(model)}
     assert all(after[fqn] is value and value.placements == places for fqn, (value, places) in before.items())
     assert after.keys() == before.keys(), "buffers too"
     assert after["head.weight"] is after["embedding.weight"] and after["inner.shared"] is after["running"]
-    ours = [str(w.message) for w in caught if "initialisation assigns a whole tensor" in str(w.message)]
+    ours = [str(w.message) for w in caught if "initialization assigns a whole tensor" in str(w.message)]
     assert len(ours) == 1 and "which is sharded" in ours[0]
 
     refused: Any = shard(Model(), mesh)
     lost = r"by_rows\.data = \.\.\. on a sharded tensor would be lost"
     with pytest.raises(RuntimeError, match=lost), single_device(refused):
         refused.by_rows.data = torch.ones(6, 3)
-    with pytest.raises(ValueError, match=r"by_rows: initialisation assigns shape \[2\]"), single_device(refused):
+    with pytest.raises(ValueError, match=r"by_rows: initialization assigns shape \[2\]"), single_device(refused):
         refused.by_rows = nn.Parameter(torch.ones(2))
     assert isinstance(refused.by_rows, DTensor) and type(refused._parameters) is dict, "the model is as it was"
 
@@ -169,7 +169,7 @@ def test_e2_one_rank_and_no_mesh_give_the_same_values() -> None:
     objects = dict(model.named_parameters())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert same(initialised(model), expected)
+        assert same(initialized(model), expected)
     assert all(objects[name] is value for name, value in model.named_parameters())
 
 

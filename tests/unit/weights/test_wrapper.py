@@ -94,7 +94,7 @@ UNFIT: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("fault", list(UNFIT))
 def test_tensors_that_no_checkpoint_can_hold_are_listed_before_training(fault: str, tmp_path: Path) -> None:
-    """Sparse, nested, quantised and expanded tensors are named when the manager is made; temporary ones are not."""
+    """Sparse, nested, quantized and expanded tensors are named when the manager is made; temporary ones are not."""
     model = nn.Linear(2, 2)
     model.register_buffer("temporary", UNFIT[fault](), persistent=False)
     world.manager(tmp_path, model).close()

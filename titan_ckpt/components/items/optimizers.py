@@ -159,7 +159,7 @@ class Optimizers(Item):
                     ):
                         if is_made_of_others(value):
                             raise ExportError(
-                                f"the optimizer state of {fqn} is quantised; DCP folders hold plain tensors"
+                                f"the optimizer state of {fqn} is quantized; DCP folders hold plain tensors"
                             )
                         yield (head, ".".join(rest)), value
                     for key, value in group.items():

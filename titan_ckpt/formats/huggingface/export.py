@@ -22,7 +22,7 @@ from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.store import Place
-from titan_ckpt.weights.quantise import WeightQuantiser
+from titan_ckpt.weights.quantize import WeightQuantizer
 from titan_ckpt.weights.transforms import CASTABLE, FileGroup
 
 GENERATION_CONFIG = "generation_config.json"
@@ -74,24 +74,24 @@ class Base:
     key_map: KeyMap
     """The model's table, with the names of this folder."""
     tensors: Mapping[str, TensorInfo]
-    """The tensors that a load sees: dequantised, without those that the model does not use and without copies."""
+    """The tensors that a load sees: dequantized, without those that the model does not use and without copies."""
     file_of: Mapping[str, str]
     config: Mapping[str, Any]
     """Its config.json."""
-    initialise: Sequence[str] = ()
-    """Patterns of the model's tensors that did not come from it (InitialLoadConfig.initialise)."""
+    initialize: Sequence[str] = ()
+    """Patterns of the model's tensors that did not come from it (InitialLoadConfig.initialize)."""
 
     @staticmethod
-    def read(path: Place, key_map: KeyMap, initialise: Sequence[str] = (), ignore: Sequence[str] = ()) -> Base:
+    def read(path: Place, key_map: KeyMap, initialize: Sequence[str] = (), ignore: Sequence[str] = ()) -> Base:
         """Read the folder's headers. `key_map`: the model's table. Raises: as HuggingFaceReader.
 
-        `initialise`, `ignore`: the patterns of tensors that a load of the folder leaves out.
+        `initialize`, `ignore`: the patterns of tensors that a load of the folder leaves out.
         """
         with HuggingFaceReader(path, ignore=ignore) as reader:
             used = reader.tensors.keys() - selected(reader.tensors, ignore)
             table = key_map.of_folder(used)
             tensors = {k: reader.tensors[k] for k in used if not table.ignores(k)}
-            base = Base(path, table, tensors, reader.file_of, reader.metadata(), initialise)
+            base = Base(path, table, tensors, reader.file_of, reader.metadata(), initialize)
             return base.without(key for key, _ in table.repeats)
 
     def without(self, keys: Iterable[str]) -> Base:
@@ -102,7 +102,7 @@ class Base:
     def lacks(self, key: str) -> bool:
         """Return whether a file tensor did not come from this folder, whatever the folder has under its key."""
         try:
-            return bool(self.initialise and selected(self.key_map.group_of_key(key).fqns, self.initialise))
+            return bool(self.initialize and selected(self.key_map.group_of_key(key).fqns, self.initialize))
         except KeyMapError:  # a key that the model does not know
             return False
 
@@ -122,8 +122,8 @@ class HuggingFaceFormat(FolderFormat):
     """A Hugging Face folder whose tokenizer, chat template, generation config and custom code are copied."""
     max_shard_bytes: int
     """Limit of one file's tensors."""
-    quantiser: WeightQuantiser | None = None
-    """The scheme by which weights are stored (weights/quantise.py)."""
+    quantizer: WeightQuantizer | None = None
+    """The scheme by which weights are stored (weights/quantize.py)."""
     base: Base | None = None
     """A folder that must have the same keys and shapes."""
     as_base: bool = False
@@ -138,24 +138,24 @@ class HuggingFaceFormat(FolderFormat):
             return pack_as(self.base.file_of, infos)
         return pack_model_files(infos, self.max_shard_bytes)
 
-    def header(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> Mapping[str, str]:
-        return {} if self.quantiser is None else self.quantiser.header(infos, quantised)
+    def header(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> Mapping[str, str]:
+        return {} if self.quantizer is None else self.quantizer.header(infos, quantized)
 
-    def open(self, folder: Place, *, dequantise: bool) -> HuggingFaceReader:
-        return HuggingFaceReader(folder, dequantise=dequantise)
+    def open(self, folder: Place, *, dequantize: bool) -> HuggingFaceReader:
+        return HuggingFaceReader(folder, dequantize=dequantize)
 
     def check(self, reader: TensorReader) -> None:
-        if self.base is not None and self.quantiser is not None:  # before that the stored tensors are others
+        if self.base is not None and self.quantizer is not None:  # before that the stored tensors are others
             _compare(reader.tensors, self.base)
 
     def companions(self, files: ExportFiles) -> dict[str, bytes | Place]:
-        if self.base is not None and self.quantiser is None:
+        if self.base is not None and self.quantizer is None:
             _compare(files.infos, self.base)
         beside: dict[str, bytes | Place] = dict(_assets(self.assets))
         made = _config(self.config, read_config(self.assets / CONFIG) if self.assets is not None else {})
         made["dtype"] = _dtype(files.infos, self.base)
-        if self.quantiser is not None:
-            made["quantization_config"] = self.quantiser.config(files.infos, files.quantised)
+        if self.quantizer is not None:
+            made["quantization_config"] = self.quantizer.config(files.infos, files.quantized)
         if not (self.verified or (self.base is not None and self.base.describes(made))):
             _check_tied(made, files)
             _check_shape(made, files)
@@ -202,7 +202,7 @@ def _assets(folder: Place | None) -> Iterator[tuple[str, Place]]:
 
 
 def _config(config: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of these weights as if they were not quantised, without their dtype."""
+    """Return the config.json of these weights as if they were not quantized, without their dtype."""
     made = dict(config) if config else dict(base)
     if not made.get("model_type"):
         raise ExportError("no config.json can be written: give the model's Hugging Face config, or an assets folder")
@@ -242,10 +242,10 @@ def _dtype(infos: Mapping[str, TensorInfo], base: Base | None) -> str:
 
 
 def _check_tied(config: Mapping[str, Any], files: ExportFiles) -> None:
-    """Raise if config and weights disagree on the output matrix: transformers would untie it, or initialise one."""
+    """Raise if config and weights disagree on the output matrix: transformers would untie it, or initialize one."""
     tied = config.get("tie_word_embeddings")
     causal = any(str(name).endswith("ForCausalLM") for name in config["architectures"])
-    has_output = _OUTPUT in files.infos or _OUTPUT in files.quantised
+    has_output = _OUTPUT in files.infos or _OUTPUT in files.quantized
     wrong = f"config says tie_word_embeddings = {str(tied).lower()} and the export has"
     if tied and has_output:
         raise ExportError(f"{wrong} a {_OUTPUT}: one of them is wrong")
@@ -257,13 +257,13 @@ def _check_tied(config: Mapping[str, Any], files: ExportFiles) -> None:
 
 
 def _tables(config: Mapping[str, Any], files: ExportFiles) -> list[str]:
-    """Return the matrices outside numbered layers that have a row for each token, or are quantised.
+    """Return the matrices outside numbered layers that have a row for each token, or are quantized.
 
     An output matrix is one of them, whatever its name is.
     """
     rows = _vocabulary(config)
     plain = [key for key, info in files.infos.items() if len(info.shape) == 2 and info.shape[0] == rows]
-    return [key for key in (*plain, *files.quantised) if not _IN_LAYER.search(key)]
+    return [key for key in (*plain, *files.quantized) if not _IN_LAYER.search(key)]
 
 
 def _vocabulary(config: Mapping[str, Any]) -> Any:
@@ -272,13 +272,13 @@ def _vocabulary(config: Mapping[str, Any]) -> Any:
 
 
 def _check_shape(config: Mapping[str, Any], files: ExportFiles) -> None:
-    """Raise if config.json describes a model of a different size: transformers would initialise or drop weights."""
+    """Raise if config.json describes a model of a different size: transformers would initialize or drop weights."""
     faults = []
     wanted = tuple(config.get(name) for name in ("vocab_size", "hidden_size"))
     embeddings = files.infos.get(TIED[1])
     if embeddings is not None and None not in wanted and embeddings.shape != wanted:
         faults.append(f"vocab_size = {wanted[0]} and hidden_size = {wanted[1]}, and {TIED[1]} is {embeddings}")
-    layers = {match[1] for key in (*files.infos, *files.quantised) if (match := _LAYER.match(key))}
+    layers = {match[1] for key in (*files.infos, *files.quantized) if (match := _LAYER.match(key))}
     if layers and config.get("num_hidden_layers") not in (None, len(layers)):
         faults.append(f"num_hidden_layers = {config['num_hidden_layers']}, and there are {len(layers)}")
     if faults:
@@ -287,6 +287,6 @@ def _check_shape(config: Mapping[str, Any], files: ExportFiles) -> None:
 
 def _index(files: ExportFiles) -> dict[str, Any]:
     metadata = {"total_size": files.num_bytes}
-    if not files.quantised:  # scales and zero points are no parameters
+    if not files.quantized:  # scales and zero points are no parameters
         metadata["total_parameters"] = sum(torch.Size(info.shape).numel() for info in files.infos.values())
     return {"metadata": metadata, "weight_map": {key: files.file_of[key] for key in sorted(files.infos)}}

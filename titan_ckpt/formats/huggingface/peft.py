@@ -187,7 +187,7 @@ class PeftFormat(FolderFormat):
             raise ExportError(listed(faults))
         return {CONFIG: to_json(public), **({RECORD: to_json(own)} if own else {})}
 
-    def open(self, folder: Place, *, dequantise: bool) -> PeftReader:
+    def open(self, folder: Place, *, dequantize: bool) -> PeftReader:
         return PeftReader(folder)
 
     def check(self, reader: TensorReader) -> None:

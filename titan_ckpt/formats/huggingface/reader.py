@@ -24,7 +24,7 @@ from titan_ckpt.errors import (
     NotACheckpointError,
     listed,
 )
-from titan_ckpt.formats.quantised.open import open_quantised
+from titan_ckpt.formats.quantized.open import open_quantized
 from titan_ckpt.formats.safetensors.container import SafetensorsHeader, read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.boxes import boxes
@@ -52,13 +52,13 @@ class HuggingFaceReader(TensorReader):
     format = "hf"
     path: Place
 
-    def __init__(self, path: Place, *, dequantise: bool = True, ignore: Sequence[str] = ()) -> None:
-        """Check config, index and headers; read no tensor. Without `dequantise` tensors are listed as they are stored.
+    def __init__(self, path: Place, *, dequantize: bool = True, ignore: Sequence[str] = ()) -> None:
+        """Check config, index and headers; read no tensor. Without `dequantize` tensors are listed as they are stored.
 
         `ignore`: patterns of tensors that the caller leaves out, so that they need not equal those they are tied to.
 
         Raises: CheckpointNotFoundError; NotACheckpointError if there are no safetensors files; CorruptCheckpointError
-        if files and index disagree, or scales are missing; LoadMismatchError for an unknown quantisation, or for an
+        if files and index disagree, or scales are missing; LoadMismatchError for an unknown quantization, or for an
         output matrix that is tied and yet differs from the embeddings.
         """
         self.path = path
@@ -66,9 +66,9 @@ class HuggingFaceReader(TensorReader):
         self._config = read_config(folder / CONFIG)
         headers = _headers(path)
         self.file_of: Mapping[str, str] = {key: header.path.name for header in headers for key in header.entries}
-        quantised = open_quantised(path, self._config, headers) if dequantise else None
-        self._files = quantised or SafetensorsFiles(headers)
-        self._tensors = quantised.tensors if quantised else {k: e.info for h in headers for k, e in h.entries.items()}
+        quantized = open_quantized(path, self._config, headers) if dequantize else None
+        self._files = quantized or SafetensorsFiles(headers)
+        self._tensors = quantized.tensors if quantized else {k: e.info for h in headers for k, e in h.entries.items()}
         if self._config.get("tie_word_embeddings") and not set(TIED) - self._tensors.keys() | selected(TIED, ignore):
             self.leave_out([TIED])
 

@@ -228,7 +228,7 @@ def _fault(fqn: str, value: object) -> str | None:
     local = local_tensor(value)
     if local.layout != torch.strided or local.is_meta or is_traceable_wrapper_subclass(local):
         kind = "meta" if local.is_meta else f"{type(local).__name__}, {local.layout}"
-        return f"{fqn}: expected a plain tensor with memory of its own, found {kind}; unwrap or materialise it first"
+        return f"{fqn}: expected a plain tensor with memory of its own, found {kind}; unwrap or materialize it first"
     if local.dtype not in STORED_DTYPES:
         known = ", ".join(dtype_name(dtype) for dtype in STORED_DTYPES)
         return f"{fqn}: {local.dtype} cannot be stored; convert it before saving to one of {known}"

@@ -126,7 +126,7 @@ def row_peers(groups: Iterable[FileGroup]) -> dict[str, Ranks]:
     peers: dict[str, set[Ranks]] = {}
     known: dict[tuple[Any, ...], Ranks] = {}
     for group in groups:
-        if group.quantised:
+        if group.quantized:
             continue
         shapes = tuple(info_of(value).shape for value in group.values)
         for index, value in enumerate(group.values):

@@ -24,7 +24,7 @@ from titan_ckpt.weights.transforms import FileGroup
 PackFiles = Callable[[Mapping[str, TensorInfo]], Mapping[str, Sequence[str]]]
 """(All tensors of an export) -> file name -> its keys."""
 MakeHeader = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], Mapping[str, str]]
-"""(All tensors of an export, descriptions of the quantised ones) -> the metadata of every file."""
+"""(All tensors of an export, descriptions of the quantized ones) -> the metadata of every file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class ExportFiles:
     infos: Mapping[str, TensorInfo]
     layouts: Mapping[str, Layout]
     file_of: Mapping[str, str]
-    quantised: Mapping[str, str]
+    quantized: Mapping[str, str]
     """Key of each tensor that is stored as several tensors -> its description in the files' headers."""
 
     @property
@@ -79,7 +79,7 @@ def plan_export(
     Raises: ExportError if ranks disagree about a tensor, or there is none.
     """
     tables = coordinator.gather_distinct("export/tables", lambda: {"table": _table(groups)})["table"]
-    infos, quantised = _merge(tables.values())
+    infos, quantized = _merge(tables.values())
     if not infos:
         raise ExportError("there is no tensor to export")
     shares: dict[str, Sequence[Chunk] | None] = {}
@@ -97,10 +97,10 @@ def plan_export(
     for share in divide(known, coordinator, buffers).shares:
         shares[share.fqn] = (*(shares[share.fqn] or ()), share.chunk)
     packed = pack(infos)
-    metadata = {"format": "pt", **header(infos, quantised)}
+    metadata = {"format": "pt", **header(infos, quantized)}
     layouts = {name: lay_out({key: infos[key] for key in keys}, metadata) for name, keys in packed.items()}
     file_of = {key: name for name, keys in packed.items() for key in keys}
-    return ExportPlan(ExportFiles(infos, layouts, file_of, quantised), shares)
+    return ExportPlan(ExportFiles(infos, layouts, file_of, quantized), shares)
 
 
 def pack_model_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:
@@ -149,25 +149,25 @@ def _layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | tuple[Chunk, 
 
 
 def _table(groups: Sequence[FileGroup]) -> dict[str, Any]:
-    """Return this rank's (key, dtype, shape) of file tensors, and its quantised tensors, as JSON."""
+    """Return this rank's (key, dtype, shape) of file tensors, and its quantized tensors, as JSON."""
     return {
         "tensors": [
             [key, dtype_name(info.dtype), list(info.shape)] for group in groups for key, info in group.infos.items()
         ],
-        "quantised": {key: text for group in groups for key, text in group.quantised.items()},
+        "quantized": {key: text for group in groups for key, text in group.quantized.items()},
     }
 
 
 def _merge(tables: Iterable[Mapping[str, Any]]) -> tuple[dict[str, TensorInfo], dict[str, str]]:
     infos: dict[str, TensorInfo] = {}
-    quantised: dict[str, str] = {}
+    quantized: dict[str, str] = {}
     faults = []
     for table in tables:
-        quantised |= table["quantised"]
+        quantized |= table["quantized"]
         for key, dtype, shape in table["tensors"]:
             info = TensorInfo(tuple(shape), getattr(torch, dtype))
             if infos.setdefault(key, info) != info:
                 faults.append(f"{key}: {infos[key]} and {info}")
     if faults:
         raise ExportError(f"ranks disagree about {len(faults)} tensor(s): {'; '.join(faults)}")
-    return infos, quantised
+    return infos, quantized

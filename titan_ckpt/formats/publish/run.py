@@ -37,7 +37,7 @@ from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
-from titan_ckpt.weights.quantise import check_quantised
+from titan_ckpt.weights.quantize import check_quantized
 from titan_ckpt.weights.transforms import FileGroup
 
 logger = logging.getLogger(__name__)
@@ -53,8 +53,8 @@ class FolderFormat(ABC):
     def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
         """Return file name -> its keys, of all tensors of an export."""
 
-    def header(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> Mapping[str, str]:
-        """Return extra safetensors metadata of each file, beside {"format": "pt"}, for these quantised tensors."""
+    def header(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> Mapping[str, str]:
+        """Return extra safetensors metadata of each file, beside {"format": "pt"}, for these quantized tensors."""
         return {}
 
     @abstractmethod
@@ -65,8 +65,8 @@ class FolderFormat(ABC):
         """
 
     @abstractmethod
-    def open(self, folder: Place, *, dequantise: bool) -> TensorReader:
-        """Open the folder as any reader would; with `dequantise` false, its tensors are those that are stored."""
+    def open(self, folder: Place, *, dequantize: bool) -> TensorReader:
+        """Open the folder as any reader would; with `dequantize` false, its tensors are those that are stored."""
 
     @abstractmethod
     def check(self, reader: TensorReader) -> None:
@@ -178,14 +178,14 @@ class FolderExport:
         refuse_changed(self.changed())
         source = unpublished.as_source()
         with ExitStack() as stack:
-            stored = reader = stack.enter_context(self.format.open(source, dequantise=False))
+            stored = reader = stack.enter_context(self.format.open(source, dequantize=False))
             stack.enter_context(meanwhile(outputs.sync))  # what is read back becomes durable
             if faults := compare_infos(plan.files.infos, stored.tensors):
                 raise ExportError(f"the re-opened export differs in {len(faults)} tensor(s): {'; '.join(faults)}")
             writer.prove(stored)
-            if plan.files.quantised:
-                reader = stack.enter_context(self.format.open(source, dequantise=True))
-                check_quantised(self.groups, reader)
+            if plan.files.quantized:
+                reader = stack.enter_context(self.format.open(source, dequantize=True))
+                check_quantized(self.groups, reader)
             if unpublished.staged is not None:  # on rank 0
                 self.format.check(reader)
         writer.close()

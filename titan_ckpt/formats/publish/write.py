@@ -377,7 +377,7 @@ class ExportWriter:
 
 def _is_in_memory(group: FileGroup) -> bool:
     """Return whether the pieces of a group are views of memory, so that they cost nothing and may be kept."""
-    return not group.quantised and all(isinstance(value, torch.Tensor) or value.in_memory for value in group.values)
+    return not group.quantized and all(isinstance(value, torch.Tensor) or value.in_memory for value in group.values)
 
 
 def _run_windows(view: torch.Tensor, offset: int, itemsize: int) -> Iterator[torch.Tensor]:

@@ -91,7 +91,7 @@ def _convert(model: Any, converters: ModelConverters) -> None:
         if isinstance(module, LoRALinear):
             _place(module)
     root: Any = type(model)
-    model.__class__ = _initialised(root)
+    model.__class__ = _initialized(root)
     setattr(model, CONVERTERS, converters)
 
 
@@ -125,7 +125,7 @@ class _Added(nn.Module):
 
 
 @cache
-def _initialised(kind: Any) -> type:
+def _initialized(kind: Any) -> type:
     """Return a subclass of a model's class that gives the converters' tensors their own initial values."""
 
     def init_states(self: Any, **options: Any) -> None:

@@ -23,7 +23,7 @@ _LORA = "torchtitan.components.lora"
 """It makes subclasses of the args that it adapts, each with a name of its own."""
 _DATA = "torchtitan.hf_datasets"
 _LOSS = "torchtitan.components.loss"
-_QUANTISED = "torchtitan.components.quantization"
+_QUANTIZED = "torchtitan.components.quantization"
 
 KNOWN: Mapping[str, str] = {
     "torchtitan.trainer.Trainer": "",
@@ -62,7 +62,7 @@ KNOWN: Mapping[str, str] = {
     "torchtitan.models.kimi_k2_7.model.KimiK25Model.Config": "",
     "torchtitan.models.gpt_oss.model.GptOssModel.Config": "",
     "torchtitan.models.muse_glimmer.model.MuseGlimmerModel.Config": "",
-    f"{_QUANTISED}.float8.Float8Linear.Config": "",
+    f"{_QUANTIZED}.float8.Float8Linear.Config": "",
 }
 """Full name of a class of a library -> "", or why a resumed run is not exact with it and the next step."""
 
@@ -115,7 +115,7 @@ def faults(
         *check([held for held in stateful if held[1] is not None], known, gives_state=_gives_state),
         *check(others, known),
         *check([("model", model)] if model is not None else [], _with_adapted(model), gives_state=lambda _: True),
-        *check([("model part", args) for args in _quantised(model)], known, gives_state=lambda _: True),
+        *check([("model part", args) for args in _quantized(model)], known, gives_state=lambda _: True),
         *(
             line
             for dataset in _datasets(dataloader)
@@ -187,10 +187,10 @@ def _with_adapted(model: Any) -> dict[str, str]:
     return {**KNOWN, **made}
 
 
-def _quantised(model: Any) -> list[Any]:
-    """Return the parts of a model's args that torchtitan's quantisation has replaced, one of each class."""
+def _quantized(model: Any) -> list[Any]:
+    """Return the parts of a model's args that torchtitan's quantization has replaced, one of each class."""
     kinds = {type(args): args for args in tree(model)}
-    return [args for kind, args in kinds.items() if kind.__module__.startswith(_QUANTISED)]
+    return [args for kind, args in kinds.items() if kind.__module__.startswith(_QUANTIZED)]
 
 
 def _settings(config: Any, allow: Collection[str]) -> Iterator[str]:

@@ -39,7 +39,7 @@ _KEPT: list[Any] = [
 """Operators whose results are kept: repeating the computation or communication costs more than the memory."""
 
 
-def parallelise(
+def parallelize(
     model: LanguageModel,
     ranks: Ranks,
     parallel: ParallelConfig,

@@ -61,7 +61,7 @@ def check_axes(model_parts: Sequence[nn.Module], name: str) -> None:
         (fqn, value) for part in model_parts for fqn, value in part.named_parameters() if isinstance(value, DTensor)
     ]
     if strange := [fqn for fqn, v in named if not known.issuperset(v.device_mesh.mesh_dim_names or ("",))]:
-        found = f"its parallelise puts {listed(strange, ', ', ' ')} on a mesh of its own, so no norm can be found"
+        found = f"its parallelize puts {listed(strange, ', ', ' ')} on a mesh of its own, so no norm can be found"
         use = 'use the meshes of ranks, such as ranks.mesh("fsdp"), or give the Architecture a clip_gradients'
         raise ConfigError([f"model.name: {name!r}: {found}; {use}"])
 

@@ -83,11 +83,11 @@ def find_degrees(
     accumulation: int,
     sequence_length: int,
     global_batch_size: int | None = None,
-    parallelises_itself: bool = False,
+    parallelizes_itself: bool = False,
 ) -> Degrees:
     """Return the degrees of a run on `world_size` ranks.
 
-    `model`: the shape from registry.py; only a DecoderConfig allows more than data parallelism. `parallelises_itself`:
+    `model`: the shape from registry.py; only a DecoderConfig allows more than data parallelism. `parallelizes_itself`:
     a function of the model's own distributes it, and knows what fits; a pipeline is not among that.
     Raises: ConfigError listing everything that does not fit.
     """
@@ -99,10 +99,10 @@ def find_degrees(
         except ConfigError as error:
             of_training += error.problems
     problems += _of_batch(parallel, batch_size, accumulation, sequence_length)
-    if isinstance(model, DecoderConfig) and not parallelises_itself:
+    if isinstance(model, DecoderConfig) and not parallelizes_itself:
         problems += _of_model(parallel, model)
     else:
-        others = () if parallelises_itself else ("tensor_parallel", "context_parallel", "expert_parallel")
+        others = () if parallelizes_itself else ("tensor_parallel", "context_parallel", "expert_parallel")
         unsupported = (*others, "pipeline_parallel")
         problems += [
             f"{name}: a model of transformers, or of your own, is sharded by FSDP2 alone; use data_parallel_shard and "

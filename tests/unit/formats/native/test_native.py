@@ -239,7 +239,7 @@ def test_where_direct_io_is_refused_the_same_bytes_are_written_and_read(
 
 
 def test_what_cannot_be_stored_is_named_all_at_once() -> None:
-    """Meta, sparse, quantised and wrapped tensors and other objects, each with its reason."""
+    """Meta, sparse, quantized and wrapped tensors and other objects, each with its reason."""
     bad: dict[str, Any] = {
         "a.meta": torch.empty(3, device="meta"),
         "b.sparse": torch.eye(3).to_sparse(),

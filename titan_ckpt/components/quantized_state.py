@@ -1,6 +1,6 @@
-"""Quantised optimizer state of torchao (8-bit, 4-bit, fp8) as the plain tensors inside it, and back.
+"""Quantized optimizer state of torchao (8-bit, 4-bit, fp8) as the plain tensors inside it, and back.
 
-Owns the geometry of the inner tensors. Quantisation blocks follow each other in the flattened local tensor, so an inner
+Owns the geometry of the inner tensors. Quantization blocks follow each other in the flattened local tensor, so an inner
 tensor has the shape of the state with a shorter last dim, if the blocks divide that dim. Then it is sharded as the
 state is, and any layout whose shards hold whole blocks can read it. The optimizer itself makes the state that is
 filled, so no class is looked up by a name in a file.
@@ -23,14 +23,14 @@ from titan_ckpt.geometry.nested import Taken, placeholder
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.inner_tensors import is_made_of_others
 
-QUANTISED = "$quantised"
+QUANTIZED = "$quantized"
 _TABLE = "qmap"
 """The inner tensor that is a table of values, equal in every shard."""
 _MODULES = "torchao.optim."
 
 
-def quantises(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer is one of torchao's, which quantise their state."""
+def quantizes(optimizer: Optimizer) -> bool:
+    """Return whether the optimizer is one of torchao's, which quantize their state."""
     return type(optimizer).__module__.startswith(_MODULES) and hasattr(optimizer, "_new_buffer")
 
 
@@ -40,20 +40,20 @@ def take(optimizer: Optimizer, value: torch.Tensor, path: str, into: StateDict, 
     Raises: StateEncodingError for a class that is none of torchao's, and for blocks that cross borders of shards.
     """
     local = local_tensor(value)
-    if not quantises(optimizer) or not type(local).__module__.startswith(_MODULES):
+    if not quantizes(optimizer) or not type(local).__module__.startswith(_MODULES):
         raise StateEncodingError(
             f"{path} is a {type(local).__module__}.{type(local).__qualname__}, a tensor made of other tensors, which "
             "cannot be stored as optimizer state unless torchao's optimizers made it",
             path,
         )
     inner = {name: placeholder(part, f"{path}.{name}", into, taken) for name, part in parts(value, path).items()}
-    return {QUANTISED: type(local).__name__, "signed": bool(getattr(local, "signed", True)), "parts": inner}
+    return {QUANTIZED: type(local).__name__, "signed": bool(getattr(local, "signed", True)), "parts": inner}
 
 
 def parts(value: torch.Tensor, path: str) -> dict[str, torch.Tensor]:
     """Return the inner tensors, sharded like the state; they alias its memory.
 
-    Raises: StateEncodingError if quantisation blocks cross borders of shards.
+    Raises: StateEncodingError if quantization blocks cross borders of shards.
     """
     local: Any = local_tensor(value)
     names, _ = local.__tensor_flatten__()
@@ -74,8 +74,8 @@ def _global(value: torch.Tensor, part: torch.Tensor, path: str) -> torch.Tensor:
         if [chunk.sizes for chunk, _ in local_chunks(made)] == [tuple(view.shape)]:
             return made
     raise StateEncodingError(
-        f"{path}: its quantisation blocks of {ratio} elements cross the borders of its shards, so its state cannot be "
-        "stored. Shard rows only, or use an optimizer that does not quantise",
+        f"{path}: its quantization blocks of {ratio} elements cross the borders of its shards, so its state cannot be "
+        "stored. Shard rows only, or use an optimizer that does not quantize",
         path,
     )
 
@@ -94,20 +94,20 @@ def _shapes(local: torch.Size, whole: torch.Size, ratio: int) -> Iterator[tuple[
 def room_for(optimizer: Optimizer, parameter: nn.Parameter, live: Any, stored: Mapping[str, Any], path: str) -> Any:
     """Return the state to fill: the live one if it is of the same kind, else what the optimizer makes.
 
-    Raises: LoadMismatchError if this optimizer does not quantise the parameter in the same way.
+    Raises: LoadMismatchError if this optimizer does not quantize the parameter in the same way.
     """
-    kind, signed = stored[QUANTISED], stored["signed"]
+    kind, signed = stored[QUANTIZED], stored["signed"]
     made = live
     if not _is_kind(live, kind, signed):
         with torch.no_grad():
-            made = optimizer._new_buffer(parameter, signed) if quantises(optimizer) else None  # type: ignore[attr-defined]  # noqa: SLF001
+            made = optimizer._new_buffer(parameter, signed) if quantizes(optimizer) else None  # type: ignore[attr-defined]  # noqa: SLF001
     if _is_kind(made, kind, signed):
         return made
     num = local_tensor(parameter).numel()
     raise LoadMismatchError(
-        f"{path} was stored as {kind} and {type(optimizer).__qualname__} does not quantise it so here, where this rank "
+        f"{path} was stored as {kind} and {type(optimizer).__qualname__} does not quantize it so here, where this rank "
         f"holds {num} of its {parameter.numel()} elements. Use the optimizer that saved it, and shards that "
-        'it quantises too, or start it afresh: checkpoint.resume.exclude = ["optimizer"]'
+        'it quantizes too, or start it afresh: checkpoint.resume.exclude = ["optimizer"]'
     )
 
 
@@ -121,7 +121,7 @@ def fill(room: torch.Tensor, inner: Mapping[str, torch.Tensor], path: str) -> to
 
 
 def uneven(optimizer: Optimizer, parameter: DTensor) -> bool:
-    """Return whether an optimizer that quantises does so with the shards of some ranks and not with those of others.
+    """Return whether an optimizer that quantizes does so with the shards of some ranks and not with those of others.
 
     Source: torchao/optim/adam.py, _AdamBase._new_buffer.
     """

@@ -1,4 +1,4 @@
-"""Quantised exports from shards: two ranks write the folder that one process writes, bit for bit."""
+"""Quantized exports from shards: two ranks write the folder that one process writes, bit for bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SETS: dict[str, tuple[torch.dtype, list[dict[str, Any]]]] = {
 }
 LAYOUTS = ("rows", "tensors", "single")
 """FSDP2, tensor parallelism, and both ranks with everything, as DDP has it."""
-EXPORT = "exports/step-1-quantised"
+EXPORT = "exports/step-1-quantized"
 
 
 class Run:
@@ -53,7 +53,7 @@ class Run:
                 whole = torch.rand(value.shape, generator=torch.Generator().manual_seed(sum(fqn.encode()))) / 8
                 for block in blocks_of(value):
                     block.data.copy_(part(whole, block.chunk))
-        export = ExportConfig("hf", quantised=True, max_shard_bytes=30_000)
+        export = ExportConfig("hf", quantized=True, max_shard_bytes=30_000)
         self.manager = manager(folder, self.model, save=None, export=(export,), model_converters=self.converters)
 
     def export(self) -> None:

@@ -1,4 +1,4 @@
-"""StepStore: the operations of the one process that changes a checkpoint folder. docs/format.md specifies them.
+"""PosixSteps: the operations of the one process that changes a checkpoint folder. docs/format.md specifies them.
 
 Owns how steps are started, committed, removed and pinned on a POSIX file system, and the lease that keeps a second
 writer out.
@@ -57,7 +57,7 @@ SPACE_FACTOR = 1.05
 """Free bytes required per byte of a save, for block rounding, the manifest, and files that others write meanwhile."""
 
 
-class StepStore(Steps):
+class PosixSteps(Steps):
     """A folder of committed steps on a mounted file system, as its writer sees it."""
 
     lease_kind = FileLease
@@ -86,7 +86,7 @@ class StepStore(Steps):
             raise NotACheckpointError(f"{nearest} is not a folder, so it cannot hold checkpoints; choose another path")
         return super().look()
 
-    def has(self, step: int) -> bool:
+    def exists(self, step: int) -> bool:
         return os.path.lexists(self.step_path(step))
 
     def view(self, manifest: Manifest, expected: bytes, names: Sequence[str]) -> tuple[str, Path]:
@@ -111,7 +111,9 @@ class StepStore(Steps):
     def present(self) -> list[tuple[int, str]]:
         steps = listed_steps(self.root) if self.root.is_dir() else []
         found = [(step, _digest_of_manifest(self.step_path(step))) for step in steps]
-        return [(step, digest) for step, digest in found if digest or self.has(step)]  # its writer may just remove one
+        return [
+            (step, digest) for step, digest in found if digest or self.exists(step)
+        ]  # its writer may just remove one
 
     def _check(self, lease: Lease) -> None:
         lease.check()

@@ -1,6 +1,6 @@
 """quant_method "torchao": flattened tensor subclasses, `X._weight_qdata` and so on, described in the files' headers.
 
-Owns the classes' on-disk forms, without torchao. It refuses what cannot be dequantised to the weight itself: layouts
+Owns the classes' on-disk forms, without torchao. It refuses what cannot be dequantized to the weight itself: layouts
 for one device's kernel, and weights whose input is scaled before the product (act_pre_scale).
 Source: torchao, `prototype/safetensors/safetensors_support.py` (names and metadata), `quantization/quant_primitives.py`
 (dequantize_affine), `prototype/gptq/api.py` (int4), `prototype/mx_formats/` (MX, NVFP4 and swizzled scales).
@@ -17,9 +17,9 @@ import torch
 
 from titan_ckpt.encoding import strict_json
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.quantised.folder import FLOAT8, FLOATS, Findings, QuantisedFolder, num_blocks, numbers
-from titan_ckpt.formats.quantised.tables import E2M1_PAIRS, INT4_PAIRS
-from titan_ckpt.formats.quantised.values import Codes, Joined, Numbers, Scaled, Transposed, Values
+from titan_ckpt.formats.quantized.folder import FLOAT8, FLOATS, Findings, QuantizedFolder, num_blocks, numbers
+from titan_ckpt.formats.quantized.tables import E2M1_PAIRS, INT4_PAIRS
+from titan_ckpt.formats.quantized.values import Codes, Joined, Numbers, Scaled, Transposed, Values
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
 _NAMES = "tensor_names"
@@ -56,7 +56,7 @@ class _Flattened:
         return block
 
 
-def find(folder: QuantisedFolder) -> Findings:
+def find(folder: QuantizedFolder) -> Findings:
     """Rebuild each tensor that the headers describe."""
     findings = Findings()
     descriptions = {name: text for metadata in folder.metadata for name, text in metadata.items()}
@@ -79,7 +79,7 @@ def find(folder: QuantisedFolder) -> Findings:
     return findings
 
 
-def _rebuild(findings: Findings, folder: QuantisedFolder, name: str, described: Mapping[str, Any]) -> None:
+def _rebuild(findings: Findings, folder: QuantizedFolder, name: str, described: Mapping[str, Any]) -> None:
     """Add one tensor. Raises: TypeError, ValueError, KeyError with the missing attribute."""
     module, _, leaf = name.rpartition(".")
     prefix = f"{module}._{leaf}_"
@@ -97,7 +97,7 @@ def _rebuild(findings: Findings, folder: QuantisedFolder, name: str, described: 
         findings.add(name, _MAKERS[kind](_Flattened(prefix, infos, described["_data"])))
 
 
-def _names(folder: QuantisedFolder) -> list[str]:
+def _names(folder: QuantizedFolder) -> list[str]:
     """Return the names of all tensors, each once. The files of a folder list their own tensors, or each lists all."""
     names: dict[str, None] = {}
     for metadata in folder.metadata:
@@ -110,7 +110,7 @@ def _names(folder: QuantisedFolder) -> list[str]:
     return list(names)
 
 
-def _description(folder: QuantisedFolder, name: str, text: str | None, findings: Findings) -> dict[str, Any]:
+def _description(folder: QuantizedFolder, name: str, text: str | None, findings: Findings) -> dict[str, Any]:
     """Return the JSON of one tensor; empty, with a fault noted, if torchao would not write it."""
     described = None if text is None else strict_json.parse(text.encode(), _MAX_JSON_BYTES, f"{folder.path}: {name}")
     attributes = described.get("_data") if isinstance(described, dict) else None

@@ -11,9 +11,9 @@ from math import prod
 
 import torch
 
-from titan_ckpt.formats.quantised.folder import FLOAT8, Findings, QuantisedFolder, num_blocks, numbers, scales
-from titan_ckpt.formats.quantised.tables import E2M1_PAIRS
-from titan_ckpt.formats.quantised.values import Codes, Scaled
+from titan_ckpt.formats.quantized.folder import FLOAT8, Findings, QuantizedFolder, num_blocks, numbers, scales
+from titan_ckpt.formats.quantized.tables import E2M1_PAIRS
+from titan_ckpt.formats.quantized.values import Codes, Scaled
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
 _FP4_GROUP = 32
@@ -21,8 +21,8 @@ _OF_ACTIVATIONS = ("activation_scale", "input_scale", ".qscale_act", ".k_scale",
 """Ends of names of scales of activations. They are left out, because a load computes nothing in float8."""
 
 
-def find(folder: QuantisedFolder) -> Findings:
-    """Pair each quantised weight with its scale."""
+def find(folder: QuantizedFolder) -> Findings:
+    """Pair each quantized weight with its scale."""
     findings = Findings()
     block = folder.settings.get("weight_block_size")
     if block is not None and not _is_block(block):
@@ -39,7 +39,7 @@ def find(folder: QuantisedFolder) -> Findings:
     return findings
 
 
-def _add(findings: Findings, folder: QuantisedFolder, key: str, block: tuple[int, int] | None) -> None:
+def _add(findings: Findings, folder: QuantizedFolder, key: str, block: tuple[int, int] | None) -> None:
     info = folder.infos[key]
     names = scale_names(key)
     present = [name for name in names if name in folder.infos]

@@ -1,4 +1,4 @@
-"""Initial values of a new run on ranks that each hold a shard: python -m benchmarks.initialise [--gb N].
+"""Initial values of a new run on ranks that each hold a shard: python -m benchmarks.initialize [--gb N].
 
 Llama 3.2's 1B, 1.24 * 10^9 parameters in fp32, under FSDP2; with a smaller `--gb`, fewer layers and tokens.
 """
@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.common import Options, PeakMemory, alternate, barrier, parse, quartiles, report, run, say, world_size
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
-from titan_ckpt.weights.initialize import InitialValues, construct, initialise, materialise
+from titan_ckpt.weights.initialize import InitialValues, construct, initialize, materialize
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 GB = 4.94
@@ -77,8 +77,8 @@ def _make(shape: Llama3Config, values: InitialValues) -> Llama3:
         for layer in model.layers.children():
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    materialise(model, "cpu")
-    initialise(ModelWrapper([model]))
+    materialize(model, "cpu")
+    initialize(ModelWrapper([model]))
     return model
 
 

@@ -1,4 +1,4 @@
-"""torchao's quantised optimizer state and weights on two ranks: exact if blocks align, else refused by name."""
+"""torchao's quantized optimizer state and weights on two ranks: exact if blocks align, else refused by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.unit.weights.test_inner_tensors import Run as Frozen
 from tests.world import manager as build
 from tests.zoo.optimizer_runs import comparable
 from titan_ckpt import CheckpointManager
-from titan_ckpt.components.quantised_state import parts
+from titan_ckpt.components.quantized_state import parts
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.testing.ranks import distributed
@@ -33,7 +33,7 @@ NAMES = ("exp_avg", "exp_avg_sq")
 
 
 class Run:
-    """A model whose blocks lie within rows, span rows, or are none, and an optimizer that quantises its state."""
+    """A model whose blocks lie within rows, span rows, or are none, and an optimizer that quantizes its state."""
 
     def __init__(self, folder: Path, kind: str, *shapes: tuple[int, int]) -> None:
         torch.manual_seed(dist.get_world_size() if dist.is_initialized() else 1)
@@ -90,19 +90,19 @@ SHAPES = (32, 512), (128, 64), (8, 8)
 
 @distributed(nproc=2)
 def save_on_two_ranks(folder: Path) -> None:
-    """Save a step of every kind; refuse a matrix of which one rank's part would be quantised."""
+    """Save a step of every kind; refuse a matrix of which one rank's part would be quantized."""
     for kind in KINDS:
         Run(folder / kind, kind, *SHAPES).saved(folder / kind)
     world.load_fails(
         Run(folder, "8 bit", (41, 320)).manager,
         StateEncodingError,
-        r"AdamW8bit: it quantises .*\[41, 320\] on some ranks",
+        r"AdamW8bit: it quantizes .*\[41, 320\] on some ranks",
     )
 
 
 @distributed(nproc=2)
 def load_on_two_ranks(folder: Path) -> None:
-    """Load the steps of one rank, and compare; refuse a matrix whose parts are too small to be quantised."""
+    """Load the steps of one rank, and compare; refuse a matrix whose parts are too small to be quantized."""
     for kind in KINDS:
         assert_same(Run(folder / kind, kind, *SHAPES).resumed(), torch.load(folder / kind / "inner.pt"))
     _share_a_frozen_weight(folder / "frozen")
@@ -180,7 +180,7 @@ def folders(root: Path) -> Path:
     return root
 
 
-def test_quantised_state_resumes_in_another_layout_or_is_refused(tmp_path: Path) -> None:
+def test_quantized_state_resumes_in_another_layout_or_is_refused(tmp_path: Path) -> None:
     """From two ranks to one and back, codes, scales and tables are the same bits; what does not fit is named."""
     two, one = folders(tmp_path / "two"), folders(tmp_path / "one")
     save_on_two_ranks(two)

@@ -1,4 +1,4 @@
-"""Dequantised tensors as expressions over stored ones: the stored regions that a box needs, and its values.
+"""Dequantized tensors as expressions over stored ones: the stored regions that a box needs, and its values.
 
 Owns the arithmetic, all of it in float32. Knows no files and no format: a method's module builds the expression,
 reading.py evaluates it.

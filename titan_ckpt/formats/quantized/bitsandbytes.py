@@ -1,4 +1,4 @@
-"""quant_method "bitsandbytes": nf4 and fp4 with block maxima, which may be quantised themselves, and LLM.int8().
+"""quant_method "bitsandbytes": nf4 and fp4 with block maxima, which may be quantized themselves, and LLM.int8().
 
 Owns the names of a weight's companions, the packed JSON with its shape, and both layouts.
 Source: bitsandbytes, `functional.py` (QuantState.from_dict, int8_vectorwise_dequant), `backends/default/ops.py`.
@@ -15,9 +15,9 @@ import torch
 
 from titan_ckpt.encoding import strict_json
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.quantised.folder import FLOATS, Findings, QuantisedFolder
-from titan_ckpt.formats.quantised.tables import nibbles
-from titan_ckpt.formats.quantised.values import Codes, Constant, Numbers, Scaled, Unflattened, Values
+from titan_ckpt.formats.quantized.folder import FLOATS, Findings, QuantizedFolder
+from titan_ckpt.formats.quantized.tables import nibbles
+from titan_ckpt.formats.quantized.values import Codes, Constant, Numbers, Scaled, Unflattened, Values
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
 _STATE = ".quant_state.bitsandbytes__"
@@ -27,7 +27,7 @@ _ROW_LAYOUT = 0
 """`weight_format` of a plain matrix; other weights are tiled for the kernels of old GPUs."""
 
 
-def find(folder: QuantisedFolder) -> Findings:
+def find(folder: QuantizedFolder) -> Findings:
     """Gather each weight's companions, read the small ones, and check them against each other."""
     findings = Findings()
     states = {key.partition(_STATE)[0]: key for key in folder.infos if _STATE in key}
@@ -54,7 +54,7 @@ def find(folder: QuantisedFolder) -> Findings:
     return findings
 
 
-def _add_int8(findings: Findings, folder: QuantisedFolder, scb: str, small: Mapping[str, torch.Tensor]) -> None:
+def _add_int8(findings: Findings, folder: QuantizedFolder, scb: str, small: Mapping[str, torch.Tensor]) -> None:
     stem = scb.removesuffix("SCB")
     key, format_key = f"{stem}weight", f"{stem}weight_format"
     weight, maxima = folder.infos.get(key), folder.infos[scb]
@@ -74,7 +74,7 @@ def _add_int8(findings: Findings, folder: QuantisedFolder, scb: str, small: Mapp
         findings.add(key, Scaled(scaled, Constant((1, 1), 1 / 127), weight.shape))
 
 
-def _four_bit(folder: QuantisedFolder, key: str, state_key: str, small: Mapping[str, torch.Tensor]) -> Values:
+def _four_bit(folder: QuantizedFolder, key: str, state_key: str, small: Mapping[str, torch.Tensor]) -> Values:
     """Return a 4-bit weight, checked against its companions. Its bytes are one run, the first value in the high nibble.
 
     Raises: ValueError, TypeError saying what is wrong.
@@ -102,15 +102,15 @@ def _four_bit(folder: QuantisedFolder, key: str, state_key: str, small: Mapping[
 
 
 def _maxima(
-    folder: QuantisedFolder, key: str, state: dict[str, Any], num_blocks: int, small: Mapping[str, torch.Tensor]
+    folder: QuantizedFolder, key: str, state: dict[str, Any], num_blocks: int, small: Mapping[str, torch.Tensor]
 ) -> Values:
     """Return the block maxima [num_blocks]."""
     name, nested = f"{key}.absmax", f"{key}.nested_absmax"
     info = folder.infos[name]
-    quantised = "nested_blocksize" in state
-    if prod(info.shape) != num_blocks or (info.dtype != torch.uint8 if quantised else info.dtype not in FLOATS):
-        raise ValueError(f"{name} is {info}, expected {num_blocks} {'bytes' if quantised else 'floats'}")
-    if not quantised:
+    quantized = "nested_blocksize" in state
+    if prod(info.shape) != num_blocks or (info.dtype != torch.uint8 if quantized else info.dtype not in FLOATS):
+        raise ValueError(f"{name} is {info}, expected {num_blocks} {'bytes' if quantized else 'floats'}")
+    if not quantized:
         return Numbers(name, TensorInfo((num_blocks,), info.dtype))
     length, outer = _positive(state, "nested_blocksize"), folder.infos.get(nested)
     if outer is None or outer.dtype not in FLOATS or prod(outer.shape) != -(-num_blocks // length):

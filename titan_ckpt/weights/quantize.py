@@ -1,10 +1,10 @@
 """Weights that an export stores as codes and scales: one file tensor becomes several, computed when it is written.
 
-Owns the path from sharded values to a quantiser, and the proof that the values on disk are those that were quantised.
+Owns the path from sharded values to a quantizer, and the proof that the values on disk are those that were quantized.
 Knows no scheme: the converters own these.
 
-A scheme that quantises each row by itself is applied to the rows that each rank holds. Any other scheme gets the whole
-tensor, which is gathered, quantised in parts by the ranks that hold it, and dropped before the next.
+A scheme that quantizes each row by itself is applied to the rows that each rank holds. Any other scheme gets the whole
+tensor, which is gathered, quantized in parts by the ranks that hold it, and dropped before the next.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from titan_ckpt.geometry.requests import ReadRequest, TensorReader
 from titan_ckpt.weights.transforms import FileGroup, FilePiece
 
 _RUN_ELEMENTS = 1 << 22
-"""Number of elements that are quantised at once, if the scheme allows it."""
+"""Number of elements that are quantized at once, if the scheme allows it."""
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedTensor:
+class QuantizedTensor:
     """The form in which one file tensor is stored as several."""
 
     parts: Mapping[str, TensorInfo]
     """File key -> shape and dtype. Dim 0 counts rows, or runs of `row_unit` rows."""
     row_unit: int
-    """Number of rows that are quantised together: any run of whole units gives the same values as all rows at once."""
+    """Number of rows that are quantized together: any run of whole units gives the same values as all rows at once."""
     encode: Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
     """Rows of the tensor -> the values of each part."""
     decode: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
@@ -44,50 +44,50 @@ class QuantisedTensor:
     """Description in the files' headers; empty if the format has none."""
 
 
-class WeightQuantiser(Protocol):
-    """A scheme of quantised weights; a Hugging Face folder has one."""
+class WeightQuantizer(Protocol):
+    """A scheme of quantized weights; a Hugging Face folder has one."""
 
     def claims(self, fqn: str) -> bool:
-        """Return whether this native tensor was trained to be quantised."""
+        """Return whether this native tensor was trained to be quantized."""
 
-    def quantise(self, key: str, info: TensorInfo) -> QuantisedTensor | None:
-        """Return how the file tensor of a claimed weight is stored, or None if it stays unquantised."""
+    def quantize(self, key: str, info: TensorInfo) -> QuantizedTensor | None:
+        """Return how the file tensor of a claimed weight is stored, or None if it stays unquantized."""
 
-    def header(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> dict[str, str]:
-        """Return the metadata of every file. `infos`: all tensors in the files; `quantised`: key -> description."""
+    def header(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> dict[str, str]:
+        """Return the metadata of every file. `infos`: all tensors in the files; `quantized`: key -> description."""
 
-    def config(self, infos: Mapping[str, TensorInfo], quantised: Mapping[str, str]) -> dict[str, Any]:
+    def config(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> dict[str, Any]:
         """Return config.json's quantization_config."""
 
 
 @runtime_checkable
-class QuantisesWeights(Protocol):
-    """Converters that offer, beyond ModelHooks, an export in the quantised form that they train for."""
+class QuantizesWeights(Protocol):
+    """Converters that offer, beyond ModelHooks, an export in the quantized form that they train for."""
 
-    def weight_quantiser(self) -> WeightQuantiser | None:
-        """Return the scheme, or None if nothing is to be quantised. Raises: ConverterError if there are two."""
+    def weight_quantizer(self) -> WeightQuantizer | None:
+        """Return the scheme, or None if nothing is to be quantized. Raises: ConverterError if there are two."""
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedGroup(FileGroup):
-    """File tensors that are quantised when they are cut; `infos` are those of their parts."""
+class QuantizedGroup(FileGroup):
+    """File tensors that are quantized when they are cut; `infos` are those of their parts."""
 
-    weights: Mapping[str, QuantisedTensor] = field(default_factory=dict)
+    weights: Mapping[str, QuantizedTensor] = field(default_factory=dict)
     """File key of each tensor, in the operation's order -> how it is stored."""
     dtype: torch.dtype = torch.float32
-    """Dtype to which values are rounded before they are quantised."""
+    """Dtype to which values are rounded before they are quantized."""
     by_rows: bool = False
     """Blocks are the shards themselves, whole rows; otherwise each block is the whole tensor."""
     written: list[tuple[str, Chunk, bytes]] = field(default_factory=list)
-    """(file key, region, digest of the decoded float32 values) of everything that this rank has quantised."""
+    """(file key, region, digest of the decoded float32 values) of everything that this rank has quantized."""
 
     @property
-    def quantised(self) -> Mapping[str, str]:
+    def quantized(self) -> Mapping[str, str]:
         """Return the description of each file tensor that is stored as parts."""
         return {key: weight.description for key, weight in self.weights.items()}
 
     def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePiece]:
-        """Quantise this rank's part of a block: its own rows, or its share of a tensor that every rank has whole."""
+        """Quantize this rank's part of a block: its own rows, or its share of a tensor that every rank has whole."""
         shapes = [info_of(value).shape for value in self.values]
         for part in self.parts_of(block, shares) if self.by_rows else [block]:
             for piece in self.op.pieces(index, shapes, part.chunk, part.data):
@@ -100,7 +100,7 @@ class QuantisedGroup(FileGroup):
                     yield from self._encoded(key, first, values[first - start : last - start])
 
     def _encoded(self, key: str, row: int, values: torch.Tensor) -> Iterator[FilePiece]:
-        """Quantise a run of whole rows, a few at a time."""
+        """Quantize a run of whole rows, a few at a time."""
         weight = self.weights[key]
         shapes = self.op.file_shapes([info_of(value).shape for value in self.values])
         num_rows = shapes[tuple(self.weights).index(key)][:1]
@@ -120,7 +120,7 @@ class QuantisedGroup(FileGroup):
                 yield FilePiece(name, Chunk(start, tuple(data.shape)), data)
 
 
-def quantised(groups: Sequence[FileGroup], quantiser: WeightQuantiser) -> list[FileGroup]:
+def quantized(groups: Sequence[FileGroup], quantizer: WeightQuantizer) -> list[FileGroup]:
     """Return the groups with claimed weights in their stored form; pure, computes no value.
 
     Raises: ExportError listing claimed weights that the file combines with others in one tensor.
@@ -128,46 +128,46 @@ def quantised(groups: Sequence[FileGroup], quantiser: WeightQuantiser) -> list[F
     made: list[FileGroup] = []
     problems: list[str] = []
     for group in groups:
-        claimed = [fqn for fqn in group.fqns if quantiser.claims(fqn)]
+        claimed = [fqn for fqn in group.fqns if quantizer.claims(fqn)]
         if not claimed:
             made.append(group)
             continue
         if len(group.fqns) > 1:
-            problems.append(f"{', '.join(group.fqns)} are stored as one tensor, which cannot be quantised by parts")
+            problems.append(f"{', '.join(group.fqns)} are stored as one tensor, which cannot be quantized by parts")
             continue
-        stored = {key: quantiser.quantise(key, info) for key, info in group.infos.items()}
+        stored = {key: quantizer.quantize(key, info) for key, info in group.infos.items()}
         weights = {key: weight for key, weight in stored.items() if weight is not None}
-        made.append(_quantised(group, weights) if len(weights) == len(stored) else group)
+        made.append(_quantized(group, weights) if len(weights) == len(stored) else group)
     if problems:
-        raise ExportError(f"{len(problems)} weight(s) cannot be quantised\n  " + "\n  ".join(problems))
+        raise ExportError(f"{len(problems)} weight(s) cannot be quantized\n  " + "\n  ".join(problems))
     return made
 
 
-def check_quantised(groups: Sequence[FileGroup], reader: TensorReader) -> None:
-    """Read this rank's part of every quantised weight back, and compare it with the values that were written.
+def check_quantized(groups: Sequence[FileGroup], reader: TensorReader) -> None:
+    """Read this rank's part of every quantized weight back, and compare it with the values that were written.
 
     Raises: ExportError naming each weight that is not equal bit for bit.
     """
     wrong: dict[str, None] = {}
     for group in groups:
-        for key, chunk, digest in group.written if isinstance(group, QuantisedGroup) else ():
+        for key, chunk, digest in group.written if isinstance(group, QuantizedGroup) else ():
             into = torch.empty(chunk.sizes, dtype=torch.float32)
             reader.read([ReadRequest(key, chunk, into)])
             if _digest(into) != digest:
                 wrong[key] = None
     if wrong:
         names = listed([*wrong], ", ", " ")
-        raise ExportError(f"{len(wrong)} quantised weight(s) come back as other values than were written: {names}")
+        raise ExportError(f"{len(wrong)} quantized weight(s) come back as other values than were written: {names}")
 
 
-def _quantised(group: FileGroup, weights: Mapping[str, QuantisedTensor]) -> QuantisedGroup:
+def _quantized(group: FileGroup, weights: Mapping[str, QuantizedTensor]) -> QuantizedGroup:
     (value,) = group.values
     alone = all(weight.row_unit == 1 for weight in weights.values())
     by_rows = alone and isinstance(group.op, Identity | PermuteRotary | Split) and _is_cut_by_rows(value)
     parts = {name: info for weight in weights.values() for name, info in weight.parts.items()}
     (dtype,) = {info.dtype for info in group.infos.values()}
     values = (_by_rows(value) if by_rows else _gathered(value),)
-    return QuantisedGroup(group.fqns, values, parts, group.op, weights=weights, dtype=dtype, by_rows=by_rows)
+    return QuantizedGroup(group.fqns, values, parts, group.op, weights=weights, dtype=dtype, by_rows=by_rows)
 
 
 def _layout(value: torch.Tensor | LazyTensor) -> DTensor | None:

@@ -1,9 +1,9 @@
-"""Opening quantised Hugging Face weights as floats.
+"""Opening quantized Hugging Face weights as floats.
 
 Owns the choice of the method by config.json. Each method is a module of this folder that turns names and shapes into
 expressions (values.py); reading.py computes them in float32, for the requested regions only.
 
-A dequantised tensor is listed as float32, whatever dtype config.json gives the model, because float32 is what scale
+A dequantized tensor is listed as float32, whatever dtype config.json gives the model, because float32 is what scale
 times code gives without another rounding. The planner decides whether it may be rounded to bfloat16, as for any file.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 
 from titan_ckpt.errors import LoadMismatchError, listed
-from titan_ckpt.formats.quantised import bitsandbytes, compressed_tensors, fp8_block, mxfp4, torchao_flat
-from titan_ckpt.formats.quantised.folder import Findings, QuantisedFolder
-from titan_ckpt.formats.quantised.reading import DequantisedFiles
+from titan_ckpt.formats.quantized import bitsandbytes, compressed_tensors, fp8_block, mxfp4, torchao_flat
+from titan_ckpt.formats.quantized.folder import Findings, QuantizedFolder
+from titan_ckpt.formats.quantized.reading import DequantizedFiles
 from titan_ckpt.formats.safetensors.container import SafetensorsHeader
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.gc_paused import gc_paused
@@ -26,7 +26,7 @@ from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import ReadRequest
 from titan_ckpt.stores.store import Place
 
-METHODS: Mapping[str, Callable[[QuantisedFolder], Findings]] = {
+METHODS: Mapping[str, Callable[[QuantizedFolder], Findings]] = {
     "bitsandbytes": bitsandbytes.find,
     "compressed-tensors": compressed_tensors.find,
     "fp8": fp8_block.find,
@@ -45,15 +45,15 @@ _SCALES_OF = {
 """End of the name of codes -> ends of the names of their scales, over all methods."""
 
 
-def open_quantised(
+def open_quantized(
     path: Place, config: Mapping[str, Any], headers: Sequence[SafetensorsHeader]
-) -> DequantisedFiles | None:
-    """Return the folder's tensors as floats; None if config.json does not mention quantisation.
+) -> DequantizedFiles | None:
+    """Return the folder's tensors as floats; None if config.json does not mention quantization.
 
     Raises: LoadMismatchError for an unknown method or variant, and for codes with scales without any method;
     CorruptCheckpointError for scales that are missing or do not fit. The errors name the tensors.
     """
-    settings = quantisation_of(config)
+    settings = quantization_of(config)
     infos = {key: entry.info for header in headers for key, entry in header.entries.items()}
     if settings is None:
         _refuse_codes(path, infos)
@@ -61,18 +61,18 @@ def open_quantised(
     method = _method(settings)
     if method not in METHODS:
         raise LoadMismatchError(
-            f"{path}: its weights are quantised (quantization_config.quant_method = {method!r}), and this version "
-            f"does not dequantise them; it knows {', '.join(METHODS)}. Use a folder with plain float weights"
+            f"{path}: its weights are quantized (quantization_config.quant_method = {method!r}), and this version "
+            f"does not dequantize them; it knows {', '.join(METHODS)}. Use a folder with plain float weights"
         )
     metadata = [header.metadata for header in headers]
-    folder = QuantisedFolder(path, method, settings, infos, metadata, lambda keys: _read_whole(headers, infos, keys))
+    folder = QuantizedFolder(path, method, settings, infos, metadata, lambda keys: _read_whole(headers, infos, keys))
     with gc_paused():
         findings = METHODS[method](folder)
         findings.raise_faults(folder)
-        return DequantisedFiles(headers, findings.values, findings.hidden)
+        return DequantizedFiles(headers, findings.values, findings.hidden)
 
 
-def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+def quantization_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the quantization_config of a config.json, or that of a nested part such as the text model."""
     for part in (config, *(part for part in config.values() if isinstance(part, dict))):
         for name in ("quantization_config", "compression_config"):

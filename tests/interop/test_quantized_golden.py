@@ -1,4 +1,4 @@
-"""Weights stored by bitsandbytes and compressed-tensors are, bit for bit, what those libraries dequantise them to.
+"""Weights stored by bitsandbytes and compressed-tensors are, bit for bit, what those libraries dequantize them to.
 
 The folders and the digests are made by the libraries themselves: tests/golden/quantised/generate.py.
 """
@@ -34,7 +34,7 @@ def test_every_format_has_its_folder() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_values_are_the_librarys_own(name: str) -> None:
-    """A dequantised weight has the library's bits; nothing but the weight and the bias is listed."""
+    """A dequantized weight has the library's bits; nothing but the weight and the bias is listed."""
     expected = json.loads((GOLDEN / name / "expected.json").read_text())["a.weight"]
     with open_reader(GOLDEN / name) as reader:
         info = reader.tensors["a.weight"]

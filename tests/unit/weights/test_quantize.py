@@ -1,4 +1,4 @@
-"""Quantised groups: shares of any cut tile the parts, and what a table or a tensor does not allow is refused."""
+"""Quantized groups: shares of any cut tile the parts, and what a table or a tensor does not allow is refused."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import itertools
 import pytest
 import torch
 
-from titan_ckpt.converters.float8.export import BlockQuantiser, decode, encode
+from titan_ckpt.converters.float8.export import BlockQuantizer, decode, encode
 from titan_ckpt.errors import ExportError
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, PermuteRotary, Split, TensorOp, Unstack
-from titan_ckpt.weights.quantise import QuantisedGroup, quantised
+from titan_ckpt.weights.quantize import QuantizedGroup, quantized
 from titan_ckpt.weights.transforms import StateDictTransforms
 
-QUANTISER = BlockQuantiser(["w"])
+QUANTIZER = BlockQuantizer(["w"])
 
 
-def group_of(value: torch.Tensor, op: TensorOp) -> QuantisedGroup:
+def group_of(value: torch.Tensor, op: TensorOp) -> QuantizedGroup:
     table = KeyMap((KeyRule.of("w", [f"k{i}.weight" for i in range(op.num_file)], op),))
-    (group,) = quantised(StateDictTransforms(table).to_file({"w": value}, None, None), QUANTISER)
-    assert isinstance(group, QuantisedGroup)
+    (group,) = quantized(StateDictTransforms(table).to_file({"w": value}, None, None), QUANTIZER)
+    assert isinstance(group, QuantizedGroup)
     return group
 
 
@@ -72,9 +72,9 @@ def test_codes_are_within_half_a_step() -> None:
     assert torch.equal(back[:128, :128], value[:128, :128])
 
 
-def test_several_tensors_in_one_cannot_be_quantised() -> None:
+def test_several_tensors_in_one_cannot_be_quantized() -> None:
     """A scale would span two weights, of which one may not be there: refused before anything is written."""
     table = KeyMap((KeyRule.of(["w", "v"], "k.weight", Concat((4, 4))),))
     groups = StateDictTransforms(table).to_file({"w": torch.ones(4, 8), "v": torch.ones(4, 8)}, None, None)
     with pytest.raises(ExportError, match="w, v are stored as one tensor"):
-        quantised(groups, QUANTISER)
+        quantized(groups, QUANTIZER)

@@ -61,7 +61,7 @@ def replaceable_linears(model: nn.Module, excluded: Sequence[str] | None) -> dic
         elif fqn in tied:
             problems.append(f"{fqn}: shares its weight with another module, from which it would part; exclude it")
         elif isinstance(module.weight, DTensor):
-            problems.append(f"{fqn}: is sharded already; convert the model first, then parallelise it")
+            problems.append(f"{fqn}: is sharded already; convert the model first, then parallelize it")
     if problems:
         raise ConverterError(f"{len(problems)} module(s) cannot be exchanged{in_lines(problems)}")
     if not chosen:
@@ -69,15 +69,15 @@ def replaceable_linears(model: nn.Module, excluded: Sequence[str] | None) -> dic
     return chosen
 
 
-def plain_modules(infos: Mapping[str, TensorInfo], quantised: Collection[str]) -> list[str]:
-    """Return config.json's modules_to_not_convert: the file names of the modules whose weights are not quantised.
+def plain_modules(infos: Mapping[str, TensorInfo], quantized: Collection[str]) -> list[str]:
+    """Return config.json's modules_to_not_convert: the file names of the modules whose weights are not quantized.
 
     All experts of a layer count as one module, because transformers holds them as one. The output head is listed unless
-    it is quantised: where it is tied, no file has it, and yet it is a module.
+    it is quantized: where it is tied, no file has it, and yet it is a module.
     """
-    names = {"lm_head"} - {key.removesuffix(".weight") for key in quantised}
+    names = {"lm_head"} - {key.removesuffix(".weight") for key in quantized}
     for key, info in infos.items():
-        if key.endswith(".weight") and len(info.shape) >= 2 and key not in quantised:
+        if key.endswith(".weight") and len(info.shape) >= 2 and key not in quantized:
             name = key.removesuffix(".weight")
             expert = _EXPERT.fullmatch(name)
             names.add(expert[1] if expert else name)

@@ -1,4 +1,4 @@
-"""The input and the output of a quantisation method's module: a folder's headers, and its findings.
+"""The input and the output of a quantization method's module: a folder's headers, and its findings.
 
 Owns the verdict: every fault of every tensor in one error. Knows no method.
 """
@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, listed
-from titan_ckpt.formats.quantised.tables import EXPONENTS, floats
-from titan_ckpt.formats.quantised.values import Codes, Numbers, Values
+from titan_ckpt.formats.quantized.tables import EXPONENTS, floats
+from titan_ckpt.formats.quantized.values import Codes, Numbers, Values
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 from titan_ckpt.stores.store import Place
 
@@ -23,7 +23,7 @@ _UNREADABLE_ALONE = FLOAT8 | {torch.int8, torch.float8_e8m0fnu}
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedFolder:
+class QuantizedFolder:
     """Headers and settings of a folder. `read_whole` reads small tensors on which the shape of others depends."""
 
     path: Place
@@ -38,13 +38,13 @@ class QuantisedFolder:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """The findings of a method's module: name of each dequantised tensor -> expression, and all faults."""
+    """The findings of a method's module: name of each dequantized tensor -> expression, and all faults."""
 
     values: dict[str, Values] = field(default_factory=dict)
     hidden: set[str] = field(default_factory=set)
     """Stored tensors that are not listed, because they mean nothing by themselves."""
     unsupported: list[str] = field(default_factory=list)
-    """Variants that this version cannot dequantise, one line each."""
+    """Variants that this version cannot dequantize, one line each."""
     faults: dict[str, str] = field(default_factory=dict)
     """Name of a stored tensor -> what is missing beside it, or contradicts it."""
 
@@ -56,10 +56,10 @@ class Findings:
         self.values[key] = values
         self.hidden.update(leaf.key for leaf in values.leaves())
 
-    def raise_faults(self, folder: QuantisedFolder) -> None:
+    def raise_faults(self, folder: QuantizedFolder) -> None:
         """Raise one error with all faults, if there are any.
 
-        Raises: LoadMismatchError for variants that cannot be dequantised, and if no tensor is quantised;
+        Raises: LoadMismatchError for variants that cannot be dequantized, and if no tensor is quantized;
         CorruptCheckpointError for faults and for tensors without a scale.
         """
         bare = {
@@ -67,16 +67,16 @@ class Findings:
             for key, info in folder.infos.items()
             if info.dtype in _UNREADABLE_ALONE and key not in self.hidden
         }
-        where = f"{folder.path}: its weights are quantised (quantization_config.quant_method = {folder.method!r})"
+        where = f"{folder.path}: its weights are quantized (quantization_config.quant_method = {folder.method!r})"
         if self.unsupported:
             raise LoadMismatchError(
-                f"{where}, in a way that this version does not dequantise: {listed(self.unsupported)}. "
+                f"{where}, in a way that this version does not dequantize: {listed(self.unsupported)}. "
                 "Use a folder with plain float weights"
             )
         if faults := bare | self.faults:
             lines = [f"{key}: {cause}" for key, cause in faults.items()]
             raise CorruptCheckpointError(
-                f"{where}, and {len(lines)} tensor(s) cannot be dequantised: {listed(lines)}. "
+                f"{where}, and {len(lines)} tensor(s) cannot be dequantized: {listed(lines)}. "
                 "Is the download complete, and is config.json the one of these weights?",
                 str(folder.path),
             )

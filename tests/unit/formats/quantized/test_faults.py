@@ -1,4 +1,4 @@
-"""Quantised folders that are unknown, incomplete or contradict themselves: one typed error that names all of it."""
+"""Quantized folders that are unknown, incomplete or contradict themselves: one typed error that names all of it."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_every_fault_is_in_one_message(tmp_path: Path) -> None:
     """Ten weights without scales are ten faults, of which the first are listed."""
     tensors = {f"layers.{i}.weight": torch.ones(16, 16).to(FLOAT8) for i in range(10)} | fp8()
     message = refused(tmp_path, tensors, BLOCKS, CorruptCheckpointError)
-    assert "10 tensor(s) cannot be dequantised" in message
+    assert "10 tensor(s) cannot be dequantized" in message
     assert "layers.0.weight" in message
     assert "and 2 more" in message
 
@@ -187,7 +187,7 @@ DAMAGED: list[tuple[Tensors, Any, str]] = [
     (pack4() | {"a.weight_shape": torch.tensor([6, 40])}, PACK4, "does not fit 4 bits"),
     (pack4() | {"a.weight_shape": torch.tensor([5, 32])}, PACK4, "weight_shape is [5, 32]"),
     *((without(pack4(), f"a.weight_{part}"), PACK4, f"no a.weight_{part}") for part in ("shape", "scale")),
-    (without(pack4(), "a.weight_packed"), PACK4, "a.weight_scale: there is no quantised weight"),
+    (without(pack4(), "a.weight_packed"), PACK4, "a.weight_scale: there is no quantized weight"),
     (
         pack4() | {"a.weight_zero_point": torch.zeros(2, 2, dtype=torch.int32)},
         scheme(symmetric=False),
@@ -196,12 +196,12 @@ DAMAGED: list[tuple[Tensors, Any, str]] = [
     (
         {"a.weight": torch.ones(6, 32), "a.weight_scale": torch.ones(6, 2)},
         PACK4,
-        "a.weight: float32[6, 32]: has a scale and is not quantised",
+        "a.weight: float32[6, 32]: has a scale and is not quantized",
     ),
     (
         pack4() | {"a.weight_packed": torch.zeros(6, 3, dtype=torch.int32)},
         scheme(num_bits=3),  # versions of the library pack them differently
-        "3 bits are not dequantised",
+        "3 bits are not dequantized",
     ),
     (nf4(shape=None), BITS, "expected a list"),
     (nf4(shape=[5, 16]), BITS, "two values of [5, 16] make one"),
@@ -218,7 +218,7 @@ DAMAGED: list[tuple[Tensors, Any, str]] = [
     [*((fault, LoadMismatchError) for fault in UNKNOWN), *((fault, CorruptCheckpointError) for fault in DAMAGED)],
     ids=lambda value: value[-1] if isinstance(value, tuple) else "",
 )
-def test_a_folder_that_cannot_be_dequantised_is_refused(
+def test_a_folder_that_cannot_be_dequantized_is_refused(
     tmp_path: Path, fault: tuple[Tensors, Any, str], error: type[CheckpointError]
 ) -> None:
     """Each is told with what was expected and found; nothing is guessed."""

@@ -1,4 +1,4 @@
-"""Quantised weights through the ordinary reader: bytes read, memory taken, casts, shards, memory of any shape."""
+"""Quantized weights through the ordinary reader: bytes read, memory taken, casts, shards, memory of any shape."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ FP8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": list(
 
 
 def fp8_folder(folder: Path, rows: int, columns: int, block: tuple[int, int] = BLOCK) -> torch.Tensor:
-    """Write one quantised weight `a.weight` and a bias; return what it stands for."""
+    """Write one quantized weight `a.weight` and a bias; return what it stands for."""
     codes = torch.randint(0, 120, (rows, columns), dtype=torch.uint8).view(torch.float8_e4m3fn)
     scale = torch.rand(-(-rows // block[0]), -(-columns // block[1]))
     save_file(
@@ -69,7 +69,7 @@ def bytes_read() -> int:
 
 
 def test_memory_stays_bounded_whatever_the_tensors_size(tmp_path: Path) -> None:
-    """A weight of 160 MiB in float32 is dequantised into bfloat16 without a copy of it in either form."""
+    """A weight of 160 MiB in float32 is dequantized into bfloat16 without a copy of it in either form."""
     expected = fp8_folder(tmp_path, 5120, 8192, (128, 128))[1234].bfloat16()
     into = torch.zeros(5120, 8192, dtype=torch.bfloat16)
     with open_reader(tmp_path) as reader:

@@ -1,4 +1,4 @@
-"""fp8 and mxfp4 folders are, bit for bit, what transformers dequantises them to when it loads the model itself."""
+"""fp8 and mxfp4 folders are, bit for bit, what transformers dequantizes them to when it loads the model itself."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers says that there is no GPU, and that it dequantises: which is what is wanted."""
+    """Transformers says that there is no GPU, and that it dequantizes: which is what is wanted."""
     monkeypatch.setattr(logging.getLogger("transformers"), "disabled", True)
 
 
@@ -66,12 +66,12 @@ def check_model(folder: Path) -> None:
 
 
 def an_fp8_llama(folder: Path, config: dict[str, Any]) -> Path:
-    """Quantise a Llama's linears in blocks of 16 x 16 with transformers; embeddings and norms stay as they are."""
+    """Quantize a Llama's linears in blocks of 16 x 16 with transformers; embeddings and norms stay as they are."""
     make: Any = Fp8Quantize
-    quantiser = make(SimpleNamespace(quantization_config=FineGrainedFP8Config(weight_block_size=(16, 16))))
+    quantizer = make(SimpleNamespace(quantization_config=FineGrainedFP8Config(weight_block_size=(16, 16))))
     tensors: Tensors = {}
     for key, value in LlamaForCausalLM(LlamaConfig.from_dict(config)).state_dict().items():
-        tensors |= quantiser.convert({key: value}) if key.endswith("proj.weight") else {key: value}
+        tensors |= quantizer.convert({key: value}) if key.endswith("proj.weight") else {key: value}
     assert sum(key.endswith("_scale_inv") for key in tensors) == 14
     settings = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
     return write(folder, tensors, settings, config | {"architectures": ["LlamaForCausalLM"]})
@@ -81,12 +81,12 @@ LLAMA = replace(FLAVORS["debug-0.5m"], vocab_size=96, num_layers=2, max_seq_len=
 
 
 def test_an_fp8_model_is_what_transformers_loads(tmp_path: Path) -> None:
-    """Every tensor of a Llama that transformers quantised has the bits that transformers loads."""
+    """Every tensor of a Llama that transformers quantized has the bits that transformers loads."""
     check_model(an_fp8_llama(tmp_path, LLAMA.to_hf()))
 
 
 def test_a_native_model_computes_what_transformers_does_from_the_same_fp8_folder(tmp_path: Path) -> None:
-    """Names, rotary rows and scales together: the logits are those of the model that transformers dequantised."""
+    """Names, rotary rows and scales together: the logits are those of the model that transformers dequantized."""
     folder = an_fp8_llama(tmp_path, LLAMA.to_hf())
     model = Llama3(LLAMA)
     model.init_weights()

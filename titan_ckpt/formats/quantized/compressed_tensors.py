@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.formats.quantised.folder import FLOAT8, Findings, QuantisedFolder, num_blocks, numbers, scales
-from titan_ckpt.formats.quantised.tables import E2M1_PAIRS, offset_integers
-from titan_ckpt.formats.quantised.values import Codes, Joined, Numbers, Quotient, Scaled, Transposed, Values
+from titan_ckpt.formats.quantized.folder import FLOAT8, Findings, QuantizedFolder, num_blocks, numbers, scales
+from titan_ckpt.formats.quantized.tables import E2M1_PAIRS, offset_integers
+from titan_ckpt.formats.quantized.values import Codes, Joined, Numbers, Quotient, Scaled, Transposed, Values
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
 _FORMATS = frozenset(
@@ -38,7 +38,7 @@ _OF_WEIGHTS = ("weight_scale", "weight_zero_point", "weight_shape", "weight_glob
 _OF_ACTIVATIONS = tuple(
     f".{part}_{what}" for part in ("input", "output", "q", "k", "v") for what in ("scale", "zero_point", "global_scale")
 )
-_NOT_DEQUANTISED = {
+_NOT_DEQUANTIZED = {
     ".weight_g_idx": "its columns are grouped in order of activation",
     ".bitmask": "it is sparse",
     ".compressed": "it is sparse",
@@ -71,8 +71,8 @@ class _Scheme:
         return None
 
 
-def find(folder: QuantisedFolder) -> Findings:
-    """Pair each quantised weight with its scales and the scheme that fits them."""
+def find(folder: QuantizedFolder) -> Findings:
+    """Pair each quantized weight with its scales and the scheme that fits them."""
     findings = Findings()
     nested = folder.settings.get("quantization_config")  # as transformers unwraps it
     settings = nested if isinstance(nested, dict) else folder.settings
@@ -88,7 +88,7 @@ def find(folder: QuantisedFolder) -> Findings:
         stem, _, leaf = key.rpartition(".")
         if key.endswith(_OF_ACTIVATIONS):
             findings.hidden.add(key)
-        elif reason := _NOT_DEQUANTISED.get(f".{leaf}"):
+        elif reason := _NOT_DEQUANTIZED.get(f".{leaf}"):
             findings.unsupported.append(f"{key}: {reason}")
         elif leaf == "weight_packed" or (leaf == "weight" and f"{stem}.weight_scale" in infos):
             module = _Module(infos, stem, shapes.get(f"{stem}.weight_shape"), schemes)
@@ -99,7 +99,7 @@ def find(folder: QuantisedFolder) -> Findings:
             findings.hidden.update({key, *(f"{stem}.{part}" for part in _OF_WEIGHTS)} - {f"{stem}.weight"})
     for key in infos:
         if key.rpartition(".")[2] in _OF_WEIGHTS and key not in findings.hidden:
-            findings.faults[key] = "there is no quantised weight of this name"
+            findings.faults[key] = "there is no quantized weight of this name"
     return findings
 
 
@@ -113,13 +113,13 @@ class _Module:
     schemes: list[_Scheme]
 
     def values(self, leaf: str, info: TensorInfo) -> Values:
-        """Return the dequantised weight. Raises: ValueError saying what is wrong."""
+        """Return the dequantized weight. Raises: ValueError saying what is wrong."""
         if len(info.shape) < 2:
             raise ValueError("expected a matrix")
         if leaf == "weight":
             is_float = info.dtype in FLOAT8
             if not is_float and info.dtype != torch.int8:
-                raise ValueError("has a scale and is not quantised")
+                raise ValueError("has a scale and is not quantized")
             schemes = [s for s in self.schemes if s.is_float == is_float and (s.num_bits == 8 or not is_float)]
             return self._scaled(numbers(f"{self.stem}.weight", info), schemes)
         if info.dtype == torch.int32:
@@ -139,7 +139,7 @@ class _Module:
             raise ValueError(f"{list(shape)} packed to {info.shape[-1]} words per row does not fit {widths} bits")
         (num_bits,) = bits
         if num_bits not in _PACKED_BITS:
-            raise ValueError(f"{num_bits} bits are not dequantised by this version, 4 and 8 are")
+            raise ValueError(f"{num_bits} bits are not dequantized by this version, 4 and 8 are")
         stored = TensorInfo((*info.shape[:-1], info.shape[-1] * 4), torch.uint8)
         codes = Codes(f"{self.stem}.weight_packed", stored, shape, offset_integers(num_bits))
         return self._scaled(codes, fitting)

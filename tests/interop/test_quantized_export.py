@@ -1,4 +1,4 @@
-"""Quantised exports of QAT and Float8 runs: what transformers opens computes what training computed."""
+"""Quantized exports of QAT and Float8 runs: what transformers opens computes what training computed."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def lora(*targets: str) -> dict[str, Any]:
 
 @pytest.fixture(autouse=True)
 def _quiet(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Transformers says that there is no GPU, and that it dequantises: which is what is wanted."""
+    """Transformers says that there is no GPU, and that it dequantizes: which is what is wanted."""
     monkeypatch.setattr(logging.getLogger("transformers"), "disabled", True)
 
 
@@ -49,19 +49,19 @@ def llama(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
 
 
 def export(model: Any, converters: Any, folder: Path, *, step: int = 1, **settings: Any) -> Path:
-    """Make a quantised export as the last step of a run does, and return it."""
+    """Make a quantized export as the last step of a run does, and return it."""
     world.save(
         world.manager(
             folder,
             model,
             save=None,
-            export=(ExportConfig("hf", quantised=True, **settings),),
+            export=(ExportConfig("hf", quantized=True, **settings),),
             model_converters=converters,
         ),
         step,
         last_step=True,
     )
-    return folder / f"exports/step-{step}-quantised"
+    return folder / f"exports/step-{step}-quantized"
 
 
 def reload(folder: Path, **options: Any) -> Any:
@@ -90,7 +90,7 @@ CASES: dict[str, list[dict[str, Any]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_f1_transformers_computes_what_training_computed(name: str, tmp_path: Path) -> None:
-    """Train a fake-quantised model of transformers and export it: the reloaded folder gives its logits, bit for bit."""
+    """Train a fake-quantized model of transformers and export it: the reloaded folder gives its logits, bit for bit."""
     model = llama(torch.bfloat16 if name.startswith("mx") else torch.float32)
     converters = convert(model, *CASES[name])
     train(model)
@@ -125,7 +125,7 @@ def test_the_folder_is_what_transformers_would_save(tmp_path: Path) -> None:
     assert same(world.tensors(folder), dict(tensors))
 
 
-def test_the_head_of_a_tied_model_is_not_taken_for_a_quantised_one(tmp_path: Path) -> None:
+def test_the_head_of_a_tied_model_is_not_taken_for_a_quantized_one(tmp_path: Path) -> None:
     """It is in no file, and a module all the same, so the folder has to name it."""
     model = llama(tie_word_embeddings=True)
     folder = export(model, convert(model, INT4), tmp_path)
@@ -135,7 +135,7 @@ def test_the_head_of_a_tied_model_is_not_taken_for_a_quantised_one(tmp_path: Pat
 
 
 def test_our_reader_gives_back_what_training_computed_with(tmp_path: Path) -> None:
-    """A native Llama, whose rows are permuted on the way: the folder holds the fake-quantised merge, bit for bit."""
+    """A native Llama, whose rows are permuted on the way: the folder holds the fake-quantized merge, bit for bit."""
     model = world.llama()
     converters = convert(model, INT4, lora("wq", "wk", "w2"))
     train(model)
@@ -150,14 +150,14 @@ def test_our_reader_gives_back_what_training_computed_with(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("table", [INT4, {"kind": "qat", "scheme": "int8_weight_only"}], ids=["int4", "int8"])
-def test_quantising_again_gives_other_values_and_a_warning(
+def test_quantizing_again_gives_other_values_and_a_warning(
     table: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Codes of dequantised weights are other codes: a run on a quantised folder says so, a resumed one need not."""
+    """Codes of dequantized weights are other codes: a run on a quantized folder says so, a resumed one need not."""
 
     def again(folder: Path, out: Path, *tables: dict[str, Any]) -> Any:
         model = llama()
-        exports = (ExportConfig("hf", quantised=True),) * bool(tables)
+        exports = (ExportConfig("hf", quantized=True),) * bool(tables)
         hooks = convert(model, *tables)
         world.finish(
             world.manager(out, model, save=None, initial_load=[folder], export=exports, model_converters=hooks)
@@ -167,10 +167,10 @@ def test_quantising_again_gives_other_values_and_a_warning(
     model = llama()
     first = export(model, convert(model, table), tmp_path)
     again(first, tmp_path / "plain")
-    assert "quantises them again" not in caplog.text, "what is loaded into a plain run is what was quantised"
+    assert "quantizes them again" not in caplog.text, "what is loaded into a plain run is what was quantized"
     again(first, tmp_path / "again", table)
-    assert f"{first} holds quantised weights" in caplog.text
-    before, after = read_all(first), read_all(tmp_path / "again/exports/step-1-quantised")
+    assert f"{first} holds quantized weights" in caplog.text
+    before, after = read_all(first), read_all(tmp_path / "again/exports/step-1-quantized")
     assert before.keys() == after.keys()
     changed = [key for key in before if not torch.equal(before[key], after[key])]
     assert changed if table is INT4 else len(changed) < len(before)
@@ -178,17 +178,17 @@ def test_quantising_again_gives_other_values_and_a_warning(
         assert (value - after[key]).abs().max() <= 0.1 * value.abs().max(), key
 
 
-def test_a_plain_export_stands_beside_the_quantised_one(tmp_path: Path) -> None:
-    """One run writes both; the plain one, in another dtype, has no word of quantisation."""
+def test_a_plain_export_stands_beside_the_quantized_one(tmp_path: Path) -> None:
+    """One run writes both; the plain one, in another dtype, has no word of quantization."""
     model = llama()
     converters = convert(model, INT4)
-    exports = (ExportConfig("hf", quantised=True), ExportConfig("hf", dtype="bfloat16"))
+    exports = (ExportConfig("hf", quantized=True), ExportConfig("hf", dtype="bfloat16"))
     world.save(
         world.manager(tmp_path, model, save=None, export=exports, model_converters=converters), 3, last_step=True
     )
     assert "quantization_config" not in json.loads((tmp_path / "exports/step-3/config.json").read_text())
     assert {value.dtype for value in read_all(tmp_path / "exports/step-3").values()} == {torch.bfloat16}
-    assert (tmp_path / "exports/step-3-quantised/config.json").is_file()
+    assert (tmp_path / "exports/step-3-quantized/config.json").is_file()
 
 
 @pytest.mark.parametrize("targets", [(), ("q_proj", "up_proj")])
@@ -239,7 +239,7 @@ def test_a_weight_that_blocks_do_not_tile_stays_plain(tmp_path: Path) -> None:
     )
 
 
-def test_what_cannot_be_quantised_is_refused_before_training(tmp_path: Path) -> None:
+def test_what_cannot_be_quantized_is_refused_before_training(tmp_path: Path) -> None:
     """No converter, two schemes, tied embeddings, a scheme that wants bfloat16: one message each, nothing trained."""
 
     def fault(*tables: dict[str, Any], **changes: Any) -> str:
@@ -249,20 +249,20 @@ def test_what_cannot_be_quantised_is_refused_before_training(tmp_path: Path) -> 
         return str(caught.value)
 
     assert 'add [[converters]] kind = "qat" or "float8"' in fault(lora("q_proj"))
-    assert "float8 and qat both quantise weights" in fault(
+    assert "float8 and qat both quantize weights" in fault(
         {**FLOAT8, "exclude_modules": ["q_proj", "lm_head"]},
         {**INT4, "exclude_modules": ["k_proj", "v_proj", "o_proj", "*.mlp.*", "lm_head"]},
     )
     assert "none of its 14 weights has a shape" in fault(FLOAT8, hidden_size=192, head_dim=48)
     assert "tied to model.embed_tokens.weight" in fault({**INT4, "embeddings": True}, tie_word_embeddings=True)
-    assert "torchao cannot quantise float32[64, 64]: Only supporting bf16" in fault({"kind": "qat", "scheme": "mxfp8"})
+    assert "torchao cannot quantize float32[64, 64]: Only supporting bf16" in fault({"kind": "qat", "scheme": "mxfp8"})
     with pytest.raises(ConfigError, match=r"a peft export holds plain weights; format = \"hf\""):
-        ExportConfig("peft", quantised=True)
+        ExportConfig("peft", quantized=True)
     assert not (tmp_path / "exports").exists()
 
 
 @pytest.mark.parametrize("table", [INT4, FLOAT8], ids=["int4", "float8"])
-def test_experts_stay_plain_beside_quantised_attention(table: dict[str, Any], tmp_path: Path) -> None:
+def test_experts_stay_plain_beside_quantized_attention(table: dict[str, Any], tmp_path: Path) -> None:
     """Stacked experts are no linear modules, so no scheme has them: the folder says so, and transformers opens it."""
     model = qwen3_moe.Qwen3Moe(replace(qwen3_moe.FLAVORS["debug-1m"], dim=64, num_layers=2, head_dim=16, vocab_size=96))
     model.init_weights()
@@ -295,6 +295,6 @@ def test_nothing_is_published_that_is_not_a_number_or_does_not_come_back(
     )
     right: Any = resolve_name(module)
     monkeypatch.setattr(module, lambda *found: right(*found) * 1.001)
-    with pytest.raises(ExportError, match=r"14 quantised weight\(s\) come back as other values than were written"):
+    with pytest.raises(ExportError, match=r"14 quantized weight\(s\) come back as other values than were written"):
         export(model, converters, tmp_path)
     assert not [*(tmp_path / "exports").glob("step*")]

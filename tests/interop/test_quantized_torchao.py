@@ -1,4 +1,4 @@
-"""Weights that torchao flattened into a folder are, bit for bit, what torchao dequantises them to in float32."""
+"""Weights that torchao flattened into a folder are, bit for bit, what torchao dequantizes them to in float32."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ MAKERS: dict[str, Callable[[], Any]] = {
 @settings(max_examples=10)
 @given(data=st.data())
 def test_any_region_of_a_torchao_weight_is_exact(tmp_path: Path, name: str, data: st.DataObject) -> None:
-    """Each class that torchao can flatten, whole and in regions, beside a tensor that is not quantised."""
+    """Each class that torchao can flatten, whole and in regions, beside a tensor that is not quantized."""
     weight = MAKERS[name]()
     folder = write(tmp_path, {"a.weight": weight, "a.bias": torch.ones(4, dtype=BF16)})
     expected = in_float32(weight)
@@ -119,7 +119,7 @@ def test_any_region_of_a_torchao_weight_is_exact(tmp_path: Path, name: str, data
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")
 @pytest.mark.parametrize("lead", [(), (2,)])
 def test_int4_is_what_torchao_reconstructs(tmp_path: Path, lead: tuple[int, ...]) -> None:
-    """Int4Tensor, whose quantiser needs a GPU library: its codes as that library packs them, against torchao's inverse.
+    """Int4Tensor, whose quantizer needs a GPU library: its codes as that library packs them, against torchao's inverse.
 
     torchao's inverse adds twice; in double precision that loses nothing, and what is left is one rounding.
     Source of the packing: MSLK, quantize/shuffle.py (pack_int4, int4_row_quantize_zp).
@@ -145,10 +145,10 @@ def test_int4_is_what_torchao_reconstructs(tmp_path: Path, lead: tuple[int, ...]
 
 @pytest.mark.filterwarnings("ignore::UserWarning:transformers")
 def test_a_model_saved_by_transformers_is_what_it_loads(tmp_path: Path) -> None:
-    """A Llama quantised with torchao and saved by transformers in several files, against transformers' own load."""
+    """A Llama quantized with torchao and saved by transformers in several files, against transformers' own load."""
     write_llama(tmp_path / "float")
-    quantised = TorchAoConfig(IntxWeightOnlyConfig(INT4, PerGroup(32)))
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=quantised, dtype=F32)
+    quantized = TorchAoConfig(IntxWeightOnlyConfig(INT4, PerGroup(32)))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=quantized, dtype=F32)
     model.save_pretrained(tmp_path / "int4", max_shard_size="100KB")
     assert len(list((tmp_path / "int4").glob("*.safetensors"))) > 1
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "int4", dtype=F32)

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import torch
 
-from titan_ckpt.formats.quantised.folder import Findings, QuantisedFolder
-from titan_ckpt.formats.quantised.tables import E2M1_PAIRS, EXPONENTS
-from titan_ckpt.formats.quantised.values import Codes, Scaled, Transposed
+from titan_ckpt.formats.quantized.folder import Findings, QuantizedFolder
+from titan_ckpt.formats.quantized.tables import E2M1_PAIRS, EXPONENTS
+from titan_ckpt.formats.quantized.values import Codes, Scaled, Transposed
 from titan_ckpt.geometry.chunks import TensorInfo
 
 _BLOCKS, _SCALES = "_blocks", "_scales"
 
 
-def find(folder: QuantisedFolder) -> Findings:
+def find(folder: QuantizedFolder) -> Findings:
     """Pair blocks with scales."""
     findings = Findings()
     infos = folder.infos

@@ -1,4 +1,4 @@
-"""Reading dequantised tensors: requests are cut into bounded pieces and fetched in batches; one batch is computed while
+"""Reading dequantized tensors: requests are cut into bounded pieces and fetched in batches; one batch is computed while
 the next is read.
 
 Owns memory and threads. Knows no formats; expressions (values.py) compute the values.
@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from titan_ckpt.disk.direct import IO_BYTES, run_workers
-from titan_ckpt.formats.quantised.values import Values
+from titan_ckpt.formats.quantized.values import Values
 from titan_ckpt.formats.reading.slices import put
 from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
@@ -29,7 +29,7 @@ _COMPUTED_ELEMENTS = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """A box of what a request wants of a dequantised tensor, and the stored regions from which it is computed."""
+    """A box of what a request wants of a dequantized tensor, and the stored regions from which it is computed."""
 
     values: Values
     box: Chunk
@@ -46,7 +46,7 @@ class _Piece:
         return cut(box, max_elements, self.values.order if kept else tuple(range(len(box.sizes))))
 
 
-class DequantisedFiles:
+class DequantizedFiles:
     """Open safetensors files, some of whose tensors are computed from several stored ones."""
 
     def __init__(self, headers: Sequence[SafetensorsHeader], values: Mapping[str, Values], hidden: Set[str]) -> None:
@@ -60,7 +60,7 @@ class DequantisedFiles:
     def plan(self, requests: Sequence[ReadRequest]) -> Fill:
         """Open the files of all requests; return the function that fills them. Raises: as SafetensorsFiles.plan.
 
-        Dequantised values are computed in float32, then cast to the dtype of the memory.
+        Dequantized values are computed in float32, then cast to the dtype of the memory.
         """
         fill_plain = self._files.plan([request for request in requests if request.key not in self._values])
         computed = [request for request in requests if request.key in self._values]

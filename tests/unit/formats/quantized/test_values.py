@@ -1,4 +1,4 @@
-"""The algebra of dequantised tensors: any box of any expression is that box of the whole, into any memory."""
+"""The algebra of dequantized tensors: any box of any expression is that box of the whole, into any memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.interop.folders import a_box
-from titan_ckpt.formats.quantised import tables
-from titan_ckpt.formats.quantised.reading import cut
-from titan_ckpt.formats.quantised.values import (
+from titan_ckpt.formats.quantized import tables
+from titan_ckpt.formats.quantized.reading import cut
+from titan_ckpt.formats.quantized.values import (
     Codes,
     Constant,
     Joined,

@@ -1,1 +1,0 @@
-"""Reading quantised Hugging Face folders, which are dequantised on the way."""

@@ -1,0 +1,1 @@
+"""Reading quantized Hugging Face folders, which are dequantized on the way."""

@@ -54,8 +54,9 @@ _QUEUED_BYTES = 256 << 20
 _FEW_BYTES = 1 << 20
 """One thread writes fewer bytes than this faster than other threads start."""
 _ROUND_BYTES = 32 << 20
-"""Bytes that a rank receives in one round for files in a bucket. On a disk it receives two writes: with one, ranks wait for
-the sizes of the next round as long as for its bytes."""
+"""Bytes that a rank receives in one round for files in a bucket. On a disk it receives two writes.
+
+With one, ranks wait for the sizes of the next round as long as for its bytes."""
 _LEAD_ROUNDS = 4
 """A rank waits that is so many rounds ahead of the slowest one."""
 

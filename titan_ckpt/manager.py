@@ -158,7 +158,7 @@ class CheckpointManager:
 
         The forward pass of an embedding with `max_norm` changes its rows, and PEFT's layers merge unseen by versions.
         """
-        self._gradients = Gradients(self._run.optimizers, model_parts)
+        self._gradients = Gradients(self._run.optimizers, modules)
         self._base = TrackedBase(self._model, coordinator)
         self._content = ModelContent(config, self._model, self._base)
         self.last_step = LastStep(

@@ -51,7 +51,7 @@ class Gradients:
     def __init__(self, optimizers: Sequence[Any], modules: Sequence[nn.Module] = ()) -> None:
         """Gradients that are there now count as used. An optimizer without hooks is not watched.
 
-        `modules`: what is trained; FSDP2's keep gradients to themselves until they reduce them.
+        `modules`: all that are trained; FSDP2's keep gradients to themselves until they reduce them.
         """
         inner = [innermost(optimizer) for optimizer in optimizers]
         self._optimizers = [optimizer for optimizer in inner if hasattr(optimizer, "_optimizer_step_post_hooks")]
@@ -59,8 +59,7 @@ class Gradients:
         # SAM's loop calls methods of its own in place of step(), and these the step() of the optimizer that it holds
         stepping = {id(o): o for o in (*self._optimizers, *within)}.values()
         self.hooks: list[RemovableHandle] = [o.register_step_post_hook(note_used) for o in stepping]
-        every = [module for root in modules for module in root.modules()]
-        self._sharded = [module for module in every if isinstance(module, FSDPModule)]
+        self._sharded = [module for module in modules if isinstance(module, FSDPModule)]
         self._told = False
         for optimizer in self._optimizers:
             note_used(optimizer)

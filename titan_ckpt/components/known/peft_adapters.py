@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from titan_ckpt.components import unsaved_state
-from titan_ckpt.components.known.switches import Switches, is_of_peft, switches_of
+from titan_ckpt.components.known.switches import Switches, is_of_peft, modules_of_peft, switches_of
 from titan_ckpt.errors import LoadMismatchError, SaveError, listed
 from titan_ckpt.types import Stateful
 
@@ -56,7 +56,7 @@ _SCORES = ("ipt", "exp_avg_ipt", "exp_avg_unc")
 def faults(models: Sequence[nn.Module], optimizers: Sequence[Any], allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each adapter and optimizer of PEFT that a resumed run would not continue exactly."""
     held: dict[tuple[str, str], Any] = {}
-    for module in (module for model in models for module in model.modules() if is_of_peft(module)):
+    for _, module in modules_of_peft(models):
         for attribute, role in (("peft_config", "adapter"), ("lora_variant", "variant of LoRA")):
             for name, value in (getattr(module, attribute, None) or {}).items():
                 held[f"{role} {name!r}", unsaved_state.class_name(value)] = value
@@ -79,7 +79,7 @@ class AdapterState:
     """Tensors in buffers that are not persistent and in attributes, AdaLoRA's ranks, and what training has switched."""
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
-        self._modules = [found for model in models for found in model.named_modules() if is_of_peft(found[1])]
+        self._modules = modules_of_peft(models)
         self._allocators = [(m, m.rankallocator) for _, m in self._modules if "rankallocator" in vars(m)]
         self._names = frozenset(self._tensors())
         self._switches = Switches(switch for model in models if self._modules for switch in switches_of(model))

@@ -5,7 +5,8 @@ Owns the comparison with the values at the start, so that a step holds only what
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -50,6 +51,13 @@ def switches_of(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
             values = value.values() if isinstance(value, dict) else ()
             if isinstance(value, (str, bool, list, dict)) and all(isinstance(v, (int, float)) for v in values):
                 yield name, part, attribute
+
+
+def modules_of_peft(models: Sequence[nn.Module]) -> list[tuple[str, Any]]:
+    """Return PEFT's modules with their names; a model is not walked if PEFT was never imported."""
+    if "peft" not in sys.modules:
+        return []
+    return [found for model in models for found in model.named_modules() if is_of_peft(found[1])]
 
 
 def is_of_peft(value: Any) -> bool:

@@ -188,7 +188,12 @@ def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     return copied
 
 
-def take_uploads() -> Sequence[torch.cuda.Event]:
+def take_uploads() -> tuple[torch.cuda.Event, ...]:
     """Return the ends of this thread's uploads since the last call."""
     events, _uploads.events = _uploads.events, ()
     return events
+
+
+def keep_uploads(events: tuple[torch.cuda.Event, ...]) -> None:
+    """Let the next call of `take_uploads` in this thread return these uploads too."""
+    _uploads.events += events

@@ -168,10 +168,12 @@ def bounce_buffer() -> Iterator[Buffer]:
     if bounce.pinned is None and cuda.in_use():
         bounce.buffer.tensor.zero_()
         bounce.pinned = cuda.pin(bounce.buffer)
+    outer = cuda.take_uploads()  # from a buffer that this thread holds meanwhile
     try:
         yield bounce.buffer
     finally:
         bounce.copies = cuda.take_uploads()
+        cuda.keep_uploads(outer)
         _bounces.append(bounce)
 
 

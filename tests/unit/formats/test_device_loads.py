@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.fake_cuda import DEVICE, OnDevice, on_device
+from tests.fake_cuda import DEVICE, FakeCuda, OnDevice, on_device
 from tests.unit.formats.quantized.test_reading import fp8_folder
+from titan_ckpt.disk import cuda, direct
 from titan_ckpt.disk.direct import IO_BYTES, FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
@@ -79,6 +81,33 @@ def test_a_native_load_verifies_a_block_and_then_copies_it_to_the_device(tmp_pat
     with NativeReader(tmp_path) as native, pytest.raises(CorruptCheckpointError, match="no tensor"):
         native.read([ReadRequest("small.99", Chunk.whole((3,)), into["small.99"])])
     assert not uploads
+
+
+def test_columns_leave_the_upload_before_them_with_its_own_buffer(
+    tmp_path: Path, uploads: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The buffer that a device still reads is not lent again, though columns pass another one meanwhile."""
+    FakeCuda(monkeypatch)
+    monkeypatch.setattr(direct, "_bounces", deque())
+    sources, record = dict[int, torch.cuda.Event](), slices.upload
+
+    def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+        sources[values.untyped_storage().data_ptr()] = event = torch.cuda.Event()
+        cuda.keep_uploads((event,))
+        return record(values, device)
+
+    monkeypatch.setattr(slices, "upload", upload)
+    tensors = {"a": torch.randn(1000), "b": torch.randn(100, 100)}
+    WritePlan.of(tensors, Coordinator.current()).write(tmp_path, tensors)
+    direct._bounces.clear()
+    into = {"a": on_device(torch.zeros(1000)), "b": on_device(torch.zeros(100, 50))}
+    with NativeReader(tmp_path) as native:
+        native.read(
+            [ReadRequest("a", Chunk.whole((1000,)), into["a"]), ReadRequest("b", Chunk((0, 3), (100, 50)), into["b"])]
+        )
+    assert torch.equal(into["a"], tensors["a"]) and torch.equal(into["b"], tensors["b"][:, 3:53])
+    copies = {bounce.buffer.address: bounce.copies for bounce in direct._bounces}
+    assert len(sources) == 2 and all(event in copies[address] for address, event in sources.items())
 
 
 @pytest.mark.parametrize("cold", [False, True])

@@ -192,7 +192,7 @@ def _scatter_box(part: Slice, window: Window, values: torch.Tensor) -> None:
             continue
         at = part.start + element_span(part.sizes, box)[0] * itemsize - start
         source = values[at : at + box.numel * itemsize]
-        if source.storage_offset() % itemsize:  # a view is aligned
+        if source.storage_offset() % itemsize or source.data_ptr() % itemsize:  # a view is aligned
             source = source.clone()
         put(part.into, part.chunk or wanted, inner, source.view(part.dtype).view(box.sizes)[inner.within(box)])
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.reading.slices import Held, Slice, scatter
 from titan_ckpt.geometry.chunks import Chunk
 
@@ -61,3 +64,22 @@ def test_columns_come_out_of_memory_that_holds_more_than_the_window() -> None:
     for window in pairwise([0, 28, 60, 96]):
         scatter([part], window, Held.of(memory, 0))
     assert torch.equal(into, section.view(12, 8)[:, 2:5])
+
+
+def test_elements_at_odd_offsets_of_a_mapping_are_aligned_before_torch_reads_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A mapping is seen from its first wanted byte on, which no dtype is aligned to."""
+    value, seen, put = torch.randn(100, 50), list[int](), slices.put
+
+    def watched(into: torch.Tensor, chunk: Chunk, part: Chunk, values: torch.Tensor) -> None:
+        seen.append(values.data_ptr() % values.dtype.itemsize)
+        put(into, chunk, part, values)
+
+    monkeypatch.setattr(slices, "put", watched)
+    (tmp_path / "a.bin").write_bytes(bytes(3) + value.numpy().tobytes())
+    file, into = FileReader(tmp_path / "a.bin"), torch.zeros(100, 50, dtype=torch.float64)
+    stop = 3 + value.nbytes
+    scatter([Slice("x", 3, (100, 50), torch.float32, None, into)], (3, stop), Held.over(file.view(3, value.nbytes), 3))
+    file.close()
+    assert torch.equal(into, value.double()) and seen == [0]

@@ -302,8 +302,10 @@ class FileReader(Reader):
         try:
             advise(mapping, _POPULATE_READ)
         except OSError as error:
-            if error.errno == errno.EFAULT:
-                raise EOFError(cut_short) from error
+            if error.errno == errno.EFAULT:  # the file was cut short meanwhile, or the disk fails
+                if os.fstat(self._fd).st_size < offset + num_bytes:
+                    raise EOFError(cut_short) from error
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path)) from error
             if error.errno != errno.EINVAL:  # Linux before 5.14 fills the tables when they are used
                 raise
         return mapping[skipped:]

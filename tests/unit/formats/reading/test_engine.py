@@ -14,6 +14,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from titan_ckpt.disk import direct
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.formats.reading import engine
 from titan_ckpt.formats.reading.engine import Blocks, SliceFill
@@ -118,3 +119,21 @@ def test_a_mapping_that_fails_once_is_read_again(tmp_path: Path, monkeypatch: py
     SliceFill([(file, None, [Slice("x", 0, value.shape, value.dtype, None, into)])])()
     file.close()
     assert torch.equal(into, value.double()) and failed == [value.nbytes]
+
+
+def test_a_disk_that_fails_under_a_mapping_has_not_cut_the_file_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel says EFAULT for both; the bytes are read again, as those are whose read fails."""
+    value = torch.randn(1 << 16)
+    (tmp_path / "a.bin").write_bytes(value.numpy().tobytes())
+
+    def fails(_mapping: memoryview, _advice: int) -> None:
+        raise OSError(errno.EFAULT, "bad address")
+
+    monkeypatch.setattr(direct, "advise", fails)
+    monkeypatch.setattr(FileReader, "cached_bytes", lambda _self, _offset, num_bytes: num_bytes)
+    file, into = FileReader(tmp_path / "a.bin"), torch.zeros(value.shape, dtype=torch.float64)
+    SliceFill([(file, None, [Slice("x", 0, value.shape, value.dtype, None, into)])])()
+    file.close()
+    assert torch.equal(into, value.double())

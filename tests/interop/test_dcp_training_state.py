@@ -252,3 +252,40 @@ def test_groups_that_were_split_otherwise_are_refused(tmp_path: Path) -> None:
     exclude = ResumeConfig(exclude=("optimizer",))
     assert world.load(run.manager(tmp_path, **source, resume=exclude)).step == 3
     assert not run.optimizer.state
+
+
+def test_an_optimizer_that_has_no_parameter_yet_is_none_of_the_folders(tmp_path: Path) -> None:
+    """A library makes a group for weights without decay that may be empty, and a stage may have none at all."""
+    saved = _saved(tmp_path / "step-3")
+    run = _Run(seed=2)
+    idle = torch.optim.SGD([{"params": []}], lr=0.5)
+    manager = world.manager(
+        tmp_path / "ours", run.model, run.optimizer, idle, **_from(tmp_path / "step-3"),
+        resume=ResumeConfig(exclude=("lr_scheduler", "dataloader", "states")),
+    )  # fmt: skip
+    assert world.load(manager).step == 3
+    assert same(run.model.state_dict(), saved.model.state_dict()) and idle.param_groups[0]["lr"] == 0.5
+
+
+class _Counting(nn.Linear):
+    """A module with extra state."""
+
+    count = 0
+
+    def get_extra_state(self) -> int:
+        return self.count
+
+    def set_extra_state(self, state: Any) -> None:
+        self.count = state
+
+
+def test_a_folder_gives_the_model_to_a_run_that_leaves_it_out_of_its_own_steps(tmp_path: Path) -> None:
+    """Its tensors and the extra state of its modules."""
+    saved, model = _Counting(2, 2), _Counting(2, 2)
+    saved.count = 7
+    flat = {**saved.state_dict(), "lr_scheduler.last_epoch": 3, "train_state.step": 3}
+    dcp.save(flat, checkpoint_id=tmp_path / "checkpoints/step-3", no_dist=True)
+    components: Any = ("optimizer", "rng")
+    run = world.manager(tmp_path, model, components=components, external_weights=lambda event: None)
+    assert world.load(run).step == 3
+    assert torch.equal(model.weight, saved.weight) and model.count == 7

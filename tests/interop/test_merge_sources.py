@@ -148,6 +148,7 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
     dora = write_adapter(base, tmp_path / "dora", use_dora=True)
     short = changed("short", lambda t: {k: v[:16] if "magnitude" in k else v for k, v in t.items()}, dora)
     sized = write_adapter(base, tmp_path / "sized", use_dora=True, target_modules=["embed_tokens"])
+    unsized = changed("unsized", lambda t: {k: v for k, v in t.items() if "magnitude" not in k}, sized)  # an old PEFT's
     unscaled = write_adapter(base, tmp_path / "unscaled", lora_alpha=0)
     words = write_adapter(base, tmp_path / "words", target_modules=["embed_tokens"])
     head = write_adapter(base, tmp_path / "head", target_modules=["lm_head"])
@@ -155,6 +156,7 @@ def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path
     for where, adapter, fault in [
         (base, short, r"q_proj\.lora_magnitude_vector: expected \[64\], found \[16\]"),
         (base, sized, r"embed_tokens\.lora_embedding_A: use_dora of embeddings scales columns"),
+        (base, unsized, r"embed_tokens\.lora_embedding_A: use_dora of embeddings scales columns"),
         (base, zero, "none of its 6 pairs has any effect"),
         (base, unscaled, "none of its 6 pairs has any effect: A, B or the scale is zero"),
         (base, strange, r"2 that the model does not have: .*mlp\.down\.lora_A"),

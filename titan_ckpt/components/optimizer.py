@@ -104,7 +104,8 @@ class OptimizerState:
         Raises: LoadMismatchError for quantized state that this layout cannot take.
         """
         out = self._quantized_rooms(available, stored)
-        beside = dict(layout for optimizer in stored for layout in layouts_of(optimizer[0].get("beside")))
+        first = [group for optimizer in stored for group in optimizer[:1]]  # torchtitan may have none of an optimizer
+        beside = dict(layout for group in first for layout in layouts_of(group.get("beside")))
         placements = dict(layout for optimizer in stored for group in optimizer for layout in layouts_of(group["own"]))
         strangers = []
         filled = {address(parameter) for _, parameter in self._owners.values()}

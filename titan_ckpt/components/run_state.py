@@ -213,8 +213,14 @@ class RunState:
             if item.is_stepped:
                 typed_json.encode(item.value({}), item.key)
 
-    def _restored(self, stored: Stored) -> list[Item]:
-        return [item for item in self.items if item.component not in stored.exclude]
+    def restored(self, exclude: Collection[str]) -> list[Item]:
+        """Return the items that a load restores which leaves these components out.
+
+        A folder of torchtitan also gives the model to a run that leaves it out of its own steps.
+        """
+        is_given = self.extra is None and "model" not in exclude
+        items = [*([ExtraState(self.model)] if is_given else []), *self.items]
+        return [item for item in items if item.component not in exclude]
 
     def check(self, stored: Stored) -> None:
         """Check that every component of this run can be restored; change nothing.
@@ -222,7 +228,7 @@ class RunState:
         Raises: LoadMismatchError listing the components that the checkpoint lacks or that cannot be carried over.
         """
         lacking: dict[str, list[str]] = {}
-        for item in self._restored(stored):
+        for item in self.restored(stored.exclude):
             if item.is_required and not item.is_in(stored):
                 lacking.setdefault(item.component, []).append(item.key.removeprefix(f"{item.component}."))
         if lacking:
@@ -232,7 +238,7 @@ class RunState:
                 "another number of ranks; to start afresh with them: checkpoint.resume.exclude = "
                 f"{json.dumps([*lacking])}"
             )
-        for item in self._restored(stored):
+        for item in self.restored(stored.exclude):
             item.check(stored)
 
     def destinations(self, stored: Stored, available: Mapping[str, TensorInfo]) -> tuple[StateDict, list[str]]:
@@ -245,7 +251,7 @@ class RunState:
         strangers: list[str] = []
         if self.trained is None and "optimizer" not in stored.exclude:
             strangers += [key for key in available if key.startswith(OPTIMIZER)]
-        for item in self._restored(stored):
+        for item in self.restored(stored.exclude):
             rooms, without_room = item.destinations(stored, available)
             out |= rooms
             strangers += without_room
@@ -262,7 +268,7 @@ class RunState:
 
         Return the warnings of this rank; those of other ranks may be the same or different.
         """
-        restored = self._restored(stored)
+        restored = self.restored(stored.exclude)
         warnings = [line for item in restored for line in item.warnings(stored)]
         for item in restored:
             item.restore(stored, tensors)

@@ -78,7 +78,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], names: Collec
         if name in _OF_GROUPS and not all(isinstance(value, list | tuple) for value in values):
             continue  # not as torch has it
         old, new = (_shown(name, value) for value in values)
-        if repr(old) != repr(new):
+        if str(old) != str(new):  # numpy's numbers and Python's are the same settings
             yield f"{_STATE_LABELS.get(name, name)} = {old} and not {new}"
 
 

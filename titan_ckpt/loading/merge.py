@@ -98,9 +98,13 @@ class AdapterMerge:
                     if piece.file_index == group.keys.index(weight):
                         yield piece.view, piece.chunk
 
+    def stored(self, update: WeightUpdate) -> list[str]:
+        """Return the names of an update's tensors; older versions of PEFT store no lengths of embeddings."""
+        return [name for name in update.tensors if self.prefix + name in self.reader.tensors]
+
     def values(self, update: WeightUpdate) -> list[torch.Tensor]:
         """Return the whole tensors of an update."""
-        return [self.reader.whole(self.prefix + name) for name in update.tensors]
+        return [self.reader.whole(self.prefix + name) for name in self.stored(update)]
 
     def tensor_shape(self, name: str) -> Shape:
         """Return the shape of one of the adapter's tensors."""
@@ -108,7 +112,7 @@ class AdapterMerge:
 
     def base_shape(self, update: WeightUpdate) -> Shape:
         """Return the shape of the weight that an update is for."""
-        return update.base_shape([*map(self.tensor_shape, update.tensors)], self.shape(update.weight))
+        return update.base_shape([*map(self.tensor_shape, self.stored(update))], self.shape(update.weight))
 
     def _apply_to(self, base: StateDict, updates: Sequence[WeightUpdate], copies: Mapping[str, str]) -> None:
         of_copies = [(name, *place) for name, weight in copies.items() for place in self.views(weight, base)]
@@ -159,7 +163,7 @@ def prepare_merge(
     unexpected = tuple(key for key, fqn in merge.unexpected.items() if fqn not in shared)
     for update in merge.updates:
         chunks = (chunk for _, chunk in merge.views(update.weight, base))
-        shapes = {name: merge.tensor_shape(name) for name in update.tensors}
+        shapes = {name: merge.tensor_shape(name) for name in merge.stored(update)}
         problems += [merge.prefix + line for line in update.misfits(shapes, merge.shape(update.weight), chunks)]
     # all values are read, because a NaN must raise before a live weight changes
     acting = [update for update in merge.updates if update.acts(merge.values(update))]

@@ -254,7 +254,7 @@ class TorchtitanFolder(Origin):
     ) -> ResumeState:
         def read() -> StoredState:
             reader = DcpReader(self.path)
-            items = [item for item in run.items if item.component not in load_plan.exclude]
+            items = run.restored(load_plan.exclude)
             values = {item.key: value for item in items if (value := item.from_torchtitan(reader)) is not None}
             of_model = {name: reader.item(name) for name in prepared.state.values if name in reader.items}
             values["model"] = values.get("model", {}) | of_model

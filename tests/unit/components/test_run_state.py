@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -256,6 +257,22 @@ def test_settings_of_a_schedule_that_a_resume_replaces_are_one_log_line(
         [f"the lr scheduler goes on with the checkpoint's {line}"] if how == "changed" else []
     )
     assert rates(resumed) == rates(run(now) if how == "afresh" else saved)
+
+
+def test_a_setting_of_another_kind_of_number_is_no_other_setting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run that computes a rate or a length with numpy goes on as one that writes the number; nothing is said."""
+
+    def run(kind: Any, number: Any) -> dict[str, Any]:
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=kind(0.1), momentum=kind(0.5))
+        schedule = schedules.CosineAnnealingLR(optimizer, number(5), eta_min=kind(0.01))
+        return {"model": model, "optimizers": [optimizer], "lr_schedulers": [schedule]}
+
+    world.save(manager(tmp_path, **run(float, int)))
+    world.load(manager(tmp_path, **run(np.float64, np.int64)))
+    assert not [record.getMessage() for record in caplog.records if "goes on" in record.getMessage()]
 
 
 @pytest.mark.parametrize("rate", [1.0, 0.01, 3.0])

@@ -230,9 +230,10 @@ class RunState:
         lacking: dict[str, list[str]] = {}
         for item in self.restored(stored.exclude):
             if item.is_required and not item.is_in(stored):
-                lacking.setdefault(item.component, []).append(item.key.removeprefix(f"{item.component}."))
+                prefix = f"{item.component}."
+                lacking.setdefault(item.component, []).extend(item.key.split(prefix, 1)[1:])
         if lacking:
-            names = [f"{n} ({listed([*map(repr, of)], ', ', ' ')})" if of != [n] else n for n, of in lacking.items()]
+            names = [f"{n} ({listed([*map(repr, of)], ', ', ' ')})" if of else n for n, of in lacking.items()]
             raise LoadMismatchError(
                 f"the checkpoint has no state for: {', '.join(names)}. It was saved by a run without them, or by "
                 "another number of ranks; to start afresh with them: checkpoint.resume.exclude = "

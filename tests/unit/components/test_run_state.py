@@ -451,6 +451,14 @@ def test_schedulers_of_more_stages_take_the_state_they_all_had(tmp_path: Path) -
     world.load_fails(manager(tmp_path / "other", lr_schedulers=[Holder()]), LoadMismatchError, "lr_sched")
 
 
+@pytest.mark.parametrize("name", ["states", "a.states.b", ""])
+def test_a_state_that_is_lacking_is_named_whatever_its_name(tmp_path: Path, name: str) -> None:
+    """Also one that is called as the component is."""
+    world.save(manager(tmp_path, nn.Linear(2, 2)))
+    lacking = manager(tmp_path, nn.Linear(2, 2), states={name: world.Value()})
+    assert f"no state for: states ('{name}')." in world.load_fails(lacking, LoadMismatchError)
+
+
 def test_a_component_that_is_lacking_is_named_before_anything_is_touched(tmp_path: Path) -> None:
     """A run with a scheduler and a state over a step without them: one error, the weights as they were."""
     world.save(manager(tmp_path, torch.nn.Linear(2, 2)))

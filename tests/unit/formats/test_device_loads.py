@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,8 @@ def test_columns_leave_the_upload_before_them_with_its_own_buffer(
     """The buffer that a device still reads is not lent again, though columns pass another one meanwhile."""
     FakeCuda(monkeypatch)
     monkeypatch.setattr(direct, "_bounces", deque())
-    sources, record = dict[int, torch.cuda.Event](), slices.upload
+    sources = dict[int, torch.cuda.Event]()
+    record: Callable[[torch.Tensor, torch.device], torch.Tensor] = vars(slices)["upload"]
 
     def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
         sources[values.untyped_storage().data_ptr()] = event = torch.cuda.Event()

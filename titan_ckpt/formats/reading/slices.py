@@ -203,6 +203,8 @@ def put(into: torch.Tensor, chunk: Chunk, part: Chunk, values: torch.Tensor) -> 
 
     The memory has any shape, strides, dtype and device; the values are on the host or on that device.
     """
+    if into.shape != chunk.sizes and into.is_contiguous():
+        into = into.view(chunk.sizes)
     if into.shape == chunk.sizes:
         _copy(into[part.within(chunk)], values)
         return

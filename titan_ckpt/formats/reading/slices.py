@@ -183,18 +183,25 @@ def _scatter_box(part: Slice, window: Window, values: torch.Tensor) -> None:
     """
     start, stop = window
     itemsize = part.dtype.itemsize
-    low = (max(start, part.first) - part.start) // itemsize
-    high = (min(stop, part.stop) - part.start) // itemsize
-    wanted = part.box or Chunk.whole(part.sizes)
-    for box in boxes_of_range(part.sizes, low, high):
-        inner = box.intersect(wanted)
-        if inner is None:
-            continue
-        at = part.start + element_span(part.sizes, box)[0] * itemsize - start
-        source = values[at : at + box.numel * itemsize]
+    begin, end = max(start, part.first), min(stop, part.stop)
+
+    def elements(at: int, numel: int) -> torch.Tensor:
+        source = values[at - start : at - start + numel * itemsize]
         if source.storage_offset() % itemsize or source.data_ptr() % itemsize:  # a view is aligned
             source = source.clone()
-        put(part.into, part.chunk or wanted, inner, source.view(part.dtype).view(box.sizes)[inner.within(box)])
+        return source.view(part.dtype)
+
+    if part.is_run and part.chunk is None and part.into.is_contiguous():  # one copy, where boxes may be up to five
+        first, numel = (begin - part.first) // itemsize, (end - begin) // itemsize
+        with torch.no_grad():
+            _copy(part.into.view(-1)[first : first + numel], elements(begin, numel))
+        return
+    wanted = part.box or Chunk.whole(part.sizes)
+    for box in boxes_of_range(part.sizes, (begin - part.start) // itemsize, (end - part.start) // itemsize):
+        inner = box.intersect(wanted)
+        if inner is not None:
+            at = part.start + element_span(part.sizes, box)[0] * itemsize
+            put(part.into, part.chunk or wanted, inner, elements(at, box.numel).view(box.sizes)[inner.within(box)])
 
 
 @torch.no_grad()

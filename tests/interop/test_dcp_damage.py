@@ -24,7 +24,7 @@ from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
-from titan_ckpt.geometry.requests import ReadRequest, StoredValue
+from titan_ckpt.geometry.requests import FilePart, StoredValue
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
 
@@ -38,7 +38,7 @@ def saved(folder: Path) -> Any:
 def read(folder: Path, metadata: Any) -> torch.Tensor:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     out = torch.full((4, 3), -1.0)
-    DcpReader(folder).read([ReadRequest("w", Chunk.whole((4, 3)), out)])
+    DcpReader(folder).read([FilePart("w", Chunk.whole((4, 3)), out)])
     return out
 
 
@@ -186,7 +186,7 @@ def test_every_kind_of_tensor_goes_round(tmp_path: Path, name: str, writer: str)
     else:
         dcp.save({"model.w": value}, checkpoint_id=folder)
     found = torch.zeros(value.numel(), dtype=value.dtype).view(value.shape)
-    DcpReader(folder).read([ReadRequest("model.w", Chunk.whole(value.shape), found)])
+    DcpReader(folder).read([FilePart("model.w", Chunk.whole(value.shape), found)])
     assert same(found, value)
     loaded = {"model.w": torch.zeros(value.numel(), dtype=value.dtype).view(value.shape)}
     dcp.load(loaded, checkpoint_id=folder)

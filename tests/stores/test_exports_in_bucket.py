@@ -41,13 +41,13 @@ from titan_ckpt.formats.publish.record import RECORDS
 from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.stores.store import Place
 from titan_ckpt.training.run_data import find_tokenizer
-from titan_ckpt.weights.transforms import FilePiece, file_group
+from titan_ckpt.weights.transforms import file_group
 
 DENIED = refusal("403 Forbidden", "AccessDenied", "Access Denied")
 """A store that is too busy is asked again, for a time in which a slow machine must answer all other requests."""
@@ -124,7 +124,7 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server) -> None:
                 assert go_on.wait(30)
             if rank == 0 and number == 8:
                 threading.Timer(0.5, look).start()
-            piece = FilePiece("f", Chunk(((number << 20) + (rank << 19),), (1 << 19,)), half)
+            piece = FilePart("f", Chunk(((number << 20) + (rank << 19),), (1 << 19,)), half)
             for position, part in made.runs_in(piece):
                 made.reach(position)
                 made.put(piece, part)
@@ -496,7 +496,7 @@ def test_exports_of_a_branch_that_was_given_up_are_replaced_by_the_new_branchs(s
         assert (place / "step-4" / ".metadata.abandoned").read() == before[".metadata"]
         with open_reader(get_folder(place / "step-3", tmp_path / "copy")) as reader:
             loaded = torch.empty(2, 2)
-            reader.read([ReadRequest("weight", Chunk.whole((2, 2)), loaded)])
+            reader.read([FilePart("weight", Chunk.whole((2, 2)), loaded)])
         assert loaded.unique().tolist() == [103.0]
         manager.save(4)
     assert names(place / "step-4") == [".metadata", "__0_0.distcp"]

@@ -15,7 +15,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 CONFIG = {"model_type": "x", "architectures": ["X"]}
@@ -29,7 +29,7 @@ def export_and_load(folder: Path) -> None:
         folder, groups, config=CONFIG, assets=None, max_shard_bytes=10**9, coordinator=Coordinator.current()
     )
     with HuggingFaceReader(folder) as reader:
-        reader.read([ReadRequest("w", Chunk.whole((2000, 3000)), torch.empty(2000, 3000))])
+        reader.read([FilePart("w", Chunk.whole((2000, 3000)), torch.empty(2000, 3000))])
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, delay: float) -> io.StringIO:

@@ -16,16 +16,16 @@ import torch
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
 
-class ReadRequest(NamedTuple):
-    """Fill `into` with the values of `chunk` of the file tensor `key`.
+class FilePart(NamedTuple):
+    """A chunk of the file tensor `key`, and the memory that a load fills with its values, or an export writes there.
 
-    `into` may be any strided view of live memory; in row-major order its elements are those of the chunk.
-    The reader casts a dtype that differs from the file's; the planner has decided before whether it may.
+    `view` may be any strided view; in row-major order its elements are those of the chunk. Values whose dtype is not
+    the file's are cast; the planner has decided before whether they may be.
     """
 
     key: str
     chunk: Chunk
-    into: torch.Tensor
+    view: torch.Tensor
 
 
 Fill = Callable[[], None]
@@ -47,14 +47,14 @@ class TensorReader(ABC):
         return self._tensors
 
     @abstractmethod
-    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+    def plan(self, requests: Sequence[FilePart]) -> Fill:
         """Check all that can be checked without reading a tensor; return the function that fills every request.
 
         The function fills in any order, and verifies the bytes if the format has digests.
         Raises: CorruptCheckpointError naming the file; OSError; the function too, and the memory is undefined then.
         """
 
-    def read(self, requests: Sequence[ReadRequest]) -> None:
+    def read(self, requests: Sequence[FilePart]) -> None:
         """Fill every request's memory. Raises: as `plan`, and as the function that it returns."""
         self.plan(requests)()
 
@@ -62,7 +62,7 @@ class TensorReader(ABC):
         """Return all values of a tensor. Raises: as `read`."""
         info = self.tensors[key]
         value = torch.empty(info.shape, dtype=info.dtype)
-        self.read([ReadRequest(key, Chunk.whole(info.shape), value)])
+        self.read([FilePart(key, Chunk.whole(info.shape), value)])
         return value
 
     def metadata(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, blocks_of, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Transpose
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.loading.adapters import check_mergeable, updates_in
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
 from titan_ckpt.weights.low_rank import WeightUpdate, is_conv1d
@@ -116,7 +116,7 @@ class AdapterMerge:
 
     def _apply_to(self, base: StateDict, updates: Sequence[WeightUpdate], copies: Mapping[str, str]) -> None:
         of_copies = [(name, *place) for name, weight in copies.items() for place in self.views(weight, base)]
-        self.reader.read([ReadRequest(self.prefix + name, chunk, view) for name, view, chunk in of_copies])
+        self.reader.read([FilePart(self.prefix + name, chunk, view) for name, view, chunk in of_copies])
         for update in updates:
             factors = update.factors(*self.values(update))
             for view, chunk in self.views(update.weight, base):

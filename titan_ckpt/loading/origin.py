@@ -28,7 +28,7 @@ from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.loading.adapters import is_adapter
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
 from titan_ckpt.loading.sources import PreparedLoad
@@ -79,7 +79,7 @@ def plan_state(run_state: RunState, coordinator: Coordinator, read: Callable[[],
         run_state.check(state.stored)
         available = {ours: state.reader.tensors[theirs] for ours, theirs in state.names.items()}
         tensors, strangers = run_state.destinations(state.stored, available)
-        requests = [ReadRequest(state.names[key], b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
+        requests = [FilePart(state.names[key], b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
         facts = {"trains": bool(run_state.optimizers), "strangers": sorted({*strangers, *state.strangers})}
         return ResumeState(state.stored, tensors, state.reader.plan(requests)), {"facts": facts}
 

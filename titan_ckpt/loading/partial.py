@@ -14,7 +14,7 @@ import torch
 from titan_ckpt.errors import LoadMismatchError, counted, listed
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo, blocks_of, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, selected
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import CASTABLE
@@ -30,7 +30,7 @@ class Partial:
     """Keys of the source that are not read, or of which only rows are read."""
     grown: Mapping[str, int] = field(default_factory=dict)
     """Native name of a table that has more rows than the source's -> number of rows that are loaded."""
-    requests: Sequence[ReadRequest] = ()
+    requests: Sequence[FilePart] = ()
     """The requests for these rows, to be made again after the whole table was initialized."""
     unmatched: Sequence[str] = ()
     """Patterns of `initialize` that match no tensor of this rank."""
@@ -56,7 +56,7 @@ def partial_of(source: LoadSource, wanted: StateDict, available: Mapping[str, Te
     passed_by = set(selected(available, source.ignore))
     offered = {key: info for key, info in available.items() if key not in passed_by}
     grown: dict[str, int] = {}
-    requests: list[ReadRequest] = []
+    requests: list[FilePart] = []
     for fqn in wanted:
         if fqn not in fresh:
             continue
@@ -103,8 +103,8 @@ def _first_rows(
     return Chunk.whole(info.shape)
 
 
-def _requests(value: torch.Tensor, key: str, rows: Chunk) -> Iterator[ReadRequest]:
+def _requests(value: torch.Tensor, key: str, rows: Chunk) -> Iterator[FilePart]:
     """Yield the requests for this rank's part of the rows that the source has."""
     for block in blocks_of(value):
         if (cut := block.chunk.intersect(rows)) is not None:
-            yield ReadRequest(key, cut, block.data[cut.within(block.chunk)])
+            yield FilePart(key, cut, block.data[cut.within(block.chunk)])

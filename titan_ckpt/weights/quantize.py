@@ -21,8 +21,8 @@ from titan_ckpt.disk.memory import bytes_at
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, info_of, layout_of, local_chunks
 from titan_ckpt.geometry.keymap import Identity, PermuteRotary, Split
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
-from titan_ckpt.weights.transforms import FileGroup, FilePiece
+from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.weights.transforms import FileGroup
 
 _RUN_ELEMENTS = 1 << 22
 """Number of elements that are quantized at once, if the scheme allows it."""
@@ -86,7 +86,7 @@ class QuantizedGroup(FileGroup):
         """Return the description of each file tensor that is stored as parts."""
         return {key: weight.description for key, weight in self.weights.items()}
 
-    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePiece]:
+    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePart]:
         """Quantize this rank's part of a block: its own rows, or its share of a tensor that every rank has whole."""
         shapes = [info_of(value).shape for value in self.values]
         for part in self.parts_of(block, shares) if self.by_rows else [block]:
@@ -99,7 +99,7 @@ class QuantizedGroup(FileGroup):
                 for first, last in runs:
                     yield from self._encoded(key, first, values[first - start : last - start])
 
-    def _encoded(self, key: str, row: int, values: torch.Tensor) -> Iterator[FilePiece]:
+    def _encoded(self, key: str, row: int, values: torch.Tensor) -> Iterator[FilePart]:
         """Quantize a run of whole rows, a few at a time."""
         weight = self.weights[key]
         shapes = self.op.file_shapes([info_of(value).shape for value in self.values])
@@ -117,7 +117,7 @@ class QuantizedGroup(FileGroup):
                 by_row = weight.parts[name].shape[:1] == num_rows
                 offset = first_row if by_row else first_row // weight.row_unit
                 start = (offset, *(0 for _ in data.shape[1:]))[: data.dim()]
-                yield FilePiece(name, Chunk(start, tuple(data.shape)), data)
+                yield FilePart(name, Chunk(start, tuple(data.shape)), data)
 
 
 def quantized(groups: Sequence[FileGroup], quantizer: WeightQuantizer) -> list[FileGroup]:
@@ -152,7 +152,7 @@ def check_quantized(groups: Sequence[FileGroup], reader: TensorReader) -> None:
     for group in groups:
         for key, chunk, digest in group.written if isinstance(group, QuantizedGroup) else ():
             into = torch.empty(chunk.sizes, dtype=torch.float32)
-            reader.read([ReadRequest(key, chunk, into)])
+            reader.read([FilePart(key, chunk, into)])
             if _digest(into) != digest:
                 wrong[key] = None
     if wrong:

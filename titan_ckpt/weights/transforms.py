@@ -34,7 +34,7 @@ from titan_ckpt.geometry.chunks import (
     info_of,
 )
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, KeyRule, TensorOp
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
 
 logger = logging.getLogger(__name__)
@@ -47,15 +47,6 @@ _MAX_COMPARED_CHARS = 1_000
 
 FileDtype = torch.dtype | Mapping[str, torch.dtype] | None
 """Dtype of floating tensors in a file: one for all, or by file key (other tensors keep theirs), or None to keep all."""
-
-
-@dataclass(frozen=True, slots=True)
-class FilePiece:
-    """Values to be written at `chunk` of file tensor `key`, cast to its dtype; `view` may be strided."""
-
-    key: str
-    chunk: Chunk
-    view: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +84,17 @@ class FileGroup:
         cuts = (block.chunk.intersect(share) for share in shares)
         return [Block(cut, block.data[cut.within(block.chunk)]) for cut in cuts if cut is not None]
 
-    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePiece]:
+    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePart]:
         """Cut the parts of a block of native tensor `index` that lie in `shares` into pieces of file tensors."""
         for part in self.parts_of(block, shares):
             yield from self.cut(index, part)
 
-    def cut(self, index: int, block: Block) -> Iterator[FilePiece]:
+    def cut(self, index: int, block: Block) -> Iterator[FilePart]:
         """Cut a block of native tensor `index`, or any part of it, into pieces of file tensors."""
         keys = tuple(self.infos)
         shapes = [info_of(value).shape for value in self.values]
         for piece in self.op.pieces(index, shapes, block.chunk, block.data):
-            yield FilePiece(keys[piece.file_index], piece.chunk, piece.view)
+            yield FilePart(keys[piece.file_index], piece.chunk, piece.view)
 
 
 def file_group(group: KeyGroup, values: Sequence[torch.Tensor | LazyTensor], dtype: FileDtype) -> FileGroup:
@@ -131,7 +122,7 @@ class ReadPlan:
     are.
     """
 
-    requests: list[ReadRequest]
+    requests: list[FilePart]
     report: LoadReport
     absent_keys: tuple[str, ...] = ()
     """File keys that the wanted tensors would come from and that the source does not have."""
@@ -149,7 +140,7 @@ class ReadPlanner:
     def __init__(self, available: Mapping[str, TensorInfo], cast: bool) -> None:
         self.available = available
         self.may_cast = cast
-        self.requests: list[ReadRequest] = []
+        self.requests: list[FilePart] = []
         self.loaded: list[str] = []
         self.missing: list[str] = []
         self.mismatched: list[Mismatch] = []
@@ -169,7 +160,7 @@ class ReadPlanner:
             return
         expected = info_of(value)
         if op is IDENTITY and self.available[keys[0]] == expected:  # the usual case, and a hot path
-            self.requests += [ReadRequest(keys[0], block.chunk, block.data) for block in blocks_of(value)]
+            self.requests += [FilePart(keys[0], block.chunk, block.data) for block in blocks_of(value)]
             self.loaded.append(fqn)
             return
         if absent:
@@ -182,7 +173,7 @@ class ReadPlanner:
         shapes = op.native_shapes([self.available[key].shape for key in keys])
         for block in blocks_of(value):
             for piece in op.pieces(index, shapes, block.chunk, block.data):
-                self.requests.append(ReadRequest(keys[piece.file_index], piece.chunk, piece.view))
+                self.requests.append(FilePart(keys[piece.file_index], piece.chunk, piece.view))
         self.loaded.append(fqn)
 
     def _misfit(

@@ -144,7 +144,7 @@ def test_two_ranks_of_fsdp_fill_and_write_five_experts() -> None:
     assert not (plan.report.missing or plan.report.unexpected or plan.report.mismatched)
     for request in plan.requests:
         source = files[request.key]
-        request.into.copy_(source[request.chunk.within(Chunk.whole(source.shape))].reshape(request.into.shape))
+        request.view.copy_(source[request.chunk.within(Chunk.whole(source.shape))].reshape(request.view.shape))
     for fqn, value in ModelWrapper([model]).state_dict().items():
         for block in blocks_of(value):
             assert torch.equal(block.data, natives[fqn][block.chunk.within(Chunk.whole(info_of(value).shape))])

@@ -55,7 +55,7 @@ def assembled(groups: list[FileGroup]) -> dict[str, torch.Tensor]:
 def fill(plan: ReadPlan, files: dict[str, torch.Tensor]) -> None:
     """Carry out a plan's requests on tensors in memory."""
     for r in plan.requests:
-        r.into.copy_(files[r.key][r.chunk.within(Chunk.whole(files[r.key].shape))].reshape(r.into.shape))
+        r.view.copy_(files[r.key][r.chunk.within(Chunk.whole(files[r.key].shape))].reshape(r.view.shape))
 
 
 def infos_of(files: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:

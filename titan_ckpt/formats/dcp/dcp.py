@@ -26,7 +26,7 @@ from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths
 from titan_ckpt.formats.reading.slices import put
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo, info_of
-from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
@@ -91,7 +91,7 @@ class DcpReader(TensorReader):
         """Return an item that is no tensor. Raises: CorruptCheckpointError if it is more than plain data; KeyError."""
         return self._load(name, self.items[name])
 
-    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+    def plan(self, requests: Sequence[FilePart]) -> Fill:
         """Find the stored chunks of every request, and look at the sizes of their files.
 
         Raises: CorruptCheckpointError for chunks that overlap, leave a hole or are cut off. The function that fills
@@ -99,7 +99,7 @@ class DcpReader(TensorReader):
         """
         for key in {request.key for request in requests} - self._checked:
             self._require_disjoint(key)
-        by_chunk: dict[tuple[str, int], list[ReadRequest]] = {}
+        by_chunk: dict[tuple[str, int], list[FilePart]] = {}
         for request in requests:
             covered = 0
             for i, stored in enumerate(self._chunks.get(request.key, [])):
@@ -119,7 +119,7 @@ class DcpReader(TensorReader):
         in_order = sorted(by_chunk, key=lambda chunk: (stored_at[chunk].file, stored_at[chunk].offset))
         return partial(self._fill, {chunk: by_chunk[chunk] for chunk in in_order})
 
-    def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[ReadRequest]]) -> None:
+    def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[FilePart]]) -> None:
         for (key, i), wanting in by_chunk.items():
             stored = self._chunks[key][i]
             if self._unread is None or self._unread[0] is not stored:
@@ -134,7 +134,7 @@ class DcpReader(TensorReader):
             for request in wanting:
                 part = stored.chunk.intersect(request.chunk)
                 assert part is not None
-                put(request.into, request.chunk, part, data[part.within(stored.chunk)])
+                put(request.view, request.chunk, part, data[part.within(stored.chunk)])
             if sum(part.numel for r in wanting if (part := stored.chunk.intersect(r.chunk))) >= stored.chunk.numel:
                 self._unread = None
             del data

@@ -28,7 +28,7 @@ from titan_ckpt.formats.dcp.metadata import MAX_METADATA_BYTES
 from titan_ckpt.formats.dcp.unpickle import unpickle
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, chunks_at, local_tensor
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.requests import FilePart
 
 METADATA = "metadata.pkl"
 _MALFORMED = (
@@ -63,7 +63,7 @@ class TorchCheckpointingReader(DcpReader):
         for file in {stored.file for chunks in self._chunks.values() for stored in chunks}:
             self._require_contained(file)
 
-    def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[ReadRequest]]) -> None:
+    def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[FilePart]]) -> None:
         """Fill every request. A rank's file is mapped, so memory is that of the pages in use."""
         try:
             super()._fill(by_chunk)

@@ -30,7 +30,7 @@ from titan_ckpt.formats.publish.run import FolderFormat
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import Fill, ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.low_rank import LowRank, Operation, scale
@@ -115,7 +115,7 @@ class PeftReader(TensorReader):
     def _are_equal(self, key: str, other: str) -> bool:
         return self._tensors[key] == self._tensors[other] and torch.equal(self.whole(key), self.whole(other))
 
-    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+    def plan(self, requests: Sequence[FilePart]) -> Fill:
         """Open the files of all requests; return the function that fills them.
 
         Raises: CorruptCheckpointError; OSError; as `require_supported`. The function raises CorruptCheckpointError for
@@ -126,7 +126,7 @@ class PeftReader(TensorReader):
 
         def fill() -> None:
             fill_values()
-            bad = {r.key for r in requests if r.into.dtype in CASTABLE and not bool(torch.isfinite(r.into).all())}
+            bad = {r.key for r in requests if r.view.dtype in CASTABLE and not bool(torch.isfinite(r.view).all())}
             if bad:
                 file = self.path / WEIGHTS
                 raise CorruptCheckpointError(f"{file}: not finite: {listed(sorted(bad))}. {_AGAIN}", str(self.path))
@@ -352,10 +352,10 @@ def _check_values(reader: PeftReader) -> None:
     Raises: CorruptCheckpointError for values that are not finite; ExportError.
     """
     zero: set[str] = set()
-    waiting: list[ReadRequest] = []
+    waiting: list[FilePart] = []
     for key, info in reader.tensors.items():
-        waiting.append(ReadRequest(key, Chunk.whole(info.shape), torch.empty(info.shape, dtype=info.dtype)))
-        if sum(request.into.nbytes for request in waiting) > _BATCH_BYTES or len(waiting) == _BATCH_TENSORS:
+        waiting.append(FilePart(key, Chunk.whole(info.shape), torch.empty(info.shape, dtype=info.dtype)))
+        if sum(request.view.nbytes for request in waiting) > _BATCH_BYTES or len(waiting) == _BATCH_TENSORS:
             zero |= _zero(reader, waiting)
             waiting = []
     zero |= _zero(reader, waiting)
@@ -367,7 +367,7 @@ def _check_values(reader: PeftReader) -> None:
         )
 
 
-def _zero(reader: TensorReader, requests: Sequence[ReadRequest]) -> set[str]:
+def _zero(reader: TensorReader, requests: Sequence[FilePart]) -> set[str]:
     """Return the tensors of which all values are zero."""
     reader.read(requests)
-    return {request.key for request in requests if not bool(request.into.any())}
+    return {request.key for request in requests if not bool(request.view.any())}

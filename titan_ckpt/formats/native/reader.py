@@ -25,7 +25,7 @@ from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
@@ -143,7 +143,7 @@ class NativeReader(TensorReader):
                 header.path,
             )
 
-    def plan(self, requests: Sequence[ReadRequest]) -> SliceFill:
+    def plan(self, requests: Sequence[FilePart]) -> SliceFill:
         """Find the blocks of every request; return the function that fills them, and verifies each as it is read.
 
         Raises: CorruptCheckpointError for a file whose header is damaged, and for a tensor whose stored chunks do not
@@ -192,7 +192,7 @@ class NativeReader(TensorReader):
                 chunks.setdefault(entry.fqn, []).append(entry.chunk)
         return chunks
 
-    def _slices(self, requests: Sequence[ReadRequest]) -> dict[int, list[Slice]]:
+    def _slices(self, requests: Sequence[FilePart]) -> dict[int, list[Slice]]:
         """Return the slices of each rank's file."""
         own: list[Slice] = []
         header = self._own.header

@@ -33,8 +33,9 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import boxes, hull
 from titan_ckpt.geometry.chunks import Block, Chunk, Sharding, TensorInfo, info_of, sharding_of
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.stores.object_writer import no_thread
-from titan_ckpt.weights.transforms import FileGroup, FilePiece
+from titan_ckpt.weights.transforms import FileGroup
 
 _HEAD = struct.Struct("<qqqq")
 """Values begin with the numbers of their tensor and its run, and of their dims and bytes; offsets, sizes, digest."""
@@ -174,7 +175,7 @@ def runs_of(info: TensorInfo) -> tuple[Chunk, ...]:
     return tuple(boxes(Chunk.whole(info.shape), most)) if 0 not in info.shape else ()
 
 
-def part_of(piece: FilePiece, box: Chunk) -> torch.Tensor:
+def part_of(piece: FilePart, box: Chunk) -> torch.Tensor:
     """Return the values of a box in a piece, in the order of the box's elements. A view may have a row per head."""
     view, sizes = piece.view, piece.chunk.sizes
     if view.shape == sizes:
@@ -283,13 +284,13 @@ class Exchange:
         """Wait until the slowest rank is elsewhere, or the exchange is broken; return whether either happened."""
         return bool(self._changed.wait_for(lambda: self._error or self._slowest != position, seconds))
 
-    def runs_in(self, piece: FilePiece) -> Iterator[tuple[int, int]]:
+    def runs_in(self, piece: FilePart) -> Iterator[tuple[int, int]]:
         """Yield (position, number) of the runs that a piece has values of."""
         for number, run in enumerate(runs_of(self._infos[piece.key])):
             if piece.chunk.intersect(run) is not None:
                 yield self._place_of(piece.key, run)[0], number
 
-    def put(self, piece: FilePiece, number: int) -> None:
+    def put(self, piece: FilePart, number: int) -> None:
         """Send a copy of a piece's part of a run to the rank that writes it. For one thread.
 
         Raises: the error of the exchange.

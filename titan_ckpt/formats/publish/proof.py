@@ -21,7 +21,7 @@ from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes_of_range
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import ReadRequest, TensorReader
+from titan_ckpt.geometry.requests import FilePart, TensorReader
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def _batches(regions: Sequence[WrittenRegion]) -> Iterator[list[_Block]]:
     yield batch
 
 
-def _requests(block: _Block, buffer: Buffer) -> Iterator[ReadRequest]:
+def _requests(block: _Block, buffer: Buffer) -> Iterator[FilePart]:
     """Yield the requests for a block's values: the boxes that its elements make up, one after the other in memory."""
     written, dtype = block.written, block.written.info.dtype
     at = block.at
@@ -114,5 +114,5 @@ def _requests(block: _Block, buffer: Buffer) -> Iterator[ReadRequest]:
     for box in boxes_of_range(written.chunk.sizes, first, stop):
         num_bytes = box.numel * dtype.itemsize
         offsets = tuple(a + b for a, b in zip(written.chunk.offsets, box.offsets, strict=True))
-        yield ReadRequest(written.key, Chunk(offsets, box.sizes), buffer.tensor[at : at + num_bytes].view(dtype))
+        yield FilePart(written.key, Chunk(offsets, box.sizes), buffer.tensor[at : at + num_bytes].view(dtype))
         at += num_bytes

@@ -46,8 +46,8 @@ from titan_ckpt.formats.safetensors.container import Entry
 from titan_ckpt.formats.safetensors.regions import mapped_boxes
 from titan_ckpt.geometry.boxes import boxes, element_span, is_run, spans
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, is_plain_memory, run_through
-from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.weights.transforms import FileGroup, FilePiece
+from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.weights.transforms import FileGroup
 
 _QUEUED_BYTES = 256 << 20
 """Bytes of live tensors that the workers get at a time; each time all wait for the slowest worker."""
@@ -62,7 +62,7 @@ _LEAD_ROUNDS = 4
 
 _Blocks = Iterator[tuple[int, Block]]
 _Source = tuple[FileGroup, _Blocks]
-_Item = tuple[int, FilePiece, int]
+_Item = tuple[int, FilePart, int]
 """(Position among all files, piece, number of the run of which it is a part if it is exchanged)."""
 
 
@@ -93,7 +93,7 @@ class ExportWriter:
         self._exchange_of: dict[str, Exchange] = {}
         """By key. On a disk a rank writes what has none itself."""
         self._written: list[WrittenRegion] = []
-        self._queue: list[FilePiece] = []
+        self._queue: list[FilePart] = []
         self._queued_bytes = 0
         self._sources: dict[str, list[str]] = {}
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
@@ -190,7 +190,7 @@ class ExportWriter:
         """Send values to the ranks that write them. However that ends, no other rank waits for this one afterwards."""
         exchanges = self._exchanges.values()
 
-        def runs_of(piece: FilePiece) -> Iterator[_Item]:
+        def runs_of(piece: FilePart) -> Iterator[_Item]:
             return ((at, piece, number) for at, number in self._exchange_of[piece.key].runs_in(piece))
 
         try:
@@ -221,7 +221,7 @@ class ExportWriter:
         def position(key: str, chunk: Chunk | None = None) -> int:
             return (turns[self._plan.files.file_of[key]] << 48) + self._offset(key, chunk)
 
-        def whole(piece: FilePiece) -> Iterator[_Item]:
+        def whole(piece: FilePart) -> Iterator[_Item]:
             yield position(piece.key, piece.chunk), piece, 0
 
         for _, items, is_computed in self._in_order(groups, position, whole):
@@ -235,7 +235,7 @@ class ExportWriter:
         self,
         groups: Sequence[_Source],
         position: Callable[[str], int],
-        cut: Callable[[FilePiece], Iterator[_Item]],
+        cut: Callable[[FilePart], Iterator[_Item]],
     ) -> Iterator[tuple[int, Sequence[_Item], bool]]:
         """Yield this rank's pieces in the order of the files, with their position and whether they are computed.
 
@@ -273,7 +273,7 @@ class ExportWriter:
             listed = ", ".join(key + tied.get(key, "") for key in wrong)
             raise ExportError(f"{number} region(s) read back differ from what was written, of {listed}")
 
-    def _cut(self, group: FileGroup, index: int, block: Block) -> Iterator[FilePiece]:
+    def _cut(self, group: FileGroup, index: int, block: Block) -> Iterator[FilePart]:
         """Cut a block into this rank's pieces."""
         for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
             if not self._plan.is_divided(group):
@@ -281,7 +281,7 @@ class ExportWriter:
                 chunks.append([piece.chunk.offsets, piece.chunk.sizes])
             yield piece
 
-    def _queue_piece(self, piece: FilePiece) -> None:
+    def _queue_piece(self, piece: FilePart) -> None:
         """Queue a piece. Values of a live tensor need no memory while they are queued."""
         self._queue.append(piece)
         self._queued_bytes += piece.view.nbytes
@@ -321,7 +321,7 @@ class ExportWriter:
         blocks = (block for piece in queue for block in self._blocks(piece))
         run_workers(blocks, self._write_block, 1 if few else NUM_WORKERS)
 
-    def _blocks(self, piece: FilePiece) -> Iterator[_Block]:
+    def _blocks(self, piece: FilePart) -> Iterator[_Block]:
         """Cut a piece into blocks that fit a bounce buffer, in row-major order; one run is cut at blocks of the file.
 
         Not thread-safe: one worker at a time asks for the next block.

@@ -23,7 +23,7 @@ from titan_ckpt.formats.safetensors.container import SafetensorsHeader
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.stores.store import Place
 
 METHODS: Mapping[str, Callable[[QuantizedFolder], Findings]] = {
@@ -111,5 +111,5 @@ def _read_whole(
 ) -> dict[str, torch.Tensor]:
     tensors = {key: torch.empty(infos[key].shape, dtype=infos[key].dtype) for key in keys}
     with contextlib.closing(SafetensorsFiles(headers)) as files:
-        files.read([ReadRequest(key, Chunk.whole(infos[key].shape), tensor) for key, tensor in tensors.items()])
+        files.read([FilePart(key, Chunk.whole(infos[key].shape), tensor) for key, tensor in tensors.items()])
     return tensors

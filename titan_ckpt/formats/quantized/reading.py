@@ -19,7 +19,7 @@ from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import Fill, ReadRequest
+from titan_ckpt.geometry.requests import FilePart, Fill
 
 _FETCHED_ELEMENTS = 4 << 20
 """Elements of a request that are read at a time: 2 or 4 MiB in the file."""
@@ -33,7 +33,7 @@ class _Piece:
 
     values: Values
     box: Chunk
-    request: ReadRequest
+    request: FilePart
     regions: dict[str, tuple[Chunk, torch.Tensor]] = field(default_factory=dict)
 
     def load(self, key: str, box: Chunk) -> torch.Tensor:
@@ -42,7 +42,7 @@ class _Piece:
 
     def boxes(self, box: Chunk, max_elements: int) -> Iterator[Chunk]:
         """Cut a box in the file's order; in that of the memory if it has not the shape of what is requested."""
-        kept = self.request.into.shape == self.request.chunk.sizes
+        kept = self.request.view.shape == self.request.chunk.sizes
         return cut(box, max_elements, self.values.order if kept else tuple(range(len(box.sizes))))
 
 
@@ -57,7 +57,7 @@ class DequantizedFiles:
         plain = {key: e.info for key, e in self._files.entries.items() if key not in hidden and key not in values}
         self.tensors = plain | {key: TensorInfo(value.shape, torch.float32) for key, value in values.items()}
 
-    def plan(self, requests: Sequence[ReadRequest]) -> Fill:
+    def plan(self, requests: Sequence[FilePart]) -> Fill:
         """Open the files of all requests; return the function that fills them. Raises: as SafetensorsFiles.plan.
 
         Dequantized values are computed in float32, then cast to the dtype of the memory.
@@ -79,7 +79,7 @@ class DequantizedFiles:
         """Close all files; idempotent."""
         self._files.close()
 
-    def _pieces(self, request: ReadRequest) -> Iterator[_Piece]:
+    def _pieces(self, request: FilePart) -> Iterator[_Piece]:
         whole = _Piece(self._values[request.key], request.chunk, request)
         return (_Piece(whole.values, box, request) for box in whole.boxes(request.chunk, _FETCHED_ELEMENTS))
 
@@ -89,7 +89,7 @@ class DequantizedFiles:
             for leaf, box in piece.values.needs(piece.box):
                 memory = torch.empty(box.sizes, dtype=leaf.stored.dtype)
                 piece.regions[leaf.key] = (box, memory)
-                requests.append(ReadRequest(leaf.key, box, memory))
+                requests.append(FilePart(leaf.key, box, memory))
         self._files.read(requests)
         return pieces
 
@@ -97,7 +97,7 @@ class DequantizedFiles:
 def _compute(pieces: Sequence[_Piece]) -> None:
     for piece in pieces:
         for box in piece.boxes(piece.box, _COMPUTED_ELEMENTS):
-            put(piece.request.into, piece.request.chunk, box, piece.values.read(box, piece.load))
+            put(piece.request.view, piece.request.chunk, box, piece.values.read(box, piece.load))
 
 
 def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:

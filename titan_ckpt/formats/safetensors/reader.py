@@ -14,7 +14,7 @@ from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.requests import ReadRequest
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
@@ -42,12 +42,12 @@ class SafetensorsFiles:
     def entries(self) -> Mapping[str, Entry]:
         return {key: entry for key, (_, entry) in self._places.items()}
 
-    def read(self, requests: Sequence[ReadRequest]) -> None:
+    def read(self, requests: Sequence[FilePart]) -> None:
         """Fill every request. Several threads may call it. Raises: as `plan`, and as the function that it returns."""
         self.plan(requests)()
 
     @gc_paused()
-    def plan(self, requests: Sequence[ReadRequest]) -> SliceFill:
+    def plan(self, requests: Sequence[FilePart]) -> SliceFill:
         """Open the files of all requests; return the function that fills them.
 
         Raises: CorruptCheckpointError if a file has changed since its header was read; OSError. The function raises

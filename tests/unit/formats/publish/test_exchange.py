@@ -24,8 +24,9 @@ from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import element_span, is_run, overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Transpose
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.testing import distributed
-from titan_ckpt.weights.transforms import FilePiece, StateDictTransforms
+from titan_ckpt.weights.transforms import StateDictTransforms
 
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (7,), (3_000_000,), (4101, 512), (40, 4096), (2, 3, 3_000_000), (1, 9)])
@@ -41,7 +42,7 @@ def test_runs_make_up_a_tensor_and_fit_a_write(shape: tuple[int, ...], dtype: to
         assert {run.offsets[0] % 128 for run in runs} == {0}
 
 
-def test_any_part_of_a_piece_is_found(permuted: FilePiece) -> None:
+def test_any_part_of_a_piece_is_found(permuted: FilePart) -> None:
     """Also one that begins or ends inside of a head, or has some of its columns."""
     whole = permuted.view.reshape(24, 6)
     for box in (Chunk((8, 2), (16, 6)), Chunk((9, 3), (5, 4)), Chunk((31, 7), (1, 1)), Chunk((8, 2), (24, 6))):
@@ -50,11 +51,11 @@ def test_any_part_of_a_piece_is_found(permuted: FilePiece) -> None:
 
 
 @pytest.fixture
-def permuted() -> FilePiece:
+def permuted() -> FilePart:
     """Rows 8 to 31 and columns 2 to 7 of heads of 8 rows, which are mixed in memory."""
     block = torch.arange(24 * 6).view(24, 6)
     (piece,) = PermuteRotary(5).pieces(0, [(40, 9)], Chunk((8, 2), (24, 6)), block)
-    return FilePiece("x", piece.chunk, piece.view)
+    return FilePart("x", piece.chunk, piece.view)
 
 
 class Sent:
@@ -108,7 +109,7 @@ class Sent:
             return [*pool.map(on_rank, self.ranks)]
 
 
-def put_all(exchange: Exchange, pieces: Sequence[FilePiece]) -> None:
+def put_all(exchange: Exchange, pieces: Sequence[FilePart]) -> None:
     """Send pieces in the order of the files."""
     items = [(at, number, piece) for piece in pieces for at, number in exchange.runs_in(piece)]
     for position, number, piece in sorted(items, key=lambda item: item[:2]):
@@ -122,7 +123,7 @@ def test_values_come_to_the_rank_that_writes_their_run(seed: int) -> None:
     """Of any boxes on any ranks each run is written once, whole, by its owner, with the digest of each part."""
     chance = random.Random(seed)
     infos: dict[str, TensorInfo] = {}
-    pieces: list[list[FilePiece]] = [[] for _ in range(3)]
+    pieces: list[list[FilePart]] = [[] for _ in range(3)]
     values: dict[str, torch.Tensor] = {}
     for key in "abc":
         heights = [chance.randint(1, 900) for _ in range(chance.randint(1, 3))]
@@ -132,7 +133,7 @@ def test_values_come_to_the_rank_that_writes_their_run(seed: int) -> None:
         for i, j in itertools.product(range(len(heights)), range(len(widths))):
             box = Chunk((sum(heights[:i]), sum(widths[:j])), (heights[i], widths[j]))
             pieces[chance.randrange(3)].append(
-                FilePiece(key, box, values[key][box.within(Chunk.whole(infos[key].shape))])
+                FilePart(key, box, values[key][box.within(Chunk.whole(infos[key].shape))])
             )
     sent = Sent(infos, 3, 1 << 20)
     assert sent.run(lambda exchange: put_all(exchange, pieces[exchange._coordinator.rank])) == [None] * 3
@@ -154,10 +155,10 @@ def memory_of(values: torch.Tensor) -> memoryview:
 def test_what_makes_up_no_run_and_what_comes_twice_is_written_as_it_is() -> None:
     """A part that no rank has, as of ranks whose replicas are divided otherwise, is not waited for."""
     value = torch.randn(6, 8)
-    left, right = (FilePiece("x", Chunk((0, at), (6, 4)), value[:, at : at + 4]) for at in (0, 4))
+    left, right = (FilePart("x", Chunk((0, at), (6, 4)), value[:, at : at + 4]) for at in (0, 4))
     infos = {"x": TensorInfo((6, 8), torch.float32), "y": TensorInfo((6, 8), torch.float32)}
     sent = Sent(infos, 2, 1 << 20)
-    pieces = [[left, left, FilePiece("y", left.chunk, left.view)], [right]]
+    pieces = [[left, left, FilePart("y", left.chunk, left.view)], [right]]
     assert sent.run(lambda exchange: put_all(exchange, pieces[exchange._coordinator.rank])) == [None] * 2
     boxes = sorted(
         (filled.key, filled.chunk.offsets, filled.chunk.sizes) for of_rank in sent.written for filled in of_rank
@@ -170,7 +171,7 @@ def test_what_makes_up_no_run_and_what_comes_twice_is_written_as_it_is() -> None
 def test_rows_of_a_run_whose_rest_other_ranks_write_are_one_write() -> None:
     """As of ranks that have other rows, in a group of their own."""
     value = torch.randn(600, 1000)
-    pieces = [FilePiece("x", Chunk((50, at), (500, 500)), value[50:550, at : at + 500]) for at in (0, 500)]
+    pieces = [FilePart("x", Chunk((50, at), (500, 500)), value[50:550, at : at + 500]) for at in (0, 500)]
     sent = Sent({"x": TensorInfo((600, 1000), torch.float32)}, 2, 1 << 20)
     assert sent.run(lambda exchange: put_all(exchange, [pieces[exchange._coordinator.rank]])) == [None] * 2
     ((found,),) = filter(None, sent.written)
@@ -182,7 +183,7 @@ def test_a_rank_that_cannot_write_goes_on_exchanging() -> None:
     """It raises its error, and the other one writes what it gets and waits for nothing."""
     value = torch.randn(4096, 1024)
     infos = {"x": TensorInfo((4096, 1024), torch.float32)}
-    halves = [FilePiece("x", Chunk((0, at), (4096, 512)), value[:, at : at + 512]) for at in (0, 512)]
+    halves = [FilePart("x", Chunk((0, at), (4096, 512)), value[:, at : at + 512]) for at in (0, 512)]
     sent = Sent(infos, 2, 1 << 20)
     note = sent.note
 

@@ -35,7 +35,7 @@ from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish import bucket_record
 from titan_ckpt.formats.publish.bucket_record import BucketExports
-from titan_ckpt.formats.publish.exchange import Exchange, Filled
+from titan_ckpt.formats.publish.exchange import Exchange, Marks
 from titan_ckpt.formats.publish.plan import ExportFiles
 from titan_ckpt.formats.publish.record import RECORDS
 from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
@@ -106,8 +106,8 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server) -> None:
         assert line.peers.connect(line, lambda: {ranks}) == [ranks]
         writer = ObjectWriter(place / "f", 40 << 20)
 
-        def write(filled: Filled) -> None:
-            writer.write(filled.values.numpy().data, filled.chunk.offsets[0])
+        def write(part: FilePart, _: Marks) -> None:
+            writer.write(part.view.numpy().data, part.chunk.offsets[0])
 
         made = Exchange(
             line, ranks, {"f": info}, lambda _, c: (c.offsets[0], c.offsets[0]), lambda *_: 0, write, 5 << 19, 10 << 20

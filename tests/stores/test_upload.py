@@ -33,7 +33,7 @@ from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
 
 def exchange_of(coordinator: Any, ranks: tuple[int, ...]) -> Exchange:
     """Return one that writes nothing."""
-    return Exchange(coordinator, ranks, {}, lambda *_: (0, 0), lambda *_: 0, lambda _: None, 32 << 20, 128 << 20)
+    return Exchange(coordinator, ranks, {}, lambda *_: (0, 0), lambda *_: 0, lambda *_: None, 32 << 20, 128 << 20)
 
 
 def test_a_rank_whose_writing_is_stuck_holds_up_no_other_for_longer_than_the_timeout() -> None:

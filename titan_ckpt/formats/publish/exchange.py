@@ -53,14 +53,10 @@ class ExchangeBroken(Exception):  # noqa: N818 - no error of this rank: another 
     """The exchange between some ranks broke off."""
 
 
-class Filled(NamedTuple):
-    """Values of a box, in host memory and in the file's dtype, that this rank writes."""
-
-    key: str
-    chunk: Chunk
-    values: torch.Tensor
-    parts: Sequence[tuple[Chunk, bytes]]
-    """(Box, digest) of each rank's part."""
+Marks = Sequence[tuple[Chunk, bytes]]
+"""(Box, digest) of each rank's part of values."""
+_Filled = tuple[FilePart, Marks, Buffer | None]
+"""What this rank writes, in host memory and in the file's dtype; its marks; memory that is free after that."""
 
 
 class _Run:
@@ -208,7 +204,7 @@ class Exchange:
         infos: Mapping[str, TensorInfo],
         place_of: Callable[[str, Chunk], tuple[int, int]],
         owner_of: Callable[[str, int], int],
-        write: Callable[[Filled], None],
+        write: Callable[[FilePart, Marks], None],
         round_bytes: int,
         lead_bytes: int,
     ) -> None:
@@ -379,13 +375,13 @@ class Exchange:
                 for _ in filled:
                     pass
 
-    def _write_one(self, one: tuple[Filled, Buffer | None]) -> None:
-        filled, memory = one
-        self._write(filled)
+    def _write_one(self, filled: _Filled) -> None:
+        part, marks, memory = filled
+        self._write(part, marks)
         if memory is not None:
             self._free.append(memory)
 
-    def _filled(self) -> Iterator[tuple[Filled, Buffer | None]]:
+    def _filled(self) -> Iterator[_Filled]:
         """Yield what this rank writes while the next round is under way, with memory that is free after that."""
         waiting: _Round | None = None
         number = 0
@@ -473,7 +469,7 @@ class Exchange:
                 self._pages.append(waiting.page)
             self._changed.notify_all()
 
-    def _received(self, waiting: _Round) -> Iterator[tuple[Filled, Buffer | None]]:
+    def _received(self, waiting: _Round) -> Iterator[_Filled]:
         """Put what was received in its place; yield the runs that are whole, and those that can be no more."""
         data, at = waiting.memory, 0
         view = data.numpy().data
@@ -489,7 +485,7 @@ class Exchange:
             try:
                 run = self._runs.get((key_number, number)) or self._begin(key, number)
                 if not run.takes(box):
-                    yield Filled(key, box, values.clone(), [part]), None
+                    yield FilePart(key, box, values.clone()), [part], None
                     continue
                 _place(run.values, box, run.chunk).copy_(values)
                 run.parts.append(part)
@@ -498,20 +494,20 @@ class Exchange:
                 return
             if run.is_whole:
                 del self._runs[key_number, number]
-                yield Filled(key, run.chunk, run.values, run.parts), run.memory
+                yield FilePart(key, run.chunk, run.values), run.parts, run.memory
         for (key_number, number), run in [*self._runs.items()]:
             if run.position < waiting.slowest:  # all ranks are past it
                 del self._runs[key_number, number]
                 yield from self._incomplete(self._keys[key_number], run)
 
-    def _incomplete(self, key: str, run: _Run) -> Iterator[tuple[Filled, Buffer | None]]:
+    def _incomplete(self, key: str, run: _Run) -> Iterator[_Filled]:
         """Yield what is there of a run of which other ranks write the rest, as those that have other rows of it."""
         around = hull([box for box, _ in run.parts])
         if around.numel == sum(box.numel for box, _ in run.parts):
-            yield Filled(key, around, _place(run.values, around, run.chunk), run.parts), run.memory
+            yield FilePart(key, around, _place(run.values, around, run.chunk)), run.parts, run.memory
             return
         for box, mark in run.parts:
-            yield Filled(key, box, _place(run.values, box, run.chunk).clone(), [(box, mark)]), None
+            yield FilePart(key, box, _place(run.values, box, run.chunk).clone()), [(box, mark)], None
         self._free.append(run.memory)
 
     def _begin(self, key: str, number: int) -> _Run:

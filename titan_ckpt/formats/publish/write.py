@@ -13,10 +13,10 @@ file back proves it.
 
 from __future__ import annotations
 
+import mmap
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
 
@@ -31,7 +31,6 @@ from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.exchange import (
     Exchange,
-    Filled,
     cast_on_device,
     everyone,
     part_of,
@@ -39,11 +38,10 @@ from titan_ckpt.formats.publish.exchange import (
 )
 from titan_ckpt.formats.publish.outputs import OutputFiles
 from titan_ckpt.formats.publish.plan import ExportPlan
-from titan_ckpt.formats.publish.proof import WrittenRegion, differing
+from titan_ckpt.formats.publish.proof import Written, differing, digest
 from titan_ckpt.formats.reading.engine import RUN_BYTES
 from titan_ckpt.formats.reading.slices import windows
 from titan_ckpt.formats.safetensors.container import Entry
-from titan_ckpt.formats.safetensors.regions import mapped_boxes
 from titan_ckpt.geometry.boxes import boxes, element_span, is_run, spans
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, is_plain_memory, run_through
 from titan_ckpt.geometry.requests import FilePart, TensorReader
@@ -57,6 +55,8 @@ _ROUND_BYTES = 32 << 20
 """Bytes that a rank receives in one round for files in a bucket. On a disk it receives two writes.
 
 With one, ranks wait for the sizes of the next round as long as for its bytes."""
+_MAPPED_BYTES = 16 << 20
+"""Bytes of a file that are mapped at a time."""
 _LEAD_ROUNDS = 4
 """A rank waits that is so many rounds ahead of the slowest one."""
 
@@ -64,17 +64,6 @@ _Blocks = Iterator[tuple[int, Block]]
 _Source = tuple[FileGroup, _Blocks]
 _Item = tuple[int, FilePart, int]
 """(Position among all files, piece, number of the run of which it is a part if it is exchanged)."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    """Values of a box that one worker casts, digests and writes; `offset`: their first byte if they are a run."""
-
-    view: torch.Tensor
-    chunk: Chunk
-    offset: int | None
-    written: WrittenRegion
-    number: int
 
 
 class ExportWriter:
@@ -92,7 +81,7 @@ class ExportWriter:
         self._exchanges: dict[Ranks, Exchange] = {}
         self._exchange_of: dict[str, Exchange] = {}
         """By key. On a disk a rank writes what has none itself."""
-        self._written: list[WrittenRegion] = []
+        self._written: list[Written] = []
         self._queue: list[FilePart] = []
         self._queued_bytes = 0
         self._sources: dict[str, list[str]] = {}
@@ -132,7 +121,7 @@ class ExportWriter:
                 infos,
                 self._place_of,
                 owner,
-                self._write_filled,
+                self._write_exchanged,
                 round_bytes,
                 _LEAD_ROUNDS * round_bytes * (len(ranks) if is_shared else 1),
             )
@@ -305,15 +294,15 @@ class ExportWriter:
         offset = self._offset(key, chunk)
         return self._outputs.starts[self._plan.files.file_of[key]] + offset, offset
 
-    def _write_filled(self, filled: Filled) -> None:
-        """Write what came through the exchange: a run that is whole, or a box."""
-        entry, num_bytes = self._entry(filled.key), filled.values.nbytes
-        is_one_run = is_run(entry.info.shape, filled.chunk)
-        offset = self._offset(filled.key, filled.chunk) if is_one_run else None
-        _put(self._output(filled.key), entry, filled.chunk, offset, filled.values)
-        self._count(num_bytes)
-        blocks = [(num_bytes, b"")]
-        self._written.append(WrittenRegion(filled.key, filled.chunk, entry.info, offset, blocks, tuple(filled.parts)))
+    def _write_exchanged(self, part: FilePart, parts: Sequence[tuple[Chunk, bytes]]) -> None:
+        """Write what came through the exchange: a run that is whole, or a box; `parts` are its ranks' digests."""
+        key, chunk, values = part
+        info = self._entry(key).info
+        offset = self._offset(key, chunk) if is_run(info.shape, chunk) else None
+        written = Written(key, chunk, info, offset, 0, values.nbytes, tuple(parts))
+        self._put(written, values)
+        self._count(values.nbytes)
+        self._written.append(written)
 
     def _write_queued(self) -> None:
         queue, self._queue = self._queue, []
@@ -321,44 +310,64 @@ class ExportWriter:
         blocks = (block for piece in queue for block in self._blocks(piece))
         run_workers(blocks, self._write_block, 1 if few else NUM_WORKERS)
 
-    def _blocks(self, piece: FilePart) -> Iterator[_Block]:
-        """Cut a piece into blocks that fit a bounce buffer, in row-major order; one run is cut at blocks of the file.
+    def _blocks(self, piece: FilePart) -> Iterator[tuple[Written, torch.Tensor]]:
+        """Cut a piece into what fits a bounce buffer, in row-major order; one run is cut at blocks of the file.
 
         Not thread-safe: one worker at a time asks for the next block.
         """
         entry = self._entry(piece.key)
-        itemsize = entry.info.dtype.itemsize
+        info, itemsize = entry.info, entry.info.dtype.itemsize
         assert entry.start % itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
-        is_one_run = is_run(entry.info.shape, piece.chunk)
-        offset = self._offset(piece.key, piece.chunk)
-        written = WrittenRegion(piece.key, piece.chunk, entry.info, offset if is_one_run else None)
-        self._written.append(written)
-        if not is_one_run:
+        if not is_run(info.shape, piece.chunk):
             for box in boxes(piece.chunk, RUN_BYTES // itemsize):
-                yield _Block(part_of(piece, box), box, None, written, written.add(box.numel * itemsize))
+                written = Written(piece.key, box, info, None, 0, box.numel * itemsize)
+                self._written.append(written)
+                yield written, part_of(piece, box)
             return
-        for window in _run_windows(piece.view, offset, itemsize):
-            num_bytes = window.numel() * itemsize
-            yield _Block(window, piece.chunk, offset, written, written.add(num_bytes))
-            offset += num_bytes
+        start = self._offset(piece.key, piece.chunk)
+        first = 0
+        for window in _run_windows(piece.view, start, itemsize):
+            written = Written(piece.key, piece.chunk, info, start + first, first, window.numel() * itemsize)
+            self._written.append(written)
+            yield written, window
+            first += written.num_bytes
 
-    def _write_block(self, block: _Block) -> None:
+    def _write_block(self, block: tuple[Written, torch.Tensor]) -> None:
         """Cast, digest and write one block; without a bounce buffer if its own memory can be written as it is."""
-        view, written, dtype = block.view, block.written, block.written.info.dtype
-        num_bytes = view.numel() * dtype.itemsize
+        written, view = block
+        dtype, num_bytes = written.info.dtype, written.num_bytes
         self._count(num_bytes)
-        file, entry = self._output(written.key), self._entry(written.key)
-        as_it_is = block.offset is not None and view.dtype == dtype and is_plain_memory(view)
-        if as_it_is and (num_bytes < ALIGNMENT or not file.is_direct):
-            written.note(block.number, bytes_at(view.data_ptr(), num_bytes))
-            _put(file, entry, block.chunk, block.offset, view)
+        as_it_is = written.offset is not None and view.dtype == dtype and is_plain_memory(view)
+        if as_it_is and (num_bytes < ALIGNMENT or not self._output(written.key).is_direct):
+            written.parts = [(None, digest(bytes_at(view.data_ptr(), num_bytes)))]
+            self._put(written, view)
             return
-        first = (block.offset or 0) % ALIGNMENT
+        first = (written.offset or 0) % ALIGNMENT
         with bounce_buffer() as bounce:
             values = bounce.tensor[first : first + num_bytes].view(dtype).view(view.shape)
             values.copy_(cast_on_device(view, dtype))
-            written.note(block.number, bounce.view[first : first + num_bytes])
-            _put(file, entry, block.chunk, block.offset, values)
+            written.parts = [(None, digest(bounce.view[first : first + num_bytes]))]
+            self._put(written, values)
+
+    def _put(self, written: Written, values: torch.Tensor) -> None:
+        """Write values in host memory, in the file's dtype: a run of the file, or the rows of a box.
+
+        Rows are stored to a mapping of the file where its space is reserved.
+        """
+        file = self._output(written.key)
+        if written.offset is not None:
+            file.write(bytes_at(values.data_ptr(), values.nbytes), written.offset)
+            return
+        entry, chunk, values = self._entry(written.key), written.chunk, values.reshape(written.chunk.sizes)
+        if file.is_reserved:
+            _store_rows(file, entry, chunk, values)
+            return
+        itemsize, rows = values.dtype.itemsize, values.contiguous()
+        data, at = bytes_at(rows.data_ptr(), rows.nbytes), 0
+        for start, stop in spans(entry.info.shape, chunk, 0):
+            num_bytes = (stop - start) * itemsize
+            file.write(data[at : at + num_bytes], entry.start + start * itemsize)
+            at += num_bytes
 
     def _output(self, key: str) -> Writer:
         return self._outputs.file(self._plan.files.file_of[key])
@@ -394,20 +403,16 @@ def _run_windows(view: torch.Tensor, offset: int, itemsize: int) -> Iterator[tor
         start = stop
 
 
-def _put(file: Writer, entry: Entry, chunk: Chunk, offset: int | None, values: torch.Tensor) -> None:
-    """Write values in host memory, in the file's dtype: a run from byte `offset` on, or the rows of a box.
-
-    Rows are stored to a mapping of the file where its space is reserved.
-    """
-    if offset is not None:
-        file.write(bytes_at(values.data_ptr(), values.nbytes), offset)
-    elif file.is_reserved:
-        for target, window in mapped_boxes(entry, chunk, values, file.map):
-            target.copy_(window)
-    else:
-        itemsize, rows = values.dtype.itemsize, values.contiguous()
-        data, at = bytes_at(rows.data_ptr(), rows.nbytes), 0
-        for start, stop in spans(entry.info.shape, chunk, 0):
-            num_bytes = (stop - start) * itemsize
-            file.write(data[at : at + num_bytes], entry.start + start * itemsize)
-            at += num_bytes
+def _store_rows(file: Writer, entry: Entry, chunk: Chunk, values: torch.Tensor) -> None:
+    """Copy a box's values, of its shape, to mappings of the file, which are aligned as its elements are."""
+    shape, dtype = entry.info.shape, entry.info.dtype
+    strides = torch.empty(shape, device="meta").stride()
+    step = max(1, _MAPPED_BYTES // (strides[0] * dtype.itemsize))
+    for row in range(0, chunk.sizes[0], step):
+        part = values[row : row + step]
+        first, stop = element_span(shape, Chunk((chunk.offsets[0] + row, *chunk.offsets[1:]), tuple(part.shape)))
+        begin = entry.start + first * dtype.itemsize
+        skipped = begin % mmap.ALLOCATIONGRANULARITY
+        mapping = file.map(begin - skipped, skipped + (stop - first) * dtype.itemsize)
+        rows = torch.frombuffer(mapping, dtype=torch.uint8)[skipped:].view(dtype)
+        rows.as_strided(part.shape, strides).copy_(part)

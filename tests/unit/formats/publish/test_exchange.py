@@ -19,7 +19,7 @@ from tests.faults.forked_ranks import run as run_ranks
 from titan_ckpt.disk.direct import IO_BYTES
 from titan_ckpt.disk.memory import ALIGNMENT
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.publish.exchange import Exchange, Filled, part_of, row_peers, runs_of
+from titan_ckpt.formats.publish.exchange import Exchange, Marks, part_of, row_peers, runs_of
 from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import element_span, is_run, overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -63,7 +63,7 @@ class Sent:
 
     def __init__(self, infos: Mapping[str, TensorInfo], num_ranks: int, round_bytes: int) -> None:
         self.infos, self.ranks, self.round_bytes = infos, tuple(range(num_ranks)), round_bytes
-        self.written: list[list[Filled]] = [[] for _ in self.ranks]
+        self.written: list[list[tuple[FilePart, Marks]]] = [[] for _ in self.ranks]
 
     def exchange(self, line: Coordinator) -> Exchange:
         numbers = {key: number for number, key in enumerate(self.infos)}
@@ -79,7 +79,7 @@ class Sent:
             self.infos,
             place_of,
             lambda key, number: (numbers[key] + number) % len(self.ranks),
-            lambda filled: self.note(line.rank, filled),
+            lambda part, marks: self.note(line.rank, part, marks),
             self.round_bytes,
             8 << 20,
         )
@@ -88,8 +88,8 @@ class Sent:
         made.begin()
         return made
 
-    def note(self, rank: int, filled: Filled) -> None:
-        self.written[rank].append(filled._replace(values=filled.values.clone()))  # the memory is used again
+    def note(self, rank: int, part: FilePart, marks: Marks) -> None:
+        self.written[rank].append((part._replace(view=part.view.clone()), marks))  # the memory is used again
 
     def run(self, act: Callable[[Exchange], None]) -> list[str | None]:
         """Call `act` on every rank; return the error of each."""
@@ -139,12 +139,12 @@ def test_values_come_to_the_rank_that_writes_their_run(seed: int) -> None:
     assert sent.run(lambda exchange: put_all(exchange, pieces[exchange._coordinator.rank])) == [None] * 3
     for number, key in enumerate(infos):
         for i, run in enumerate(runs_of(infos[key])):
-            of_ranks = [[f for f in of_rank if f.key == key and f.chunk == run] for of_rank in sent.written]
+            of_ranks = [[f for f in of_rank if f[0].key == key and f[0].chunk == run] for of_rank in sent.written]
             assert [len(found) for found in of_ranks] == [int(rank == (number + i) % 3) for rank in range(3)]
-            ((found,),) = filter(None, of_ranks)
+            (((found, marks),),) = filter(None, of_ranks)
             expected = values[key][run.within(Chunk.whole(infos[key].shape))]
-            assert torch.equal(found.values, expected)
-            assert all(mark == digest(memory_of(expected[box.within(run)])) for box, mark in found.parts)
+            assert torch.equal(found.view, expected)
+            assert all(mark == digest(memory_of(expected[box.within(run)])) for box, mark in marks)
     assert sum(map(len, sent.written)) == sum(len(runs_of(info)) for info in infos.values())
 
 
@@ -160,12 +160,10 @@ def test_what_makes_up_no_run_and_what_comes_twice_is_written_as_it_is() -> None
     sent = Sent(infos, 2, 1 << 20)
     pieces = [[left, left, FilePart("y", left.chunk, left.view)], [right]]
     assert sent.run(lambda exchange: put_all(exchange, pieces[exchange._coordinator.rank])) == [None] * 2
-    boxes = sorted(
-        (filled.key, filled.chunk.offsets, filled.chunk.sizes) for of_rank in sent.written for filled in of_rank
-    )
+    boxes = sorted((part.key, part.chunk.offsets, part.chunk.sizes) for of_rank in sent.written for part, _ in of_rank)
     assert boxes == [("x", (0, 0), (6, 4)), ("x", (0, 0), (6, 8)), ("y", (0, 0), (6, 4))]
-    for filled in itertools.chain.from_iterable(sent.written):
-        assert torch.equal(filled.values, value[filled.chunk.within(Chunk.whole((6, 8)))])
+    for part, _ in itertools.chain.from_iterable(sent.written):
+        assert torch.equal(part.view, value[part.chunk.within(Chunk.whole((6, 8)))])
 
 
 def test_rows_of_a_run_whose_rest_other_ranks_write_are_one_write() -> None:
@@ -174,9 +172,9 @@ def test_rows_of_a_run_whose_rest_other_ranks_write_are_one_write() -> None:
     pieces = [FilePart("x", Chunk((50, at), (500, 500)), value[50:550, at : at + 500]) for at in (0, 500)]
     sent = Sent({"x": TensorInfo((600, 1000), torch.float32)}, 2, 1 << 20)
     assert sent.run(lambda exchange: put_all(exchange, [pieces[exchange._coordinator.rank]])) == [None] * 2
-    ((found,),) = filter(None, sent.written)
-    assert found.chunk == Chunk((50, 0), (500, 1000)) and torch.equal(found.values, value[50:550])
-    assert min(box.offsets for box, _ in found.parts) == (50, 0)
+    (((found, marks),),) = filter(None, sent.written)
+    assert found.chunk == Chunk((50, 0), (500, 1000)) and torch.equal(found.view, value[50:550])
+    assert min(box.offsets for box, _ in marks) == (50, 0)
 
 
 def test_a_rank_that_cannot_write_goes_on_exchanging() -> None:
@@ -187,10 +185,10 @@ def test_a_rank_that_cannot_write_goes_on_exchanging() -> None:
     sent = Sent(infos, 2, 1 << 20)
     note = sent.note
 
-    def full(rank: int, filled: Filled) -> None:
+    def full(rank: int, part: FilePart, marks: Marks) -> None:
         if rank == 0 and sent.written[0]:
             raise OSError("full")
-        note(rank, filled)
+        note(rank, part, marks)
 
     sent.note = full  # type: ignore[method-assign]
     errors = sent.run(lambda exchange: put_all(exchange, [halves[exchange._coordinator.rank]]))

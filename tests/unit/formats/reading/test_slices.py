@@ -70,13 +70,13 @@ def test_elements_at_odd_offsets_of_a_mapping_are_aligned_before_torch_reads_the
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A mapping is seen from its first wanted byte on, which no dtype is aligned to."""
-    value, seen, put = torch.randn(100, 50), list[int](), slices.put
+    value, seen, copy = torch.randn(100, 50), list[int](), slices._copy
 
-    def watched(into: torch.Tensor, chunk: Chunk, part: Chunk, values: torch.Tensor) -> None:
+    def watched(into: torch.Tensor, values: torch.Tensor) -> None:
         seen.append(values.data_ptr() % values.dtype.itemsize)
-        put(into, chunk, part, values)
+        copy(into, values)
 
-    monkeypatch.setattr(slices, "put", watched)
+    monkeypatch.setattr(slices, "_copy", watched)
     (tmp_path / "a.bin").write_bytes(bytes(3) + value.numpy().tobytes())
     file, into = FileReader(tmp_path / "a.bin"), torch.zeros(100, 50, dtype=torch.float64)
     stop = 3 + value.nbytes

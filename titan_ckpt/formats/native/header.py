@@ -33,7 +33,6 @@ from titan_ckpt.formats.native.layout import (
     NO_DIGEST,
     PREFIX,
     STORED_DTYPES,
-    Entry,
 )
 from titan_ckpt.formats.reading.engine import Blocks
 from titan_ckpt.gc_paused import gc_paused
@@ -41,6 +40,16 @@ from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _CARRIED = {dtype_name(dtype): dtype for dtype in CARRIERS}
+
+
+@dataclass(frozen=True, slots=True)
+class StoredChunk:
+    """A chunk of the global tensor `fqn` in a rank's file. `start`: its first byte in the data section."""
+
+    fqn: str
+    info: TensorInfo
+    chunk: Chunk
+    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +99,17 @@ class RankFile:
             return None
         return self.starts[i], chunk.sizes, self.dtypes[i]
 
-    def entries_of(self, fqn: str) -> list[Entry]:
+    def entries_of(self, fqn: str) -> list[StoredChunk]:
         """Return the chunks of a tensor that this file holds."""
         positions = self.by_fqn.get(fqn, [])
         return [self.entry(i) for i in ([positions] if isinstance(positions, int) else positions)]
 
-    def entry(self, i: int) -> Entry:
+    def entry(self, i: int) -> StoredChunk:
         """Return the i-th entry in file order."""
         sizes, name, kind = self.sizes[i], self.names[i], self.kind_of[i]
         shape, offsets = self.kinds[kind - 1] if kind else (sizes, Chunk.whole(sizes).offsets)
         chunk = Chunk(offsets, sizes)
-        return Entry(name, self.fqns.get(name, name), TensorInfo(shape, self.dtypes[i]), chunk, self.starts[i])
+        return StoredChunk(self.fqns.get(name, name), TensorInfo(shape, self.dtypes[i]), chunk, self.starts[i])
 
     def infos(self) -> dict[str, TensorInfo]:
         """Return every tensor with an entry in this file; tensors of equal shape and dtype share one object."""

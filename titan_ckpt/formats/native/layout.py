@@ -3,8 +3,8 @@
 Owns the layout that docs/format-rank-file.md describes; header.py reads it. Moves no values, opens no files.
 
 The file is a safetensors file. The digests of the data section are known only after it is written, but the header
-stands before it. So their space is fixed when the file is laid out, and `Layout.seal` fills it in at the end. The
-header's own digest covers the digests of all blocks, so it stands for the whole file (a tree of two levels).
+stands before it. So their space is fixed when the file is laid out, and `RankFileLayout.seal` fills it in at the end.
+The header's own digest covers the digests of all blocks, so it stands for the whole file (a tree of two levels).
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
@@ -62,22 +61,7 @@ def rank_file_name(rank: int) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a rank's file: a chunk of the global tensor `fqn`. `start`: its first byte in the data section."""
-
-    name: str
-    fqn: str
-    info: TensorInfo
-    chunk: Chunk
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        return self.chunk.numel * self.info.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
+class RankFileLayout:
     """A rank's file before it is written."""
 
     data_start: int
@@ -109,7 +93,7 @@ def lay_out(
     rank: int,
     world_size: int,
     elsewhere: Mapping[str, TensorInfo] | None = None,
-) -> Layout:
+) -> RankFileLayout:
     """Lay out a rank's file for chunks of global tensors, in their order; wider elements come first.
 
     So every entry starts at a multiple of its element size without gaps.
@@ -120,34 +104,29 @@ def lay_out(
     assert widths == sorted(widths, reverse=True), "an entry would not be aligned"
     names = _entry_names([fqn for fqn, _, _ in chunks])
     sizes = [chunk.numel * info.dtype.itemsize for _, info, chunk in chunks]
-    starts = list(accumulate(sizes, initial=0))
-    data_bytes = starts.pop()
-    entries = tuple(
-        Entry(name, fqn, info, chunk, start)
-        for name, (fqn, info, chunk), start in zip(names, chunks, starts, strict=True)
-    )
+    data_bytes = sum(sizes)
     metadata = {
         "titan_ckpt.version": str(FORMAT_VERSION),
         "titan_ckpt.rank": str(rank),
         "titan_ckpt.world_size": str(world_size),
         "titan_ckpt.block_bytes": str(BLOCK_BYTES),
         "format": "pt",
-        **_chunk_texts(entries),
+        **_chunk_texts(names, chunks),
     }
     if elsewhere:
         infos = {fqn: [dtype_name(i.dtype), list(i.shape)] for fqn, i in elsewhere.items()}
         metadata["titan_ckpt.elsewhere"] = _compact(infos)
-    tensors = _tensor_rows(entries)
+    tensors = _tensor_rows(names, chunks, sizes)
     blocks = b"0" * (DIGEST_CHARS * -(-data_bytes // BLOCK_BYTES))
     head = PREFIX + NO_DIGEST + _BLOCKS_KEY + blocks + b'",' + _compact(metadata).encode()[1:]
     text = b"".join([head, b"," if tensors else b"", tensors, b"}"])
     length = round_up(8 + len(text), BLOCK_BYTES if data_bytes >= LARGE_BYTES else ALIGNMENT) - 8
     if length > MAX_HEADER_BYTES:
         raise StateEncodingError(
-            f"rank {rank} would write {len(entries)} tensors under a header of {length} bytes, over the "
+            f"rank {rank} would write {len(chunks)} tensors under a header of {length} bytes, over the "
             f"{MAX_HEADER_BYTES} of the safetensors format: stack small tensors, or use more ranks"
         )
-    return Layout(8 + length, data_bytes, struct.pack("<Q", length) + text.ljust(length))
+    return RankFileLayout(8 + length, data_bytes, struct.pack("<Q", length) + text.ljust(length))
 
 
 def _entry_names(fqns: Sequence[str]) -> list[str]:
@@ -166,17 +145,17 @@ def _entry_names(fqns: Sequence[str]) -> list[str]:
     return names
 
 
-def _chunk_texts(entries: Sequence[Entry]) -> dict[str, str]:
+def _chunk_texts(names: Sequence[str], chunks: Sequence[tuple[str, TensorInfo, Chunk]]) -> dict[str, str]:
     """Return the header's metadata on chunks; entries with equal shape, offsets and carrier share one description."""
     kinds: dict[tuple[Shape, Shape, torch.dtype | None], int] = {}
     numbers = []
-    for entry in entries:
-        carried = entry.info.dtype if entry.info.dtype in CARRIERS else None
-        if carried is None and entry.chunk.sizes == entry.info.shape:
+    for _, info, chunk in chunks:
+        carried = info.dtype if info.dtype in CARRIERS else None
+        if carried is None and chunk.sizes == info.shape:
             numbers.append(0)
         else:
-            numbers.append(kinds.setdefault((entry.info.shape, entry.chunk.offsets, carried), len(kinds) + 1))
-    fqns = {entry.name: entry.fqn for entry in entries if entry.name != entry.fqn}
+            numbers.append(kinds.setdefault((info.shape, chunk.offsets, carried), len(kinds) + 1))
+    fqns = {name: fqn for name, (fqn, _, _) in zip(names, chunks, strict=True) if name != fqn}
     texts = {"titan_ckpt.fqns": _compact(fqns)} if fqns else {}
     if kinds:
         rows = [[*place] if carried is None else [*place, dtype_name(carried)] for *place, carried in kinds]
@@ -184,16 +163,16 @@ def _chunk_texts(entries: Sequence[Entry]) -> dict[str, str]:
     return texts
 
 
-def _tensor_rows(entries: Sequence[Entry]) -> bytes:
+def _tensor_rows(names: Sequence[str], chunks: Sequence[tuple[str, TensorInfo, Chunk]], sizes: Sequence[int]) -> bytes:
     """Return `"name":{...}` of every entry as JSON, without the outer braces."""
-    kinds: dict[tuple[torch.dtype, Shape], tuple[str, int]] = {}
+    kinds: dict[tuple[torch.dtype, Shape], str] = {}
     rows = []
-    for entry in entries:
-        kind = entry.info.dtype, entry.chunk.sizes
-        if kind not in kinds:
-            kinds[kind] = _kind_of_row(*kind), entry.nbytes
-        text, nbytes = kinds[kind]
-        rows.append(f"{_quoted(entry.name)}{text}{entry.start},{entry.start + nbytes}]}}")
+    start = 0
+    for name, (_, info, chunk), num_bytes in zip(names, chunks, sizes, strict=True):
+        kind = info.dtype, chunk.sizes
+        text = kinds.get(kind) or kinds.setdefault(kind, _kind_of_row(*kind))
+        rows.append(f"{_quoted(name)}{text}{start},{start + num_bytes}]}}")
+        start += num_bytes
     return ",".join(rows).encode()
 
 

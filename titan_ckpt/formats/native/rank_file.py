@@ -16,7 +16,7 @@ from titan_ckpt import progress
 from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer
 from titan_ckpt.disk.memory import round_up
-from titan_ckpt.formats.native.layout import BLOCK_BYTES, Layout, lay_out, rank_file_name
+from titan_ckpt.formats.native.layout import BLOCK_BYTES, RankFileLayout, lay_out, rank_file_name
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, blocks_of, info_of
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
@@ -29,7 +29,7 @@ Views = Callable[[int, int], Sequence[memoryview] | None]
 
 def write_rank_file(
     path: Place,
-    layout: Layout,
+    layout: RankFileLayout,
     pieces: Pieces,
     num_workers: int = NUM_WORKERS,
     views: Views = lambda *_: None,
@@ -51,7 +51,7 @@ class _RankFile:
     digest = ""
     """That of the whole file, once it is sealed."""
 
-    def __init__(self, layout: Layout, pieces: Pieces, views: Views) -> None:
+    def __init__(self, layout: RankFileLayout, pieces: Pieces, views: Views) -> None:
         self.num_bytes = layout.num_bytes
         self.start = layout.data_start
         self.pieces = pieces

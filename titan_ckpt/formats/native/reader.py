@@ -18,8 +18,8 @@ from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
 from titan_ckpt.directory.names import manifest_path
 from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
-from titan_ckpt.formats.native.header import RankFile, header_bytes, parse_header
-from titan_ckpt.formats.native.layout import Entry, rank_file_name
+from titan_ckpt.formats.native.header import RankFile, StoredChunk, header_bytes, parse_header
+from titan_ckpt.formats.native.layout import rank_file_name
 from titan_ckpt.formats.reading.engine import SliceFill, verify
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
@@ -209,7 +209,7 @@ class NativeReader(TensorReader):
                 slices.setdefault(source.header.rank, []).append(_slice(source.header, entry, part, into, chunk))
         return slices
 
-    def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:
+    def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[_Source, StoredChunk, Chunk]]:
         """Find the stored parts that make up a chunk, first in this rank's file, then in those of neighbouring ranks.
 
         If tensors are sharded by rows, as with FSDP, the files of a few neighbours suffice; the others are not opened.
@@ -260,14 +260,14 @@ def read_header(file: Reader) -> RankFile:
     return parse_header(file.read(0, length), file.num_bytes, path)
 
 
-def _check_blocks(source: _Source, entries: Sequence[Entry], count: progress.Count) -> None:
+def _check_blocks(source: _Source, entries: Sequence[StoredChunk], count: progress.Count) -> None:
     """Check the digests of all blocks of a file. Raises: CorruptCheckpointError."""
     scratch = torch.empty(0)
-    slices = [_slice(source.header, entry, entry.chunk, scratch, entry.chunk) for entry in entries if entry.nbytes]
+    slices = [_slice(source.header, entry, entry.chunk, scratch, entry.chunk) for entry in entries if entry.chunk.numel]
     verify(source.file, source.header.blocks, slices, count)
 
 
-def _slice(header: RankFile, entry: Entry, part: Chunk, into: torch.Tensor, chunk: Chunk) -> Slice:
+def _slice(header: RankFile, entry: StoredChunk, part: Chunk, into: torch.Tensor, chunk: Chunk) -> Slice:
     """Return the slice that fills its part of `into`, which has the elements of a chunk, from a stored chunk.
 
     `part` and `chunk` are in global coordinates.
@@ -282,11 +282,11 @@ def _slice(header: RankFile, entry: Entry, part: Chunk, into: torch.Tensor, chun
     return Slice(entry.fqn, header.data_start + entry.start, sizes, entry.info.dtype, box, into, outer)
 
 
-def _contradiction(entry: Entry, expected: TensorInfo | None) -> str:
+def _contradiction(entry: StoredChunk, expected: TensorInfo | None) -> str:
     return f"{entry.fqn} is {entry.info}, rank 0's file says {expected or 'that there is none'}"
 
 
-def _parts(source: _Source, fqn: str, chunk: Chunk) -> list[tuple[_Source, Entry, Chunk]]:
+def _parts(source: _Source, fqn: str, chunk: Chunk) -> list[tuple[_Source, StoredChunk, Chunk]]:
     """Return the parts of a chunk that a file holds, in global coordinates."""
     hits = ((entry, entry.chunk.intersect(chunk)) for entry in source.header.entries_of(fqn))
     return [(source, entry, part) for entry, part in hits if part is not None]

@@ -21,7 +21,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import Share, divide
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.native.arena import Arena, StagingHandle
-from titan_ckpt.formats.native.layout import STORED_DTYPES, Layout, lay_out, rank_file_name
+from titan_ckpt.formats.native.layout import STORED_DTYPES, RankFileLayout, lay_out, rank_file_name
 from titan_ckpt.formats.native.rank_file import write_rank_file
 from titan_ckpt.formats.native.segments import Places, Segments
 from titan_ckpt.formats.native.writer_process import WriterProcess
@@ -35,7 +35,7 @@ class WritePlan:
     """The file that this rank writes in every save of the same tensors. Entry i of the layout holds `shares[i]`."""
 
     shares: tuple[Share, ...]
-    layout: Layout
+    layout: RankFileLayout
     places: Places
     replicas: Mapping[tuple[int, ...], tuple[str, ...]]
     """Group of ranks -> the tensors whose values this rank and the others of the group hold in common."""

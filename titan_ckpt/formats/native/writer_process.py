@@ -26,7 +26,7 @@ from titan_ckpt.disk.kernel import map_memory
 from titan_ckpt.disk.memory import Buffer, SharedBuffer, round_up
 from titan_ckpt.encoding.named import import_named
 from titan_ckpt.errors import SaveError
-from titan_ckpt.formats.native.layout import Layout
+from titan_ckpt.formats.native.layout import RankFileLayout
 from titan_ckpt.formats.native.rank_file import write_rank_file
 from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import store_of
@@ -78,7 +78,7 @@ class WriterProcess:
         """Return whether it can take a request: it lives, and an interrupt has left no answer in the pipe."""
         return self._process.poll() is None and not self._is_answering
 
-    def write(self, path: Place, layout: Layout, header_at: int) -> str:
+    def write(self, path: Place, layout: RankFileLayout, header_at: int) -> str:
         """Let the process write a file and return its digest. The file is durable then.
 
         The shared memory holds the data at its start and the unsealed header at `header_at`.
@@ -169,7 +169,7 @@ def serve(shared: Buffer, trainer: int) -> None:
         request = json.loads(line)
         header_at, start = request["header_at"], request["data_start"]
         template = bytes(shared.view[header_at : header_at + start])
-        layout = Layout(start, request["data_bytes"], template)
+        layout = RankFileLayout(start, request["data_bytes"], template)
         answer: dict[str, object]
         try:
             if kind := request["kind"]:  # the trainer has named it in OTHERS

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import manifest_path, read_committed, read_manifest_bytes
-from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.stores.mounted import store_of
@@ -31,7 +31,8 @@ class VerifiedStep:
 def verify_step(folder: Place) -> VerifiedStep:
     """Check every file of a step, and that the chunks of every tensor cover it exactly once.
 
-    Raises: CorruptCheckpointError listing every file and tensor that is not as it was committed.
+    Raises: CorruptCheckpointError listing every file and tensor that is not as it was committed;
+    CheckpointNotFoundError if the step went away meanwhile, as one that expires does.
     """
     place = manifest_path(folder)
 
@@ -50,6 +51,13 @@ def verify_step(folder: Place) -> VerifiedStep:
     except CorruptCheckpointError as error:
         problems.append(str(error))
     if problems:
+        try:
+            look(place)
+        except FileNotFoundError as error:
+            raise CheckpointNotFoundError(
+                f"{folder} went away while it was verified: the run expired it, or somebody moved it. "
+                "Pin a step before you verify it (`titan-ckpt pin`), or verify a newer one"
+            ) from error
         lines = "\n  ".join(problems)
         raise CorruptCheckpointError(f"{folder} is not as it was committed\n  {lines}", str(folder))
     names = {MANIFEST_NAME, *(record.name for record in manifest.files)}

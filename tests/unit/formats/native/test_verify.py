@@ -12,12 +12,14 @@ import torch
 from torch import nn
 
 from tests.world import manager as build
+from titan_ckpt import progress
 from titan_ckpt.cli.main import main
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.disk.memory import Buffer, round_up
-from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from titan_ckpt.formats.native.layout import lay_out, rank_file_name
 from titan_ckpt.formats.native.rank_file import write_rank_file
+from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
@@ -50,6 +52,27 @@ def write_step(folder: Path, *ranks: dict[str, tuple[tuple[int, ...], int, int]]
     )
     (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
     return folder
+
+
+def test_a_step_that_expires_while_it_is_verified_is_not_called_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was whole when its manifest was read; a step that lacks a file and keeps its manifest is damaged."""
+    step = write_step(tmp_path / "step-1", {"w": ((4, 2), 0, 2)}, {"w": ((4, 2), 2, 4)})
+    other, kept = step / rank_file_name(1), tmp_path / "kept"
+    other.rename(kept)
+    with pytest.raises(CorruptCheckpointError):
+        verify_step(step)
+    kept.rename(other)
+    verify = NativeReader.verify
+
+    def expired(reader: NativeReader, count: progress.Count) -> None:
+        step.rename(tmp_path / "trash")
+        verify(reader, count)
+
+    monkeypatch.setattr(NativeReader, "verify", expired)
+    with pytest.raises(CheckpointNotFoundError, match="went away while it was verified"):
+        verify_step(step)
 
 
 def test_a_pinned_step_and_a_step_with_a_users_file_are_whole(step: Path, capsys: pytest.CaptureFixture[str]) -> None:

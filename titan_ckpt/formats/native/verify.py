@@ -51,13 +51,11 @@ def verify_step(folder: Place) -> VerifiedStep:
     except CorruptCheckpointError as error:
         problems.append(str(error))
     if problems:
-        try:
-            look(place)
-        except FileNotFoundError as error:
+        if not place.exists():
             raise CheckpointNotFoundError(
                 f"{folder} went away while it was verified: the run expired it, or somebody moved it. "
                 "Pin a step before you verify it (`titan-ckpt pin`), or verify a newer one"
-            ) from error
+            )
         lines = "\n  ".join(problems)
         raise CorruptCheckpointError(f"{folder} is not as it was committed\n  {lines}", str(folder))
     names = {MANIFEST_NAME, *(record.name for record in manifest.files)}

@@ -304,8 +304,8 @@ class Exchange:
             num_bytes = box.numel * itemsize
             head = _HEAD.pack(self._numbers[piece.key], number, num_dims, num_bytes)
             head += struct.pack(f"<{2 * num_dims}q", *box.offsets, *box.sizes)
-            page, at = self._reserve(to, start + round_up(num_bytes, _DIGEST_BYTES))
             try:
+                page, at = self._reserve(to, start + round_up(num_bytes, _DIGEST_BYTES))
                 values, stop = part_of(piece, box), at + start + num_bytes
                 memory = page.memory.tensor[at + start : stop].view(info.dtype)
                 memory.view(values.shape).copy_(cast_on_device(values, info.dtype))
@@ -336,6 +336,7 @@ class Exchange:
         """Tell that this rank sends nothing more."""
         with self._changed:
             self._is_finished = True
+            self._is_filling = False  # also after an interrupt at the end of `put`
             self._changed.notify_all()
 
     def finish(self) -> None:

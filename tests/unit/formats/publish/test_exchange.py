@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -194,6 +196,39 @@ def test_a_rank_that_cannot_write_goes_on_exchanging() -> None:
     sent.note = full  # type: ignore[method-assign]
     errors = sent.run(lambda exchange: put_all(exchange, [halves[exchange._coordinator.rank]]))
     assert errors == ["full", None]
+
+
+@pytest.mark.parametrize("moment", ["reserved", "filled"])
+def test_an_interrupt_while_values_are_put_holds_up_no_rank(moment: str) -> None:
+    """The interrupted rank closes the exchange at once, and the other one does not wait for more of its values."""
+    value = torch.randn(600, 1000)
+    halves = [FilePiece("x", Chunk((0, at), (600, 500)), value[:, at : at + 500]) for at in (0, 500)]
+
+    def put(exchange: Exchange) -> None:
+        if exchange._coordinator.rank == 1:
+            put_all(exchange, halves[1:])
+            return
+        reserve, changed = exchange._reserve, exchange._changed
+
+        def interrupted(*given: Any) -> Any:
+            reserved = reserve(*given)
+            if moment == "reserved":
+                raise KeyboardInterrupt
+            taken = mock.MagicMock(wraps=changed)  # whose lock cannot be taken: put() is interrupted before
+            taken.__enter__.side_effect = KeyboardInterrupt
+            exchange._changed = taken
+            return reserved
+
+        exchange._reserve = interrupted  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            exchange.put(halves[0], 0)
+        exchange._changed = changed
+        exchange.end()
+
+    started = time.monotonic()
+    sent = Sent({"x": TensorInfo((600, 1000), torch.float32)}, 2, 1 << 20)
+    assert sent.run(put) == [None, None]
+    assert time.monotonic() - started < 10  # half the timeout
 
 
 @distributed(nproc=4)

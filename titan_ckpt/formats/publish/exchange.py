@@ -42,6 +42,8 @@ _DIGEST_BYTES = 16
 """Also a multiple of the size of any element, to which all that is sent is padded."""
 _MIN_ROOM = 1 << 16
 """A rank may always send another one so many bytes in a round."""
+_MIN_POOLED_BYTES = 512 << 10
+"""A smaller run has memory of its own size: thousands may be incomplete at a time, and a pooled one is a huge page."""
 _IDLE_SECONDS = 0.01
 _HEAD_ROWS = 128
 """Rows are cut at multiples of a head's rows if possible, because the rows of a head are permuted in memory."""
@@ -383,6 +385,10 @@ class Exchange:
         filled, memory = one
         self._write(filled)
         if memory is not None:
+            self._give_back(memory)
+
+    def _give_back(self, memory: Buffer) -> None:
+        if len(memory.view) == IO_BYTES:
             self._free.append(memory)
 
     def _filled(self) -> Iterator[tuple[Filled, Buffer | None]]:
@@ -512,16 +518,18 @@ class Exchange:
             return
         for box, mark in run.parts:
             yield Filled(key, box, _place(run.values, box, run.chunk).clone(), [(box, mark)]), None
-        self._free.append(run.memory)
+        self._give_back(run.memory)
 
     def _begin(self, key: str, number: int) -> _Run:
         info = self._infos[key]
         chunk = runs_of(info)[number]
+        position, offset = self._place_of(key, chunk)
+        num_bytes = offset % ALIGNMENT + chunk.numel * info.dtype.itemsize
         try:
-            memory = self._free.pop()
+            memory = self._free.pop() if num_bytes >= _MIN_POOLED_BYTES else Buffer.allocate(num_bytes)
         except IndexError:  # `if self._free` first would race with other threads
             memory = Buffer.allocate(IO_BYTES)
-        run = _Run(chunk, info, *self._place_of(key, chunk), memory)
+        run = _Run(chunk, info, position, offset, memory)
         self._runs[self._numbers[key], number] = run
         return run
 

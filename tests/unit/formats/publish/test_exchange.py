@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.faults.forked_ranks import outcome
 from tests.faults.forked_ranks import run as run_ranks
 from titan_ckpt.disk.direct import IO_BYTES
-from titan_ckpt.disk.memory import ALIGNMENT
+from titan_ckpt.disk.memory import ALIGNMENT, Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.publish.exchange import Exchange, Filled, part_of, row_peers, runs_of
 from titan_ckpt.formats.publish.proof import digest
@@ -196,6 +197,35 @@ def test_a_rank_that_cannot_write_goes_on_exchanging() -> None:
     sent.note = full  # type: ignore[method-assign]
     errors = sent.run(lambda exchange: put_all(exchange, [halves[exchange._coordinator.rank]]))
     assert errors == ["full", None]
+
+
+def test_many_small_runs_that_are_not_whole_yet_take_no_more_memory_than_their_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of thousands of vectors, or of adapters, of which all ranks have parts: one rank is ahead of the other."""
+    value, names = torch.randn(16, 32), [str(number) for number in range(1000)]
+    allocate, made, is_ahead = Buffer.allocate, list[int](), threading.Event()
+
+    def counted(num_bytes: int) -> Buffer:
+        made.append(num_bytes)
+        return allocate(num_bytes)
+
+    def put(exchange: Exchange) -> None:
+        rank = exchange._coordinator.rank
+        if rank == 1:
+            assert is_ahead.wait(20)
+        half = Chunk((0, 16 * rank), (16, 16))
+        for name in names:
+            exchange.put(FilePiece(name, half, value[half.within(Chunk.whole((16, 32)))]), 0)
+        is_ahead.set()
+        exchange.finish()
+
+    sent = Sent(dict.fromkeys(names, TensorInfo((16, 32), torch.float32)), 2, 8 << 20)
+    monkeypatch.setattr(Buffer, "allocate", counted)
+    assert sent.run(put) == [None, None]
+    assert sum(map(len, sent.written)) == len(names)
+    assert len(made) >= len(names)
+    assert sum(size for size in made if size <= IO_BYTES) < len(names) * (value.nbytes + ALIGNMENT)
 
 
 @pytest.mark.parametrize("moment", ["reserved", "filled"])

@@ -242,7 +242,9 @@ class Exchange:
         self._slowest_rank = ranks[0]
         self._is_finished = self._is_given_up = False
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        """Taken itself: an interrupt as `with` leaves a condition, whose methods are Python's, would leave it taken."""
+        self._changed = threading.Condition(self._lock)
         self._may_begin = threading.Event()
         self._thread = threading.Thread(target=self._run, name="titan_ckpt-exchange", daemon=True)
 
@@ -269,7 +271,7 @@ class Exchange:
         Raises: ExportError if the slowest one does not move for the timeout; as `put`.
         """
         seconds = self._coordinator.timeout_seconds
-        with self._changed:
+        with self._lock:
             self._position = position
             while self._error is None and self._slowest + self._lead < position:
                 self._is_full = True  # the others hear at once that this rank has come so far
@@ -316,13 +318,13 @@ class Exchange:
                 self._fail(error)
                 raise
             finally:
-                with self._changed:
+                with self._lock:
                     self._is_filling = False
                     self._changed.notify_all()
 
     def _reserve(self, to: int, num_bytes: int) -> tuple[_Page, int]:
         """Return room on the page for a rank, and where it begins; nothing is sent until it is filled."""
-        with self._changed:
+        with self._lock:
             while self._error is None and (self._page is None or self._page.used[to] + num_bytes > self._room):
                 self._is_full = self._page is not None
                 self._changed.notify_all()
@@ -336,7 +338,7 @@ class Exchange:
 
     def end(self) -> None:
         """Tell that this rank sends nothing more."""
-        with self._changed:
+        with self._lock:
             self._is_finished = True
             self._is_filling = False  # also after an interrupt at the end of `put`
             self._changed.notify_all()
@@ -361,7 +363,7 @@ class Exchange:
             self._thread.join()
 
     def _fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
             self._changed.notify_all()
 
@@ -418,7 +420,7 @@ class Exchange:
         ones = [1] * len(self.ranks)
         self._wait(self._exchange(sizes, ones, theirs, ones))
         positions: list[int] = theirs[:, 2].tolist()
-        with self._changed:
+        with self._lock:
             self._slowest = min(positions)
             self._slowest_rank = self.ranks[positions.index(self._slowest)]
             self._changed.notify_all()
@@ -430,7 +432,7 @@ class Exchange:
     def _take(self) -> tuple[_Page, bool, int]:
         """Return what is to be sent, whether nothing will follow, and how far this rank is."""
         deadline = time.monotonic() + _IDLE_SECONDS
-        with self._changed:
+        with self._lock:
             ready = lambda: self._is_full or self._is_finished or self._error  # noqa: E731
             self._changed.wait_for(ready, max(0, deadline - time.monotonic()))
             self._changed.wait_for(lambda: not self._is_filling)
@@ -472,7 +474,7 @@ class Exchange:
                 self._await(started.work)
             raise
         waiting.page.used = [0] * len(self.ranks)
-        with self._changed:
+        with self._lock:
             if self._page is None:
                 self._page = waiting.page
             else:

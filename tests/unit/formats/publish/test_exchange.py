@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -238,21 +237,28 @@ def test_an_interrupt_while_values_are_put_holds_up_no_rank(moment: str) -> None
         if exchange._coordinator.rank == 1:
             put_all(exchange, halves[1:])
             return
-        reserve, changed = exchange._reserve, exchange._changed
+        reserve, lock, own = exchange._reserve, exchange._lock, threading.get_ident()
+
+        class Taken:
+            def __enter__(self) -> None:
+                if threading.get_ident() == own:
+                    raise KeyboardInterrupt
+                lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
 
         def interrupted(*given: Any) -> Any:
             reserved = reserve(*given)
             if moment == "reserved":
                 raise KeyboardInterrupt
-            taken = mock.MagicMock(wraps=changed)  # whose lock cannot be taken: put() is interrupted before
-            taken.__enter__.side_effect = KeyboardInterrupt
-            exchange._changed = taken
+            exchange._lock = Taken()  # type: ignore[assignment]
             return reserved
 
-        exchange._reserve = interrupted  # type: ignore[method-assign]
+        exchange._reserve = interrupted  # type: ignore[assignment, method-assign]
         with pytest.raises(KeyboardInterrupt):
             exchange.put(halves[0], 0)
-        exchange._changed = changed
+        exchange._lock = lock
         exchange.end()
 
     started = time.monotonic()

@@ -177,10 +177,13 @@ def runs_of(info: TensorInfo) -> tuple[Chunk, ...]:
 
 
 def part_of(piece: FilePiece, box: Chunk) -> torch.Tensor:
-    """Return the values of a box in a piece, in the order of the box's elements. A view may have a row per head."""
+    """Return the values of a box in a piece, in the order of the box's elements.
+
+    A view may have a row per head. Of one whose rows are no rows of the file, all values are copied for each box.
+    """
     view, sizes = piece.view, piece.chunk.sizes
-    if view.shape == sizes:
-        return view[box.within(piece.chunk)]
+    if view.shape == sizes or not (view.dim() and sizes) or sizes[0] % len(view):
+        return view.reshape(sizes)[box.within(piece.chunk)]
     start = box.offsets[0] - piece.chunk.offsets[0]
     stop, step = start + box.sizes[0], sizes[0] // len(view)
     values = view[start // step : -(-stop // step)]

@@ -51,6 +51,21 @@ def test_any_part_of_a_piece_is_found(permuted: FilePiece) -> None:
         assert torch.equal(part.reshape(box.sizes), whole[box.within(permuted.chunk)])
 
 
+@pytest.mark.parametrize(
+    ("view", "chunk", "box"),
+    [
+        (torch.arange(24).view(12, 2), Chunk((1, 0, 0), (3, 4, 2)), Chunk((2, 1, 0), (2, 3, 2))),
+        (torch.arange(24).view(4, 6), Chunk((0, 0), (6, 4)), Chunk((1, 1), (4, 2))),
+        (torch.tensor(7), Chunk((3,), (1,)), Chunk((3,), (1,))),
+        (torch.tensor([7]), Chunk((), ()), Chunk((), ())),
+    ],
+)
+def test_a_piece_whose_view_has_other_rows_than_the_file_is_cut(view: torch.Tensor, chunk: Chunk, box: Chunk) -> None:
+    """As an operation of the user's own may make it: its elements are the chunk's, in any shape."""
+    part = part_of(FilePiece("x", chunk, view), box)
+    assert torch.equal(part, view.reshape(chunk.sizes)[box.within(chunk)])
+
+
 @pytest.fixture
 def permuted() -> FilePiece:
     """Rows 8 to 31 and columns 2 to 7 of heads of 8 rows, which are mixed in memory."""

@@ -13,7 +13,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -22,6 +22,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
@@ -36,9 +37,14 @@ from titan_ckpt.config import ExportConfig
 from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import run_workers
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.segments import Segments
-from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.formats.publish.exchange import Exchange
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.stores.bucket import BucketPath, open_location
+from titan_ckpt.stores.object_writer import ObjectWriter
 
 PACKAGE = str(Path(titan_ckpt.__file__).parent)
 
@@ -320,3 +326,46 @@ def test_an_interrupt_while_a_folder_is_opened_leaves_it_to_be_opened_again(
         if not was_interrupted:
             break
     assert at > 300
+
+
+def put(place: BucketPath) -> Any:
+    """Return an exchange, of this rank alone, that has values to send."""
+    line = Coordinator(0, 1, dist.HashStore(), "interrupted", 20.0)
+    line.peers.connect(line, lambda: {(0,)})
+    info = TensorInfo((4,), torch.float32)
+    made = Exchange(line, (0,), {"x": info}, lambda *_: (0, 0), lambda *_: 0, lambda *_: None, 1 << 20, 1 << 20)
+    made.start()
+    made.begin()
+    return made, lambda: made.put(FilePart("x", Chunk((0,), (4,)), torch.ones(4)), 0)
+
+
+def upload(place: BucketPath) -> Any:
+    writer = ObjectWriter(place, 4)
+    return writer, lambda: writer.write(memoryview(b"1234"), 0)
+
+
+@pytest.mark.parametrize("make", [put, upload])
+def test_an_interrupt_leaves_no_lock_that_another_thread_waits_for(make: Callable[[BucketPath], Any]) -> None:
+    """Python looks for signals when it begins a function: that which would give the lock back is none of Python's."""
+    one, act = make(open_location(f"ram://box/{uuid.uuid4().hex}"))  # type: ignore[arg-type]
+
+    def interrupt(frame: Any, event: str, _: Any) -> None:
+        if frame.f_code is threading.Condition.__exit__.__code__:
+            raise KeyboardInterrupt
+
+    before = sys.gettrace()
+    sys.settrace(interrupt)
+    try:
+        with suppress(KeyboardInterrupt):
+            act()
+    finally:
+        sys.settrace(before)
+    is_free = threading.Event()
+
+    def take() -> None:
+        with one._changed:
+            is_free.set()
+
+    threading.Thread(target=take, daemon=True).start()
+    assert is_free.wait(10)
+    one.close()

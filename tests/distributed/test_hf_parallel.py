@@ -32,8 +32,8 @@ from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish import exchange as exchange_module
 from titan_ckpt.formats.publish import write as export_writer
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, blocks_of, info_of, local_tensor
-from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Tie
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, info_of, local_tensor
+from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, PermuteRotary, Tie
 from titan_ckpt.models import qwen3_moe
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.testing import distributed
@@ -232,6 +232,35 @@ def test_lazy_tensors_with_collectives(tmp_path: Path) -> None:
         doubled = {k: v * 2 for k, v in single().items()}
         export(doubled, tmp_path / "one", ALONE)
         assert contents(tmp_path / "two") == contents(tmp_path / "one")
+
+
+@distributed(nproc=2)
+def test_after_an_error_on_one_rank_collectives_keep_their_order(tmp_path: Path) -> None:
+    """That of the files, in which the other rank makes them, also between two tensors that make one in the file."""
+    rows = {"c": 3, "a": 4, "d": 50, "b": 600}
+    seen: list[str] = []
+
+    def summed(name: str) -> LazyTensor:
+        info = TensorInfo((rows[name], 2), torch.float32)
+
+        def blocks() -> list[Block]:
+            seen.append(name)
+            value = torch.ones(info.shape)
+            dist.all_reduce(value)
+            if name == "a" and dist.get_rank() == 1:
+                raise ValueError("no room")
+            return [Block(Chunk.whole(info.shape), value)]
+
+        return LazyTensor(info, blocks, collective=True, like=torch.empty(info.shape, device="meta"))
+
+    joined = KeyRule.of(("a", "d"), "a", Concat((rows["a"], rows["d"])))
+    table = KeyMap((joined, KeyRule.of("b", "b"), KeyRule.of("c", "c")))
+    with pytest.raises(ExportError, match="no room"):
+        write_hf(tmp_path / "out", {name: summed(name) for name in rows}, table)
+    assert seen == ["a", "d", "b", "c"]
+    values = torch.ones(())
+    dist.all_reduce(values)  # as training goes on
+    assert values == 2
 
 
 @distributed(nproc=2)

@@ -43,7 +43,9 @@ class ObjectWriter(Writer):
         """Number of parts that the upload has taken, from the first one on."""
         self._total: int | None = None
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        """Taken itself: an interrupt as `with` leaves a condition, whose methods are Python's, would leave it taken."""
+        self._changed = threading.Condition(self._lock)
         self._thread: threading.Thread | None = None
 
     def write(self, view: memoryview, offset: int) -> None:
@@ -55,7 +57,7 @@ class ObjectWriter(Writer):
             view, offset = view[len(piece) :], offset + len(piece)
 
     def _write_part(self, number: int, at: int, piece: memoryview) -> None:
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._error or number in self._parts or self._num_waiting() < _WAITING_PARTS)
             self._check()
             if number < self._taken:
@@ -64,7 +66,7 @@ class ObjectWriter(Writer):
             new = part.reserve(at, at + len(piece))
         for start, stop in new:
             np.copyto(part.memory[start:stop], np.frombuffer(piece[start - at : stop - at], np.uint8))
-        with self._changed:
+        with self._lock:
             part.num_written += sum(stop - start for start, stop in new)
             self._start()
             self._changed.notify_all()
@@ -72,7 +74,7 @@ class ObjectWriter(Writer):
 
     def finish(self, num_bytes: int) -> None:
         """Wait until the object of `num_bytes`, which are all written, is there. Raises: StoreError; EOFError."""
-        with self._changed:
+        with self._lock:
             written = self._taken * self._part_bytes + sum(part.num_written for part in self._parts.values())
             if self._error is None and self._total is None and written != num_bytes:
                 self._error = EOFError(f"{self.path}: {written} of {num_bytes} bytes were written")
@@ -85,7 +87,7 @@ class ObjectWriter(Writer):
 
     def close(self) -> None:
         """End the upload; there is no object then, unless it is finished already. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._error = self._error or InterruptedError(f"{self.path}: its upload was given up")
             self._changed.notify_all()
         if self._thread is not None:
@@ -111,7 +113,7 @@ class ObjectWriter(Writer):
         try:
             self.path.bucket.upload(self.path.key, self._whole_parts(), self._part_bytes)
         except BaseException as error:
-            with self._changed:
+            with self._lock:
                 self._error = self._error or error
                 self._parts.clear()
                 self._changed.notify_all()
@@ -119,7 +121,7 @@ class ObjectWriter(Writer):
     def _whole_parts(self) -> Iterator[memoryview]:
         """Yield the parts in order, each when it is whole."""
         for number in count():
-            with self._changed:
+            with self._lock:
                 self._changed.wait_for(lambda n=number: self._error or self._is_whole(n) or self._is_end(n))  # type: ignore[misc]
                 self._check()
                 if self._is_end(number):

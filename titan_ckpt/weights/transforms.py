@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,8 +70,16 @@ class FileGroup:
         return any(isinstance(value, LazyTensor) and value.collective for value in self.values)
 
     def blocks(self) -> Iterator[tuple[int, Block]]:
-        """Yield (index of the native tensor, block this rank holds), replicas included."""
-        return ((index, block) for index, value in enumerate(self.values) for block in blocks_of(value))
+        """Yield (index of the native tensor, block this rank holds), replicas included.
+
+        After an error of one native tensor the blocks of the next one follow.
+        """
+
+        def of(index: int) -> Iterator[tuple[int, Block]]:
+            for block in blocks_of(self.values[index]):
+                yield index, block
+
+        return itertools.chain.from_iterable(map(of, range(len(self.values))))
 
     @property
     def quantized(self) -> Mapping[str, str]:

@@ -43,6 +43,8 @@ _DIGEST_BYTES = 16
 """Also a multiple of the size of any element, to which all that is sent is padded."""
 _MIN_ROOM = 1 << 16
 """A rank may always send another one so many bytes in a round."""
+_MIN_POOLED_BYTES = 512 << 10
+"""A smaller run has memory of its own size: thousands may be incomplete at a time, and a pooled one is a huge page."""
 _IDLE_SECONDS = 0.01
 _HEAD_ROWS = 128
 """Rows are cut at multiples of a head's rows if possible, because the rows of a head are permuted in memory."""
@@ -172,10 +174,13 @@ def runs_of(info: TensorInfo) -> tuple[Chunk, ...]:
 
 
 def part_of(piece: FilePart, box: Chunk) -> torch.Tensor:
-    """Return the values of a box in a piece, in the order of the box's elements. A view may have a row per head."""
+    """Return the values of a box in a piece, in the order of the box's elements.
+
+    A view may have a row per head. Of one whose rows are no rows of the file, all values are copied for each box.
+    """
     view, sizes = piece.view, piece.chunk.sizes
-    if view.shape == sizes:
-        return view[box.within(piece.chunk)]
+    if view.shape == sizes or not (view.dim() and sizes) or sizes[0] % len(view):
+        return view.reshape(sizes)[box.within(piece.chunk)]
     start = box.offsets[0] - piece.chunk.offsets[0]
     stop, step = start + box.sizes[0], sizes[0] // len(view)
     values = view[start // step : -(-stop // step)]
@@ -237,7 +242,9 @@ class Exchange:
         self._slowest_rank = ranks[0]
         self._is_finished = self._is_given_up = False
         self._error: BaseException | None = None
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        """Taken itself: an interrupt as `with` leaves a condition, whose methods are Python's, would leave it taken."""
+        self._changed = threading.Condition(self._lock)
         self._may_begin = threading.Event()
         self._thread = threading.Thread(target=self._run, name="titan_ckpt-exchange", daemon=True)
 
@@ -264,7 +271,7 @@ class Exchange:
         Raises: ExportError if the slowest one does not move for the timeout; as `put`.
         """
         seconds = self._coordinator.timeout_seconds
-        with self._changed:
+        with self._lock:
             self._position = position
             while self._error is None and self._slowest + self._lead < position:
                 self._is_full = True  # the others hear at once that this rank has come so far
@@ -301,8 +308,8 @@ class Exchange:
             num_bytes = box.numel * itemsize
             head = _HEAD.pack(self._numbers[piece.key], number, num_dims, num_bytes)
             head += struct.pack(f"<{2 * num_dims}q", *box.offsets, *box.sizes)
-            page, at = self._reserve(to, start + round_up(num_bytes, _DIGEST_BYTES))
             try:
+                page, at = self._reserve(to, start + round_up(num_bytes, _DIGEST_BYTES))
                 values, stop = part_of(piece, box), at + start + num_bytes
                 memory = page.memory.tensor[at + start : stop].view(info.dtype)
                 memory.view(values.shape).copy_(cast_on_device(values, info.dtype))
@@ -311,13 +318,13 @@ class Exchange:
                 self._fail(error)
                 raise
             finally:
-                with self._changed:
+                with self._lock:
                     self._is_filling = False
                     self._changed.notify_all()
 
     def _reserve(self, to: int, num_bytes: int) -> tuple[_Page, int]:
         """Return room on the page for a rank, and where it begins; nothing is sent until it is filled."""
-        with self._changed:
+        with self._lock:
             while self._error is None and (self._page is None or self._page.used[to] + num_bytes > self._room):
                 self._is_full = self._page is not None
                 self._changed.notify_all()
@@ -331,8 +338,9 @@ class Exchange:
 
     def end(self) -> None:
         """Tell that this rank sends nothing more."""
-        with self._changed:
+        with self._lock:
             self._is_finished = True
+            self._is_filling = False  # also after an interrupt at the end of `put`
             self._changed.notify_all()
 
     def finish(self) -> None:
@@ -355,7 +363,7 @@ class Exchange:
             self._thread.join()
 
     def _fail(self, error: BaseException) -> None:
-        with self._changed:
+        with self._lock:
             self._error = self._error or error
             self._changed.notify_all()
 
@@ -379,6 +387,10 @@ class Exchange:
         part, marks, memory = filled
         self._write(part, marks)
         if memory is not None:
+            self._give_back(memory)
+
+    def _give_back(self, memory: Buffer) -> None:
+        if len(memory.view) == IO_BYTES:
             self._free.append(memory)
 
     def _filled(self) -> Iterator[_Filled]:
@@ -408,7 +420,7 @@ class Exchange:
         ones = [1] * len(self.ranks)
         self._wait(self._exchange(sizes, ones, theirs, ones))
         positions: list[int] = theirs[:, 2].tolist()
-        with self._changed:
+        with self._lock:
             self._slowest = min(positions)
             self._slowest_rank = self.ranks[positions.index(self._slowest)]
             self._changed.notify_all()
@@ -420,7 +432,7 @@ class Exchange:
     def _take(self) -> tuple[_Page, bool, int]:
         """Return what is to be sent, whether nothing will follow, and how far this rank is."""
         deadline = time.monotonic() + _IDLE_SECONDS
-        with self._changed:
+        with self._lock:
             ready = lambda: self._is_full or self._is_finished or self._error  # noqa: E731
             self._changed.wait_for(ready, max(0, deadline - time.monotonic()))
             self._changed.wait_for(lambda: not self._is_filling)
@@ -462,7 +474,7 @@ class Exchange:
                 self._await(started.work)
             raise
         waiting.page.used = [0] * len(self.ranks)
-        with self._changed:
+        with self._lock:
             if self._page is None:
                 self._page = waiting.page
             else:
@@ -508,16 +520,18 @@ class Exchange:
             return
         for box, mark in run.parts:
             yield FilePart(key, box, _place(run.values, box, run.chunk).clone()), [(box, mark)], None
-        self._free.append(run.memory)
+        self._give_back(run.memory)
 
     def _begin(self, key: str, number: int) -> _Run:
         info = self._infos[key]
         chunk = runs_of(info)[number]
+        position, offset = self._place_of(key, chunk)
+        num_bytes = offset % ALIGNMENT + chunk.numel * info.dtype.itemsize
         try:
-            memory = self._free.pop()
+            memory = self._free.pop() if num_bytes >= _MIN_POOLED_BYTES else Buffer.allocate(num_bytes)
         except IndexError:  # `if self._free` first would race with other threads
             memory = Buffer.allocate(IO_BYTES)
-        run = _Run(chunk, info, *self._place_of(key, chunk), memory)
+        run = _Run(chunk, info, position, offset, memory)
         self._runs[self._numbers[key], number] = run
         return run
 

@@ -68,9 +68,9 @@ class OutputFiles:
             file.flush()
 
     def sync(self) -> None:
-        """Make what this rank has written durable; may be called again. Raises: OSError; EOFError."""
-        for name, file in self._files.items():
-            file.finish(self._layouts[name].num_bytes)
+        """Make what this rank has written durable, headers too; may be called again. Raises: OSError; EOFError."""
+        for name in {**self._own, **self._files}:
+            self.file(name).finish(self._layouts[name].num_bytes)
 
     def close(self) -> None:
         """Close the files; idempotent. Raises: OSError if a network file system reports a late error."""

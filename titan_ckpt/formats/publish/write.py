@@ -169,8 +169,8 @@ class ExportWriter:
             self._send(exchanged)
             self._write_others(others)
         except Exception:
-            for group, left in zip(groups, blocks, strict=True):
-                if group.collective:
+            for group, left in sorted(exchanged + others, key=lambda pair: min(map(self._position, pair[0].infos))):
+                for _ in group.values if group.collective else ():  # in the order in which other ranks resolve them
                     run_through(partial(iter, left))
             raise
         self._outputs.flush()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import random
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,7 +19,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests.faults.forked_ranks import outcome
 from tests.faults.forked_ranks import run as run_ranks
 from titan_ckpt.disk.direct import IO_BYTES
-from titan_ckpt.disk.memory import ALIGNMENT
+from titan_ckpt.disk.memory import ALIGNMENT, Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.publish.exchange import Exchange, Marks, part_of, row_peers, runs_of
 from titan_ckpt.formats.publish.proof import digest
@@ -48,6 +50,21 @@ def test_any_part_of_a_piece_is_found(permuted: FilePart) -> None:
     for box in (Chunk((8, 2), (16, 6)), Chunk((9, 3), (5, 4)), Chunk((31, 7), (1, 1)), Chunk((8, 2), (24, 6))):
         part = part_of(permuted, box)
         assert torch.equal(part.reshape(box.sizes), whole[box.within(permuted.chunk)])
+
+
+@pytest.mark.parametrize(
+    ("view", "chunk", "box"),
+    [
+        (torch.arange(24).view(12, 2), Chunk((1, 0, 0), (3, 4, 2)), Chunk((2, 1, 0), (2, 3, 2))),
+        (torch.arange(24).view(4, 6), Chunk((0, 0), (6, 4)), Chunk((1, 1), (4, 2))),
+        (torch.tensor(7), Chunk((3,), (1,)), Chunk((3,), (1,))),
+        (torch.tensor([7]), Chunk((), ()), Chunk((), ())),
+    ],
+)
+def test_a_piece_whose_view_has_other_rows_than_the_file_is_cut(view: torch.Tensor, chunk: Chunk, box: Chunk) -> None:
+    """As an operation of the user's own may make it: its elements are the chunk's, in any shape."""
+    part = part_of(FilePart("x", chunk, view), box)
+    assert torch.equal(part, view.reshape(chunk.sizes)[box.within(chunk)])
 
 
 @pytest.fixture
@@ -193,6 +210,75 @@ def test_a_rank_that_cannot_write_goes_on_exchanging() -> None:
     sent.note = full  # type: ignore[method-assign]
     errors = sent.run(lambda exchange: put_all(exchange, [halves[exchange._coordinator.rank]]))
     assert errors == ["full", None]
+
+
+def test_many_small_runs_that_are_not_whole_yet_take_no_more_memory_than_their_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As of thousands of vectors, or of adapters, of which all ranks have parts: one rank is ahead of the other."""
+    value, names = torch.randn(16, 32), [str(number) for number in range(1000)]
+    allocate, made, is_ahead = Buffer.allocate, list[int](), threading.Event()
+
+    def counted(num_bytes: int) -> Buffer:
+        made.append(num_bytes)
+        return allocate(num_bytes)
+
+    def put(exchange: Exchange) -> None:
+        rank = exchange._coordinator.rank
+        if rank == 1:
+            assert is_ahead.wait(20)
+        half = Chunk((0, 16 * rank), (16, 16))
+        for name in names:
+            exchange.put(FilePart(name, half, value[half.within(Chunk.whole((16, 32)))]), 0)
+        is_ahead.set()
+        exchange.finish()
+
+    sent = Sent(dict.fromkeys(names, TensorInfo((16, 32), torch.float32)), 2, 8 << 20)
+    monkeypatch.setattr(Buffer, "allocate", counted)
+    assert sent.run(put) == [None, None]
+    assert sum(map(len, sent.written)) == len(names)
+    assert len(made) >= len(names)
+    assert sum(size for size in made if size <= IO_BYTES) < len(names) * (value.nbytes + ALIGNMENT)
+
+
+@pytest.mark.parametrize("moment", ["reserved", "filled"])
+def test_an_interrupt_while_values_are_put_holds_up_no_rank(moment: str) -> None:
+    """The interrupted rank closes the exchange at once, and the other one does not wait for more of its values."""
+    value = torch.randn(600, 1000)
+    halves = [FilePart("x", Chunk((0, at), (600, 500)), value[:, at : at + 500]) for at in (0, 500)]
+
+    def put(exchange: Exchange) -> None:
+        if exchange._coordinator.rank == 1:
+            put_all(exchange, halves[1:])
+            return
+        reserve, lock, own = exchange._reserve, exchange._lock, threading.get_ident()
+
+        class Taken:
+            def __enter__(self) -> None:
+                if threading.get_ident() == own:
+                    raise KeyboardInterrupt
+                lock.acquire()
+
+            def __exit__(self, *_: object) -> None:
+                lock.release()
+
+        def interrupted(*given: Any) -> Any:
+            reserved = reserve(*given)
+            if moment == "reserved":
+                raise KeyboardInterrupt
+            exchange._lock = Taken()  # type: ignore[assignment]
+            return reserved
+
+        exchange._reserve = interrupted  # type: ignore[assignment, method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            exchange.put(halves[0], 0)
+        exchange._lock = lock
+        exchange.end()
+
+    started = time.monotonic()
+    sent = Sent({"x": TensorInfo((600, 1000), torch.float32)}, 2, 1 << 20)
+    assert sent.run(put) == [None, None]
+    assert time.monotonic() - started < 10  # half the timeout
 
 
 @distributed(nproc=4)

@@ -360,8 +360,8 @@ class _Verdict:
 class _Exchange:
     """One gather: its keys in the store and both sides of the conversation.
 
-    The first verdict counts. Rank 0 posts it, or a rank that leaves and takes no part; that rank then also fills the
-    posts that rank 0 waits for, with nothing.
+    The first verdict counts. Rank 0 posts it, or a rank that has waited in vain, or one that leaves and takes no part;
+    that rank then also fills the posts that rank 0 waits for, with nothing.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, world_size: int, clock: Callable[[], float]) -> None:
@@ -434,8 +434,8 @@ class _Exchange:
             silent = [rank for rank, key in enumerate(self._posts) if not self._store.check([key])]
             if not silent and not self._arrive([self._verdict], _grace(bound)):
                 silent = [0]
-            if silent:
-                return _Verdict([(rank, f"did not answer within {bound:g} s") for rank in silent], [])
+            if silent:  # rank 0 must not go on when it wakes up, because this rank has given up
+                return self._post_verdict(_Verdict([(rank, f"did not answer within {bound:g} s") for rank in silent], []))
         return self._read_verdict()
 
     def _arrive(self, keys: Sequence[str], seconds: float) -> bool:

@@ -112,7 +112,7 @@ class Coordinator:
 
         `name`: one that no group had before. `most_seconds`: limit of the wait for the others, if it is less than half
         the timeout, so that the others still wait for this rank when it gives up.
-        Raises: RuntimeError; PeerError if the store does not answer.
+        Raises: RuntimeError, also if gloo waits for longer, as it may for a rank that was killed meanwhile.
         """
         assert self._store is not None, "one rank alone is no group"
         seconds = min(most_seconds, self.timeout_seconds / 2)
@@ -124,7 +124,10 @@ class Coordinator:
             except (AttributeError, dist.DistStoreError) as error:  # torch without gloo; a rank that does not come
                 raise RuntimeError(str(error)) from error
 
-        return self._run(connect, name, seconds)
+        done, failed = self._aside(connect, name, 1.25 * seconds)
+        if not done:
+            raise failed[0] if failed else RuntimeError(f"gloo has not connected the ranks in {1.25 * seconds:g} s")
+        return done[0]
 
     def close(self) -> None:
         """Leave this line and the lines made from it: a rank that waits for this one, now or later, raises at once.
@@ -307,29 +310,8 @@ class Coordinator:
         return self._store.get(key).decode() if self._store.check([key]) else None
 
     def _run(self, conversation: Callable[[], _Value], tag: str, bound: float) -> _Value:
-        """Run the exchange in a thread of its own, because some store calls have no timeout if the store's host stops.
-
-        If no thread can be started, as while Python 3.12 and later wait for a save at exit, it runs in this thread.
-        """
-        done: list[_Value] = []
-        failed: list[BaseException] = []
-
-        def target() -> None:
-            try:
-                done.append(conversation())
-            except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=target, name=f"titan_ckpt exchange {tag}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            target()
-        else:
-            last = self._looks + (bound + 4 * _grace(bound)) / _LOOK_SECONDS
-            while thread.is_alive() and self._looks < last:
-                thread.join(_LOOK_SECONDS)
-                self._looks += 1
+        """Run the exchange. Raises: PeerError if the store is lost or does not answer; what the exchange raises."""
+        done, failed = self._aside(conversation, tag, bound + 4 * _grace(bound))
         if done:
             return done[0]
         error = failed[0] if failed else None
@@ -346,6 +328,33 @@ class Coordinator:
         self._over = PeerError(f"{tag}: {fault}", [0])
         raise self._over from error
 
+    def _aside(self, act: Callable[[], _Value], tag: str, seconds: float) -> tuple[list[_Value], list[BaseException]]:
+        """Call `act` in a thread of its own, because some calls have no timeout if another host stops.
+
+        Return its value, or its error, each in a list; nothing if it has not ended in time. If no thread can be
+        started, as while Python 3.12 and later wait for a save at exit, it is called in this thread.
+        """
+        done: list[_Value] = []
+        failed: list[BaseException] = []
+
+        def target() -> None:
+            try:
+                done.append(act())
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=target, name=f"titan_ckpt exchange {tag}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            target()
+        else:
+            last = self._looks + seconds / _LOOK_SECONDS
+            while thread.is_alive() and self._looks < last:
+                thread.join(_LOOK_SECONDS)
+                self._looks += 1
+        return done, failed
+
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
@@ -360,8 +369,8 @@ class _Verdict:
 class _Exchange:
     """One gather: its keys in the store and both sides of the conversation.
 
-    The first verdict counts. Rank 0 posts it, or a rank that leaves and takes no part; that rank then also fills the
-    posts that rank 0 waits for, with nothing.
+    The first verdict counts. Rank 0 posts it, or a rank that has waited in vain, or one that leaves and takes no part;
+    that rank then also fills the posts that rank 0 waits for, with nothing.
     """
 
     def __init__(self, store: Store, prefix: str, rank: int, world_size: int, clock: Callable[[], float]) -> None:
@@ -434,8 +443,10 @@ class _Exchange:
             silent = [rank for rank, key in enumerate(self._posts) if not self._store.check([key])]
             if not silent and not self._arrive([self._verdict], _grace(bound)):
                 silent = [0]
-            if silent:
-                return _Verdict([(rank, f"did not answer within {bound:g} s") for rank in silent], [])
+            if silent:  # rank 0 must not go on when it wakes up, because this rank has given up
+                return self._post_verdict(
+                    _Verdict([(rank, f"did not answer within {bound:g} s") for rank in silent], [])
+                )
         return self._read_verdict()
 
     def _arrive(self, keys: Sequence[str], seconds: float) -> bool:

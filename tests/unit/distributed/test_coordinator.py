@@ -223,17 +223,21 @@ def test_the_time_in_which_a_job_is_suspended_does_not_count(tmp_path: Path) -> 
         ranks.stop()
 
 
-def test_a_late_rank_reads_the_verdict_and_all_go_on_together() -> None:
-    """A rank that sleeps past the bound fails like the others, and the next exchange is in step again."""
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_late_rank_reads_the_verdict_and_all_go_on_together(late: int) -> None:
+    """A rank that sleeps past the bound fails like the others, and the next exchange is in step again.
+
+    Also rank 0, which finds that all others have posted: they have given up.
+    """
 
     def body(line: Coordinator) -> Any:
         line.barrier("before")
-        if line.rank == 1:
-            time.sleep(3)
+        if line.rank == late:
+            time.sleep(4)
         first = outcome(lambda: line.gather("a", line.rank, timeout_seconds=1.0))
         return [first[:2], line.gather("b", line.rank), line.gather("c", line.rank)]
 
-    assert run(2, body) == [[["PeerError", [1]], [0, 1], [0, 1]]] * 2
+    assert run(2, body) == [[["PeerError", [late]], [0, 1], [0, 1]]] * 2
 
 
 def test_a_background_line_works_beside_a_blocked_one() -> None:

@@ -344,3 +344,20 @@ def test_ranks_that_gloo_cannot_connect_are_not_tried_again() -> None:
     first, second = run_ranks(2, body, timeout=30.0)
     assert first == [[["ok", []]] * 2, 1]
     assert second[0] == [["ok", []]] * 2
+
+
+def test_a_connection_that_gloo_never_ends_leaves_the_line_to_the_store_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As where a rank was killed while it was connected: gloo may wait for longer than it was told to."""
+    made = dist.ProcessGroupGloo
+
+    def body(line: Coordinator) -> Any:
+        line.timeout_seconds = 6.0
+        never = lambda *_: time.sleep(600)  # noqa: E731
+        monkeypatch.setattr(dist, "ProcessGroupGloo", never if line.rank == 0 else made)
+        begin = time.monotonic()
+        found = outcome(lambda: line.peers.connect(line, lambda: {(0, 1)}))
+        return [found, line.gather("later", line.rank), time.monotonic() - begin < 6.0]
+
+    assert run_ranks(2, body, timeout=30.0) == [[["ok", []], [0, 1], True]] * 2

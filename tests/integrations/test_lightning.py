@@ -59,6 +59,16 @@ def test_a_strategy_without_named_shards_is_refused_by_name(kind: type, instead:
         )
 
 
+def test_fabrics_manager_is_told_what_is_not_set_up(tmp_path: Path) -> None:
+    """All at once, with the call that is missing."""
+    model = torch.nn.Linear(1, 1)
+    optimizer, fabric = torch.optim.AdamW(model.parameters()), SimpleNamespace(strategy=SingleDeviceStrategy())
+    fabric._callbacks = []
+    with pytest.raises(ConfigError, match=r"call model, optimizer = fabric\.setup\(model, optimizer\) first") as error:
+        fabric_manager(fabric, CheckpointConfig(), model=model, optimizers=[optimizer], base_folder=tmp_path)
+    assert [p.partition(" is not")[0] for p in error.value.problems] == ["model: Linear", "optimizers: AdamW"]
+
+
 def test_a_trainer_is_told_all_that_does_not_fit_at_once() -> None:
     """A callback that changes Lightning's own checkpoints, those, and reloaded dataloaders are refused together."""
     trainer = SimpleNamespace(
@@ -106,7 +116,7 @@ def test_batches_of_any_nesting_go_to_the_device_of_fabric(tmp_path: Path) -> No
     loader: Any = _FabricDataLoader(DataLoader(samples, 2), torch.device("meta"))
     fabric = SimpleNamespace(strategy=SingleDeviceStrategy(), _callbacks=[])
     for _ in range(2):
-        model = torch.nn.ModuleDict({"module": torch.nn.Linear(1, 1)})
+        model = torch.nn.ModuleDict(dict.fromkeys(("module", "_forward_module"), torch.nn.Linear(1, 1)))
         fabric_manager(fabric, CheckpointConfig(), model=model, dataloader=loader, base_folder=tmp_path).close()
         (first, *_) = loader
         assert (first["x"].device.type, first["y"][0].device.type) == ("meta", "meta")

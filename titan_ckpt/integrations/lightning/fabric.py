@@ -41,20 +41,30 @@ def fabric_manager(
 
     `dataloader` has a position from now on: after `manager.load()` it continues where the checkpoint was made. The loop
     is that of any CheckpointManager; do not call fabric.save and fabric.load.
-    Raises: ConfigError for FSDP1, DeepSpeed, XLA, and for data whose position cannot be known.
+    Raises: ConfigError for what is not set up, FSDP1, DeepSpeed, XLA, and data whose position cannot be known.
     """
     stateful = dict(states or {})
     own = [c for c in fabric._callbacks if not any(c is state for state in stateful.values())]  # noqa: SLF001 - Fabric has no public name for them
     own = [callback for callback in own if not isinstance(callback, nn.Module)]  # Fabric adds every module to them
     judged = partial(faults, [("callback", callback) for callback in own], KNOWN, config.allow, live=[model])
-    if problems := [*plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow), *judged()]:
+    wrapper = getattr(model, "_orig_mod", model)  # compiled by Fabric, or not
+    not_set_up = [
+        f"{what}: {type(given).__name__} is not what fabric.setup returns: call model, optimizer = "
+        "fabric.setup(model, optimizer) first, and give what it returns"
+        for what, given, attribute in [
+            ("model", wrapper, "_forward_module"),
+            *(("optimizers", o, "optimizer") for o in optimizers),
+        ]
+        if not hasattr(given, attribute)
+    ]
+    if problems := [*not_set_up, *plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow), *judged()]:
         raise ConfigError(problems)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if scaler is not None:
         stateful.setdefault("scaler", scaler)
     manager = CheckpointManager(
         config,
-        model_parts=[getattr(model, "_orig_mod", model).module],  # compiled, or not, by Fabric
+        model_parts=[wrapper.module],
         optimizers=[optimizer.optimizer for optimizer in optimizers],
         lr_schedulers=lr_schedulers,
         dataloader=None if dataloader is None else _with_position(dataloader, config.allow),

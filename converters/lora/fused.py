@@ -21,10 +21,7 @@ from titan_ckpt.weights.low_rank import LowRank
 
 @dataclass(frozen=True)
 class BlockDiagonal(TensorOp):
-    """Arrange several matrices as the diagonal blocks of one. Only blocks are written: a new file is zero elsewhere.
-
-    A part with 0 columns has no matrix.
-    """
+    """Arrange several matrices as the diagonal blocks of one, which is zero elsewhere. A part of 0 columns has none."""
 
     rows: tuple[int, ...]
     columns: tuple[int, ...]
@@ -46,6 +43,25 @@ class BlockDiagonal(TensorOp):
     def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
         row, column = (a + b for a, b in zip(self._blocks[index].offsets, chunk.offsets, strict=True))
         yield Piece(0, Chunk((row, column), chunk.sizes), block)
+
+    def zeros(self, index: int, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
+        """Yield what is left and right of a chunk, and of rows without a matrix those above it, below the last one."""
+        above = self._blocks[index - 1] if index else Chunk((0, 0), (0, 0))
+        block, is_last = self._blocks[index], index == len(self._blocks) - 1
+        row, column = (a + b for a, b in zip(block.offsets, chunk.offsets, strict=True))
+        row_stop, column_stop = row + chunk.sizes[0], column + chunk.sizes[1]
+        top = above.offsets[0] + above.sizes[0] if chunk.offsets[0] == 0 else row
+        bottom = sum(self.rows) if is_last and row_stop == block.offsets[0] + block.sizes[0] else row_stop
+        left = 0 if chunk.offsets[1] == 0 else column
+        right = sum(self.columns) if column_stop == block.offsets[1] + block.sizes[1] else column_stop
+        for start, stop, first, last in (
+            (top, row, left, right),
+            (row, row_stop, left, column),
+            (row, row_stop, column_stop, right),
+            (row_stop, bottom, left, right),
+        ):
+            if start < stop and first < last:
+                yield 0, Chunk((start, first), (stop - start, last - first))
 
     @property
     def _blocks(self) -> list[Chunk]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,17 +11,26 @@ from typing import Any, cast
 import pytest
 import torch
 
+import tests.memory_store  # noqa: F401 - it names the scheme
 from tests.faults.forked_ranks import outcome, run
+from titan_ckpt import progress
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.exporting.exporter import Exporter, ExportJob
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.native import writer
+from titan_ckpt.formats.publish import exchange
 from titan_ckpt.formats.publish import run as publishing
+from titan_ckpt.formats.publish.outputs import OutputFiles
+from titan_ckpt.formats.publish.plan import plan_export
+from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
+from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.weights import digest
 from titan_ckpt.weights.identity import TrackedBase
+from titan_ckpt.weights.transforms import file_group
 
 INFO = TensorInfo((4,), torch.float32)
 STORE = StoreConfig()
@@ -72,8 +82,22 @@ def the_peers_of_an_export_of_staged_copies(line: Coordinator, folder: Path) -> 
     exporter.stage([config], 1, None, {}, {})
 
 
+def the_memory_of_an_exchange(line: Coordinator, folder: Path) -> None:
+    """Export to a bucket, for which all ranks send and receive values."""
+    module: Any = exchange
+    buffers = module.Buffer
+    module.Buffer = SimpleNamespace(allocate=lambda size: of_rank_1(line, buffers.allocate(size)))
+    group = file_group(KeyMap(identity=True).group_of_fqn("weight"), [torch.ones(4)], None)
+    plan = plan_export([group], lambda infos: {"file": [*infos]}, lambda *_: {}, line)
+    outputs = OutputFiles(open_location("ram://box/out"), plan.files.layouts, line)
+    with closing(ExportWriter(outputs, plan, line, progress.uncounted)) as writer:
+        writer.connect([group])
+        writer.create()
+
+
 ACTS = [
     digests, chunks_of_an_export, a_converters_keys, the_plan_of_a_save, the_peers_of_an_export_of_staged_copies,
+    the_memory_of_an_exchange,
 ]  # fmt: skip
 
 

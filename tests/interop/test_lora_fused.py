@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import uuid
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +17,28 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 from transformers import AutoModelForCausalLM
 
+import tests.memory_store  # noqa: F401 - it names the scheme
 from tests import world
 from tests.interop.folders import disturb, gap, theirs, tuned
 from tests.world import assert_same_bytes
 from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
+from titan_ckpt.converters.lora.fused import BlockDiagonal
 from titan_ckpt.converters.lora.layers import LoRALinear
 from titan_ckpt.converters.parallel import ConvertedParallel
 from titan_ckpt.converters.stack import stack_adapters
 from titan_ckpt.errors import ConverterError, KeyMapError, LoadMismatchError
+from titan_ckpt.geometry.boxes import overlap
+from titan_ckpt.geometry.chunks import Chunk, chunks_at
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.models import hf
 from titan_ckpt.models.layers import Attention, rotate_halves
 from titan_ckpt.models.qwen3 import Qwen3, Qwen3Config
+from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.stores.objects import object_path
 from titan_ckpt.testing import distributed
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
@@ -115,6 +124,53 @@ def test_pairs_of_parts_are_one_block_diagonal_pair_in_peft(
         export_shards(tmp_path)
         for name in ("step-1", "step-1-peft"):
             assert_same_bytes(tmp_path / "run/exports" / name, tmp_path / "shards/exports" / name)
+
+
+def test_a_block_diagonal_pair_in_a_bucket_is_that_of_a_folder(tmp_path: Path) -> None:
+    """The zeros around its blocks are uploaded, also those of the parts that have no pair."""
+    phi3_base(tmp_path / "base")
+    model, place = phi3(), open_location(f"ram://box/{uuid.uuid4().hex}")
+    converters = world.convert(model, {"kind": "lora", "rank": 4, "target_modules": ["wk", "w1"]})
+    given: dict[str, Any] = {
+        "initial_load": [tmp_path / "base"],
+        "export": (ExportConfig("peft"), ExportConfig("peft", folder=str(place))),
+        "model_converters": converters,
+        "timeout_seconds": 600.0,
+    }
+    with world.manager(tmp_path / "run", model, **given) as manager:
+        manager.load()
+        randomise(model)
+        manager.save(1, last_step=True)
+    name = "step-1-peft/adapter_model.safetensors"
+    assert object_path(place / name).read() == (tmp_path / "run/exports" / name).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("op", "shapes"),
+    [
+        (BlockDiagonal((4, 6), (2, 3)), [(4, 2), (6, 3)]),
+        (BlockDiagonal((5, 4, 3, 6), (0, 2, 0, 1)), [(4, 2), (6, 1)]),
+        (BlockDiagonal((3, 4, 2), (0, 2, 0)), [(4, 2)]),
+    ],
+)
+def test_blocks_and_zeros_of_any_chunks_make_up_the_matrix(op: BlockDiagonal, shapes: list[tuple[int, int]]) -> None:
+    """Each element once: of shards of rows, of columns, and of both."""
+    for rows, columns in ((1, 1), (3, 1), (1, 2), (2, 2)):
+        parts: list[Chunk] = []
+        for index, shape in enumerate(shapes):
+            for part in boxes_of(shape, rows, columns):
+                block = torch.ones(part.sizes)
+                parts += [piece.chunk for piece in op.pieces(index, shapes, part, block)]
+                parts += [region for _, region in op.zeros(index, part)]
+        (whole,) = op.file_shapes(shapes)
+        assert sum(part.numel for part in parts) == Chunk.whole(whole).numel
+        assert overlap(parts) is None
+
+
+def boxes_of(shape: tuple[int, int], rows: int, columns: int) -> list[Chunk]:
+    """Return the chunks of a mesh of so many ranks along each dim."""
+    places = product(range(rows), range(columns))
+    return [c for at in places for c, _ in chunks_at(shape, (Shard(0), Shard(1)), (rows, columns), at) if c.numel]
 
 
 @pytest.mark.parametrize("lora", [{}, {"use_dora": True}], ids=["lora", "dora"])

@@ -54,6 +54,13 @@ class TensorOp(ABC):
     def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
         """Cut `block`, which holds `chunk` of native tensor `index` of `shapes`, into views, one per file region."""
 
+    def zeros(self, index: int, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
+        """Yield (file index, region) of zeros that a file has beside the pieces of a chunk of native tensor `index`.
+
+        The pieces and the zeros of all chunks make up the file tensors.
+        """
+        return iter(())
+
 
 class Identity(TensorOp):
     """The same tensor under a second name."""

@@ -104,6 +104,8 @@ class FileGroup:
         shapes = [info_of(value).shape for value in self.values]
         for piece in self.op.pieces(index, shapes, block.chunk, block.data):
             yield FilePart(keys[piece.file_index], piece.chunk, piece.view)
+        for file_index, region in self.op.zeros(index, block.chunk):
+            yield FilePart(keys[file_index], region, block.data.new_zeros(()).expand(region.sizes))
 
 
 def file_group(group: KeyGroup, values: Sequence[torch.Tensor | LazyTensor], dtype: FileDtype) -> FileGroup:

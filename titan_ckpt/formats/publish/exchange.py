@@ -231,9 +231,9 @@ class Exchange:
         self._write = write
         self._room = max(_MIN_ROOM, round_up(round_bytes // len(ranks), _DIGEST_BYTES))
         self._lead = lead_bytes
-        self._page: _Page | None = _Page(len(ranks), self._room)
-        self._pages = [_Page(len(ranks), self._room)]
-        self._memories = [Buffer.allocate(len(ranks) * self._room) for _ in range(2)]
+        self._page: _Page | None = None
+        self._pages: list[_Page] = []
+        self._memories: list[Buffer] = []
         self._runs: dict[tuple[int, int], _Run] = {}
         self._free: list[Buffer] = []
         self._is_filling = self._is_full = False
@@ -249,7 +249,9 @@ class Exchange:
         self._thread = threading.Thread(target=self._run, name="titan_ckpt-exchange", daemon=True)
 
     def start(self) -> str | None:
-        """Start the thread, which waits for `begin`; return why there can be no more threads."""
+        """Start the thread, which waits for `begin`; return why there can be no more threads. Raises: OSError."""
+        self._page, *self._pages = (_Page(len(self.ranks), self._room) for _ in range(2))
+        self._memories = [Buffer.allocate(len(self.ranks) * self._room) for _ in range(2)]
         try:
             self._thread.start()
         except RuntimeError as error:

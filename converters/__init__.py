@@ -41,6 +41,7 @@ __all__ = [
     "build",
     "from_tables",
     "kinds",
+    "lora",
     "updates",
 ]
 

@@ -1,4 +1,4 @@
-"""The types that plan a save, a load, an export and its proof are those of docs/architecture.md."""
+"""The types that plan a save, a load, an export and its proof are those of docs/inside.md."""
 
 from __future__ import annotations
 
@@ -32,9 +32,7 @@ def values_of(module: str) -> set[str]:
 
 def test_the_docs_list_every_type_that_plans() -> None:
     """A new type has a line; a type that is gone has none."""
-    section = (
-        (ROOT / "docs" / "architecture.md").read_text().partition("## The types that plan\n")[2].partition("\n## ")[0]
-    )
+    section = (ROOT / "docs" / "inside.md").read_text().partition("## The types that plan\n")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| `([\w.]+)` \|", section, re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert {name for module in PLANNING for name in values_of(module)} <= set(listed)

@@ -8,9 +8,13 @@ import graphlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
 import pytest
 
+from tests.doors import Doors, doors
+
 ROOT = Path(__file__).parents[1]
+FORMATS = ROOT / "titan_ckpt" / "formats"
 MODULES = {
     ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
     for folder in (ROOT / "titan_ckpt", ROOT / "titan_ckpt" / "converters")  # a link, into which rglob does not go
@@ -69,6 +73,32 @@ def test_a_cycle_would_be_seen() -> None:
     graph = graph | {"titan_ckpt.disk": {*graph["titan_ckpt.disk"], "titan_ckpt.manager"}}
     with pytest.raises(graphlib.CycleError):
         graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_an_import_past_the_doors_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With its line, and the `__init__` that does not name it; inside a room everything may be imported."""
+    graph = grimp.ImportGraph()
+    reader, header = "titan_ckpt.formats.native.reader", "titan_ckpt.formats.native.header"
+    for importer, imported in [
+        ("titan_ckpt.saving.saver", reader),
+        ("titan_ckpt.saving.saver", header),
+        (reader, header),
+    ]:
+        graph.add_import(importer=importer, imported=imported, line_number=7, line_contents="import")
+    options = {"rooms_in": ["titan_ckpt", "titan_ckpt.formats"]}
+    found = Doors("doors", {}, options).check(graph, verbose=False)
+    (fault,) = found.metadata["faults"]
+    assert not found.kept
+    assert fault.startswith(
+        f"titan_ckpt.saving.saver:7 imports {header}, and titan_ckpt/formats/native/__init__.py does"
+    )
+
+
+def test_every_room_has_doors() -> None:
+    """A room without a list would be one that nobody may enter."""
+    rooms = [path.parent for path in MODULES.values() if path.name == "__init__.py"]
+    names = [folder.relative_to(ROOT) for folder in rooms if folder.parent in (ROOT / "titan_ckpt", FORMATS)]
+    assert not [str(name) for name in names if not doors(".".join(name.parts))]
 
 
 def test_no_room_is_crowded() -> None:

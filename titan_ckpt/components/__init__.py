@@ -1,1 +1,14 @@
 """The parts of a checkpoint besides the weights, and the names of the files that hold them."""
+
+__all__ = [
+    "files",
+    "gradients",
+    "items",
+    "known",
+    "optimizer",
+    "optimizer_content",
+    "run_state",
+    "snapshot",
+    "unsaved_state",
+    "watched",
+]

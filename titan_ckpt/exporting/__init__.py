@@ -1,1 +1,3 @@
 """Exports: the model in a format for other programs, in folders that resuming never reads."""
+
+__all__ = ["checks", "exporter"]

@@ -1,1 +1,16 @@
 """The content of the model: its tensors in the form of files, their initial values and their identity. No I/O."""
+
+__all__ = [
+    "digest",
+    "identity",
+    "initialize",
+    "inner_tensors",
+    "live_memory",
+    "low_rank",
+    "names",
+    "own_state",
+    "quantize",
+    "stored_names",
+    "transforms",
+    "wrapper",
+]

@@ -52,7 +52,7 @@ _QUEUED_BYTES = 256 << 20
 _FEW_BYTES = 1 << 20
 """One thread writes fewer bytes than this faster than other threads start."""
 _ROUND_BYTES = 32 << 20
-"""Bytes that a rank receives in one round for files in a bucket. On a disk it receives two writes.
+"""Bytes that a rank receives in one round for files in a bucket. On a disk it receives three writes.
 
 With one, ranks wait for the sizes of the next round as long as for its bytes."""
 _MAPPED_BYTES = 16 << 20
@@ -107,7 +107,7 @@ class ExportWriter:
                 "the ranks cannot connect to each other by gloo, and an export in a bucket needs it: open the "
                 "network between the hosts, or export to a folder on a file system that they share"
             )
-        round_bytes = 2 * IO_BYTES if is_shared else _ROUND_BYTES
+        round_bytes = 3 * IO_BYTES if is_shared else _ROUND_BYTES
         for ranks in connected:
 
             def owner(key: str, number: int, ranks: Ranks = ranks) -> int:

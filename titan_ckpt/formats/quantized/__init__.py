@@ -1,1 +1,3 @@
 """Reading quantized Hugging Face folders, which are dequantized on the way."""
+
+__all__ = ["open"]

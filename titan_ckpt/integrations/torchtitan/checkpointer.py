@@ -17,7 +17,7 @@ from torch import nn
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
 
-from titan_ckpt.converters.container import ModelConverters
+from titan_ckpt.converters import ModelConverters
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.integrations.torchtitan import held, settings

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from titan_ckpt.converters.container import ModelConverters
-from titan_ckpt.converters.lora.converter import LoRAConverter
+from titan_ckpt.converters import LoRAConverter, ModelConverters
 from titan_ckpt.integrations.torchtitan.converters import converters_of
 from titan_ckpt.integrations.torchtitan.lora import find_lora
 from titan_ckpt.weights.names import clean_fqn

@@ -12,8 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from titan_ckpt.converters.lora.config import LoRAConfig
-from titan_ckpt.converters.lora.converter import LoRAConverter
+from titan_ckpt.converters import LoRAConfig, LoRAConverter
 from titan_ckpt.converters.lora.sites import tied_modules
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ConverterError

@@ -158,8 +158,8 @@ class ExportWriter:
     def write(self, groups: Sequence[FileGroup]) -> None:
         """Resolve the groups one tensor at a time, on this thread, and write this rank's part of them.
 
-        What is exchanged comes first. A group that takes part in collectives is resolved even after an error, so that
-        other ranks do not wait in vain. Raises: the first error of this rank; ExchangeBroken.
+        What is exchanged comes first. A group that takes part in collectives is resolved even after an error or an
+        interrupt, so that other ranks do not wait in vain. Raises: the first error of this rank; ExchangeBroken.
         """
         blocks = [group.blocks() for group in groups]  # nothing is computed yet
         makers = Counter(key for group in groups for key in group.infos)
@@ -179,7 +179,7 @@ class ExportWriter:
         try:
             self._send(exchanged)
             self._write_others(others)
-        except Exception:
+        except BaseException:
             for group, left in sorted(exchanged + others, key=lambda pair: min(map(self._position, pair[0].infos))):
                 for _ in group.values if group.collective else ():  # in the order in which other ranks resolve them
                     run_through(partial(iter, left))

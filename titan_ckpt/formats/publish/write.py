@@ -95,7 +95,6 @@ class ExportWriter:
         self._written: list[WrittenRegion] = []
         self._queue: list[FilePiece] = []
         self._queued_bytes = 0
-        self._sources: dict[str, list[str]] = {}
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each written part, for tensors that the plan does not divide among the ranks."""
 
@@ -163,9 +162,6 @@ class ExportWriter:
         """
         blocks = [group.blocks() for group in groups]  # nothing is computed yet
         makers = Counter(key for group in groups for key in group.infos)
-        for group in groups:
-            for key in group.infos:
-                self._sources.setdefault(key, []).append(", ".join(group.fqns))
 
         def is_exchanged(group: FileGroup) -> bool:
             has_exchange = all(key in self._exchange_of for key in group.infos)
@@ -268,7 +264,7 @@ class ExportWriter:
         """Read every region that this rank wrote and compare it. Raises: ExportError naming the tensors that differ."""
         if wrong := differing(self._written, reader, self._count):
             number = sum(map(len, wrong.values()))
-            names = {key: self._sources.get(key, ()) for key in wrong}
+            names = {key: self._plan.files.sources[key] for key in wrong}
             tied = {key: f" (tied, and not equal: {', '.join(fqns)})" for key, fqns in names.items() if len(fqns) > 1}
             listed = ", ".join(key + tied.get(key, "") for key in wrong)
             raise ExportError(f"{number} region(s) read back differ from what was written, of {listed}")

@@ -23,6 +23,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, LoadMismatchError, PeerError
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.writer import DcpExport
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.testing import distributed
 
@@ -175,6 +176,28 @@ def test_an_error_of_dcp_in_a_users_code_is_told_to_all_ranks(tmp_path: Path) ->
     ):
         with manager(tmp_path, Net(), **given) as m, own if dist.get_rank() else told:
             m.load()
+
+
+@distributed(nproc=2)
+def test_an_interrupt_on_one_rank_leaves_the_other_in_no_collective_of_an_export(tmp_path: Path) -> None:
+    """Tensors that ranks compute together are computed after it, too, so the training's group can be used."""
+
+    def summed(name: str) -> LazyTensor:
+        def blocks() -> list[Block]:
+            value = torch.ones(4)
+            dist.all_reduce(value)
+            if name == "a" and dist.get_rank() == 1:
+                raise KeyboardInterrupt("by hand")
+            return [Block(Chunk.whole((4,)), value)]
+
+        info = TensorInfo((4,), torch.float32)
+        return LazyTensor(info, blocks, collective=True, like=torch.empty(4, device="meta"))
+
+    with pytest.raises((PeerError, KeyboardInterrupt), match="by hand"):
+        DcpExport({name: summed(name) for name in "ab"}, {}).write(tmp_path / "out", Coordinator.current(20.0))
+    value = torch.ones(())
+    dist.all_reduce(value)
+    assert value == 2
 
 
 @distributed(nproc=2)

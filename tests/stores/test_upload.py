@@ -80,7 +80,7 @@ def test_a_rank_that_can_start_no_thread_is_known_to_all_ranks_at_once(
             refused.append(threading.current_thread())
         coordinator.peers = cast("Any", SimpleNamespace(connect=lambda *_: [(0, 1)], discard=lambda: None))
         outputs = OutputFiles(place, {}, coordinator)
-        plan = ExportPlan(ExportFiles({}, {}, {}, {}), {})
+        plan = ExportPlan(ExportFiles({}, {}, {}, {}, {}), {})
         writer = ExportWriter(outputs, plan, coordinator, progress.uncounted)
         writer.connect([])
         try:

@@ -214,7 +214,7 @@ def _write_chunks(
     its name and its offsets, sizes and bytes, in the order of the file.
 
     `own`: tensor -> offsets of the chunks that this rank writes; None: all chunks. Lazy tensors that are collective are
-    resolved after an error too, because other ranks cannot resolve them alone. Raises: the first error.
+    resolved after an error or an interrupt too, because other ranks cannot resolve them alone. Raises: the first error.
     """
     places: list[tuple[str, list[Any]]] = []
     todo = iter(tensors.items())
@@ -231,7 +231,7 @@ def _write_chunks(
                 _, _, length = file.append(name, methodcaller("write", stored.data))
                 places.append((name, [None, None, length]))
             file.sync()
-    except Exception:
+    except BaseException:
         for _, value in todo:
             if isinstance(value, LazyTensor) and value.collective:
                 run_through(value.blocks)

@@ -36,6 +36,8 @@ class ExportFiles:
     file_of: Mapping[str, str]
     quantized: Mapping[str, str]
     """Key of each tensor that is stored as several tensors -> its description in the files' headers."""
+    sources: Mapping[str, Collection[str]]
+    """Key -> the native tensors from which it is made, on any rank: those of tied weights by each of their names."""
 
     @property
     def num_bytes(self) -> int:
@@ -79,7 +81,7 @@ def plan_export(
     Raises: ExportError if ranks disagree about a tensor, or there is none.
     """
     tables = coordinator.gather_distinct("export/tables", lambda: {"table": _table(groups)})["table"]
-    infos, quantized = _merge(tables.values())
+    infos, quantized, sources = _merge(tables.values())
     if not infos:
         raise ExportError("there is no tensor to export")
     shares: dict[str, Sequence[Chunk] | None] = {}
@@ -100,7 +102,7 @@ def plan_export(
     metadata = {"format": "pt", **header(infos, quantized)}
     layouts = {name: lay_out({key: infos[key] for key in keys}, metadata) for name, keys in packed.items()}
     file_of = {key: name for name, keys in packed.items() for key in keys}
-    return ExportPlan(ExportFiles(infos, layouts, file_of, quantized), shares)
+    return ExportPlan(ExportFiles(infos, layouts, file_of, quantized, sources), shares)
 
 
 def pack_model_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:
@@ -149,25 +151,31 @@ def _layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | tuple[Chunk, 
 
 
 def _table(groups: Sequence[FileGroup]) -> dict[str, Any]:
-    """Return this rank's (key, dtype, shape) of file tensors, and its quantized tensors, as JSON."""
+    """Return this rank's (key, dtype, shape, source) of file tensors, and its quantized tensors, as JSON."""
     return {
         "tensors": [
-            [key, dtype_name(info.dtype), list(info.shape)] for group in groups for key, info in group.infos.items()
+            [key, dtype_name(info.dtype), list(info.shape), ", ".join(group.fqns)]
+            for group in groups
+            for key, info in group.infos.items()
         ],
         "quantized": {key: text for group in groups for key, text in group.quantized.items()},
     }
 
 
-def _merge(tables: Iterable[Mapping[str, Any]]) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+def _merge(
+    tables: Iterable[Mapping[str, Any]],
+) -> tuple[dict[str, TensorInfo], dict[str, str], dict[str, Collection[str]]]:
     infos: dict[str, TensorInfo] = {}
+    sources: dict[str, dict[str, None]] = {}
     quantized: dict[str, str] = {}
     faults = []
     for table in tables:
         quantized |= table["quantized"]
-        for key, dtype, shape in table["tensors"]:
+        for key, dtype, shape, source in table["tensors"]:
+            sources.setdefault(key, {})[source] = None
             info = TensorInfo(tuple(shape), getattr(torch, dtype))
             if infos.setdefault(key, info) != info:
                 faults.append(f"{key}: {infos[key]} and {info}")
     if faults:
         raise ExportError(f"ranks disagree about {len(faults)} tensor(s): {'; '.join(faults)}")
-    return infos, quantized
+    return infos, quantized, {**sources}

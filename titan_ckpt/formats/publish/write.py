@@ -84,7 +84,6 @@ class ExportWriter:
         self._written: list[Written] = []
         self._queue: list[FilePart] = []
         self._queued_bytes = 0
-        self._sources: dict[str, list[str]] = {}
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each written part, for tensors that the plan does not divide among the ranks."""
 
@@ -147,14 +146,11 @@ class ExportWriter:
     def write(self, groups: Sequence[FileGroup]) -> None:
         """Resolve the groups one tensor at a time, on this thread, and write this rank's part of them.
 
-        What is exchanged comes first. A group that takes part in collectives is resolved even after an error, so that
-        other ranks do not wait in vain. Raises: the first error of this rank; ExchangeBroken.
+        What is exchanged comes first. A group that takes part in collectives is resolved even after an error or an
+        interrupt, so that other ranks do not wait in vain. Raises: the first error of this rank; ExchangeBroken.
         """
         blocks = [group.blocks() for group in groups]  # nothing is computed yet
         makers = Counter(key for group in groups for key in group.infos)
-        for group in groups:
-            for key in group.infos:
-                self._sources.setdefault(key, []).append(", ".join(group.fqns))
 
         def is_exchanged(group: FileGroup) -> bool:
             has_exchange = all(key in self._exchange_of for key in group.infos)
@@ -168,7 +164,7 @@ class ExportWriter:
         try:
             self._send(exchanged)
             self._write_others(others)
-        except Exception:
+        except BaseException:
             for group, left in sorted(exchanged + others, key=lambda pair: min(map(self._position, pair[0].infos))):
                 for _ in group.values if group.collective else ():  # in the order in which other ranks resolve them
                     run_through(partial(iter, left))
@@ -257,7 +253,7 @@ class ExportWriter:
         """Read every region that this rank wrote and compare it. Raises: ExportError naming the tensors that differ."""
         if wrong := differing(self._written, reader, self._count):
             number = sum(map(len, wrong.values()))
-            names = {key: self._sources.get(key, ()) for key in wrong}
+            names = {key: self._plan.files.sources[key] for key in wrong}
             tied = {key: f" (tied, and not equal: {', '.join(fqns)})" for key, fqns in names.items() if len(fqns) > 1}
             listed = ", ".join(key + tied.get(key, "") for key in wrong)
             raise ExportError(f"{number} region(s) read back differ from what was written, of {listed}")

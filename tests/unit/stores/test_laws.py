@@ -16,16 +16,17 @@ from tests import world
 from tests.memory_store import MemoryStore
 from tests.stores.export_runs import CONFIG
 from tests.test_manager import Run, seeded
-from tests.world import same
+from tests.world import read_all, same
 from titan_ckpt.config import ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.directory.names import manifest_path
-from titan_ckpt.errors import PreflightError
+from titan_ckpt.errors import ExportError, PreflightError
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.formats.open import locate
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.stores.objects import ObjectFacts, Version
 from titan_ckpt.stores.settings import OTHERS
 from titan_ckpt.stores.store import Place
@@ -200,6 +201,32 @@ def test_a_run_in_memory_exports_and_its_export_is_a_source(tmp_path: Path) -> N
         assert str(place).startswith("ram://box/"), export
     with HuggingFaceReader(locate(exported[exports[0]])) as reader:
         assert reader.tensors
+
+
+@pytest.mark.parametrize("kind", ["hf", "dcp"])
+def test_an_export_that_was_stopped_writes_over_no_later_one(
+    kind: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes on while it uploads, when another run has made the same export meanwhile."""
+    config = ExportConfig(kind, folder=f"ram://box/{uuid.uuid4().hex}")
+
+    def export(seed: int) -> Place:
+        torch.manual_seed(seed)
+        with world.manager(tmp_path, Llama3(CONFIG), save=None, export=(config,)) as manager:
+            manager.save(1, last_step=True)
+            return manager.exported[config]
+
+    write, later = ObjectWriter.write, list[dict[str, torch.Tensor]]()
+
+    def stopped(writer: ObjectWriter, view: memoryview, offset: int) -> None:
+        monkeypatch.setattr(ObjectWriter, "write", write)
+        later.append(read_all(export(1)))
+        write(writer, view, offset)
+
+    monkeypatch.setattr(ObjectWriter, "write", stopped)
+    with pytest.raises(ExportError, match="another run exports to this name"):
+        export(0)
+    assert same(read_all(open_location(f"{config.folder}/step-1")), later[0])
 
 
 def test_nothing_above_the_seam_asks_which_store_it_has() -> None:

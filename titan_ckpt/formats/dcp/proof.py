@@ -34,11 +34,15 @@ class _Piece(NamedTuple):
 class DigestedFile(io.RawIOBase):
     """A new file to which items are appended and which digests each on its way. A context manager that closes it."""
 
-    def __init__(self, path: Place, expected_bytes: int) -> None:
-        """Create nothing yet. `expected_bytes`: about the size that the file will have."""
+    def __init__(self, path: Place, expected_bytes: int, before_end: Callable[[], None] = lambda: None) -> None:
+        """Create nothing yet. `expected_bytes`: about the size that the file will have.
+
+        `before_end`: called before the file is synced.
+        """
         super().__init__()
         self._path = path
         self._expected_bytes = expected_bytes
+        self._before_end = before_end
         self._file: Writer | None = None
         self.num_bytes = 0
         self._pieces: list[_Piece] = []
@@ -92,8 +96,9 @@ class DigestedFile(io.RawIOBase):
             self._digest.reset()
 
     def sync(self) -> None:
-        """Make the file durable; nothing is appended after it. Raises: OSError."""
+        """Make the file durable; nothing is appended after it. Raises: OSError; what `before_end` raises."""
         if self._file is not None and self.num_bytes:  # nothing refers to an empty file
+            self._before_end()
             self._file.finish(self.num_bytes)
 
     def close(self) -> None:

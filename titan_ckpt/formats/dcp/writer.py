@@ -111,7 +111,7 @@ class DcpExport:
         first = _first_holders([of_rank["values"] for of_rank in of_ranks])
         mine = {name: value for name, value in self.values.items() if first[name] == coordinator.rank}
         share = sum(info_of(value).nbytes for value in self.tensors.values()) + sum(len(v.data) for v in mine.values())
-        file = DigestedFile(unpublished.path / _file_name(coordinator.rank), share)
+        file = DigestedFile(unpublished.path / _file_name(coordinator.rank), share, unpublished.require_own)
         counted = 0
 
         def count_written(num_bytes: int) -> None:

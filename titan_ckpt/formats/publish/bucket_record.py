@@ -67,7 +67,8 @@ class BucketExports(Exports):
         if there and (there := self._unpublished(name)):
             logger.info("%s: removing what an export that was cut short left", self.root / name)
             self._delete(there)
-        return Staged(self.root / name, partial(self._publish, name, attempt), partial(self._abandon, name, attempt))
+        publish, abandon = partial(self._publish, name, attempt), partial(self._abandon, name, attempt)
+        return Staged(self.root / name, publish, abandon, attempt)
 
     def _unpublished(self, name: str) -> dict[str, ObjectFacts]:
         """Return the objects of an export that is not published. Raises: FileExistsError if it is; StoreError."""
@@ -79,7 +80,7 @@ class BucketExports(Exports):
     def _publish(self, name: str, attempt: str, record: RecordExport, last: tuple[str, bytes] | None) -> None:
         """Write the last file, if the place is this attempt's before and after that."""
         assert last is not None, "some file makes an export loadable"
-        self._require_own(name, attempt)
+        self.require_own(name, attempt)
         record(last)
         place, content = self.root / name / last[0], last[1]
         # `create` would take the same bytes for its own, and the other run, which is told, deletes them
@@ -89,13 +90,13 @@ class BucketExports(Exports):
         try:
             if place.read(len(content)) != content:
                 raise ExportError(f"{place} read back differs from what was written")
-            self._require_own(name, attempt)  # else the other run may have deleted files of this one
+            self.require_own(name, attempt)  # else the other run may have deleted files of this one
         except ExportError:
             place.bucket.delete([place.key])
             raise
         record(None)
 
-    def _require_own(self, name: str, attempt: str) -> None:
+    def require_own(self, name: str, attempt: str) -> None:
         if self._record(name).get("attempt") != attempt:
             raise ExportError(
                 f"{self.root / name}: another run exports to this name. Give one of the two another folder"

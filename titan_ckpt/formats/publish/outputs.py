@@ -7,7 +7,7 @@ it; in a bucket one rank uploads it while it is written, in about that order.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import accumulate
 
@@ -67,9 +67,13 @@ class OutputFiles:
         for file in self._files.values():
             file.flush()
 
-    def sync(self) -> None:
-        """Make what this rank has written durable, headers too; may be called again. Raises: OSError; EOFError."""
+    def sync(self, before: Callable[[], None] = lambda: None) -> None:
+        """Make what this rank has written durable, headers too; may be called again. `before`: called before each file.
+
+        Raises: OSError; EOFError; what `before` raises.
+        """
         for name in {**self._own, **self._files}:
+            before()
             self.file(name).finish(self._layouts[name].num_bytes)
 
     def close(self) -> None:

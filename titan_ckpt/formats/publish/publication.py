@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -38,6 +39,8 @@ class Unpublished(Generic[_Prepared]):
     """On rank 0, until it is published."""
     last: tuple[str, bytes] | None = None
     """Name and content of the last file, until it is written."""
+    require_own: Callable[[], None] = lambda: None
+    """Call it before a file comes to be there. Raises: ExportError if another export has begun to fill the folder."""
 
     def put_last(self, name: str, content: bytes) -> None:
         """Write the last file, on rank 0; one that would make a folder loadable at once is kept for the publication."""
@@ -81,10 +84,10 @@ def published(
     exports = exports_at(folder.parent)
     unpublished: Unpublished[_Prepared] = Unpublished(folder, exports.renames)
 
-    def begin() -> str:
+    def begin() -> list[str]:
         unpublished.prepared = prepare()
         unpublished.staged = exports.begin(folder.name)
-        return unpublished.staged.path.name
+        return [unpublished.staged.path.name, unpublished.staged.attempt]
 
     def publish() -> None:
         if unpublished.staged is not None:
@@ -92,7 +95,9 @@ def published(
             unpublished.staged = None
 
     try:
-        unpublished.path = folder.parent / coordinator.on_rank_0(f"{tag}begin", begin)
+        name, attempt = coordinator.on_rank_0(f"{tag}begin", begin)
+        unpublished.path = folder.parent / name
+        unpublished.require_own = partial(exports.require_own, folder.name, attempt)
         yield unpublished
         coordinator.together(f"{tag}publish", publish)
     except BaseException:

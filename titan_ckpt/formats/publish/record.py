@@ -59,10 +59,15 @@ class Staged:
     """Gives it its name; the second is its last file in a bucket. Raises: FileExistsError; ExportError; OSError."""
     abandon: Callable[[], None]
     """Removes it. Raises: OSError; a later export then removes the rest."""
+    attempt: str = ""
+    """Tells it from other exports to the same place, where each has no folder of its own."""
 
 
 class Exports(ABC):
-    """The exports that runs have made at one place, and which of them retention removes. Rank 0 alone calls this."""
+    """The exports that runs have made at one place, and which of them retention removes.
+
+    Rank 0 alone calls this, but for `require_own`.
+    """
 
     _whose: ClassVar[str]
     """Who has published what retention removes."""
@@ -84,6 +89,9 @@ class Exports(ABC):
 
         Raises: FileExistsError if anything of this name is there that no export has left; OSError.
         """
+
+    def require_own(self, name: str, attempt: str) -> None:  # noqa: B027
+        """Raises: ExportError if another export to this name was begun after this attempt, which shares its files."""
 
     @abstractmethod
     def name_of(self, config: ExportConfig, step: int) -> str:

@@ -154,7 +154,7 @@ class FolderExport:
             if faults := coverage_faults(plan.files.infos, (parts for _, parts in written)):
                 raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")
             if not outputs.is_shared:  # a rank reads what it has uploaded
-                coordinator.together("export/uploaded", outputs.sync)
+                coordinator.together("export/uploaded", lambda: outputs.sync(unpublished.require_own))
             coordinator.together("export/prove", lambda: self._prove(unpublished, plan, outputs, writer))
 
     def _write(

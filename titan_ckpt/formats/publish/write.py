@@ -23,7 +23,7 @@ from operator import itemgetter
 import torch
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, bounce_buffer, run_workers
+from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer, run_workers
 from titan_ckpt.disk.files import Writer
 from titan_ckpt.disk.memory import ALIGNMENT, bytes_at
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -52,9 +52,10 @@ _QUEUED_BYTES = 256 << 20
 _FEW_BYTES = 1 << 20
 """One thread writes fewer bytes than this faster than other threads start."""
 _ROUND_BYTES = 32 << 20
-"""Bytes that a rank receives in one round for files in a bucket. On a disk it receives three writes.
-
-With one, ranks wait for the sizes of the next round as long as for its bytes."""
+"""Bytes that a rank receives in one round for files in a bucket."""
+_SHARED_ROUND_BYTES = 10 << 20
+"""The same for files that ranks share. With less, ranks wait for the sizes of the next round as long as for its bytes;
+with more, an export needs more than 64 MiB beside the tensors."""
 _MAPPED_BYTES = 16 << 20
 """Bytes of a file that are mapped at a time."""
 _LEAD_ROUNDS = 4
@@ -106,7 +107,7 @@ class ExportWriter:
                 "the ranks cannot connect to each other by gloo, and an export in a bucket needs it: open the "
                 "network between the hosts, or export to a folder on a file system that they share"
             )
-        round_bytes = 3 * IO_BYTES if is_shared else _ROUND_BYTES
+        round_bytes = _SHARED_ROUND_BYTES if is_shared else _ROUND_BYTES
         for ranks in connected:
 
             def owner(key: str, number: int, ranks: Ranks = ranks) -> int:

@@ -8,7 +8,9 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -98,4 +100,30 @@ def test_the_api_page_has_every_public_name() -> None:
     names = [line.rpartition(".")[2] for line in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
     every_error = {name for name, value in vars(errors).items() if isinstance(value, type) and name.endswith("Error")}
     assert {*titan_ckpt.__all__, *every_error} - set(names) == set()
-    assert len(names) == len(set(names))
+    assert len(api()) == len(set(api()))
+
+
+def api() -> list[str]:
+    """Return the full names on the API page."""
+    return re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
+
+
+def test_what_the_docs_import_is_public() -> None:
+    """A reader who copies a page's code uses only names of the API page, wherever the page imports them from."""
+    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "examples").glob("*.py")]
+    imports = re.compile(r"^\s*from (titan_ckpt[.\w]*) import ([\w, ]+)", flags=re.MULTILINE)
+    used = {
+        f"{module}.{name.split(' as ')[0].strip()}"
+        for page in pages
+        for module, names in imports.findall(page.read_text())
+        for name in names.split(",")
+    }
+    assert len(used) > 50
+    public = [found(name) for name in api() if "torchtitan" not in name]
+    assert not [name for name in used - {*api()} if not any(found(name) is value for value in public)]
+
+
+def found(name: str) -> Any:
+    """Return what has a name: a module, or something in one."""
+    module, _, attribute = name.rpartition(".")
+    return getattr(import_module(module), attribute, None) or import_module(name)

@@ -8,6 +8,7 @@ import random
 import struct
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -49,37 +50,40 @@ def many(item: Callable[[int], str], opening: str = "[", closing: str = "]", mos
     return opening + ",".join(made) + closing
 
 
-BOMBS = {
-    "deep lists": "[" * 400_000 + "]" * 400_000,
-    "deep objects": '{"a":' * 100_000 + "0" + "}" * 100_000,
-    "lists just as deep as they are parsed": "[" * 900 + "]" * 900,
-    "empty lists": many(lambda i: "[]"),
-    "empty objects": many(lambda i: "{}"),
-    "small objects": many(lambda i: '{"a":0}'),
-    "many names": many(lambda i: f'"{i}":0', "{", "}"),
-    "one name again and again": many(lambda i: '"a":0', "{", "}"),
-    "a long number": "9" * 900_000,
-    "numbers as long as they are parsed": many(lambda i: "9" * 4300),
-    "a large count": str(2**24),
-    "a larger count": str(2**62),
-    "a float that is none": "1" + "0" * 400 + ".0",
-    "numbers of one hash": many(lambda i: str(i * EQUAL)),
-    "shapes of one hash": many(lambda i: json.dumps([0, *((i >> 2 * k) % 4 * EQUAL for k in range(8))])),
-    "half a character": '"\\ud800"',
-    "names with half a character": '{"\\udc80":"\\ud800"}',
-    "control characters": '"\\u001b[2J\\u009b1m\\r\\n12:00:00 saved step 7\\u2028\\u202e"',
-    "a long text": json.dumps("x" * 900_000),
-    "an expression that backtracks": json.dumps("(a+)+$"),
-    "many expressions": many(lambda i: f'"(a|b)*{i}":1', "{", "}"),
-    "sets": many(lambda i: '{"$set":[]}'),
-    "a set of numbers of one hash": '{"$set":' + many(lambda i: str(i * EQUAL)) + "}",
-    "a dict of numbers of one hash": '{"$dict":' + many(lambda i: f"[{i * EQUAL},0]") + "}",
-    "a dict of tuples of one hash": '{"$dict":' + many(lambda i: f'[{{"$tuple":[{i * EQUAL}]}},0]') + "}",
-    "deques": many(lambda i: '{"$deque":[null,[]]}'),
-    "tensors": many(lambda i: '{"$tensor":["bool",[],"AA=="]}'),
-    "tuples in sets in tuples": '{"$set":[{"$tuple":[' * 31 + many(lambda i: str(i)) + "]}]}" * 31,
-}
-"""Values in the text of a JSON file."""
+@cache
+def bombs() -> dict[str, str]:
+    """Return values in the text of a JSON file. Every worker that collects the tests would make them otherwise."""
+    return {
+        "deep lists": "[" * 400_000 + "]" * 400_000,
+        "deep objects": '{"a":' * 100_000 + "0" + "}" * 100_000,
+        "lists just as deep as they are parsed": "[" * 900 + "]" * 900,
+        "empty lists": many(lambda i: "[]"),
+        "empty objects": many(lambda i: "{}"),
+        "small objects": many(lambda i: '{"a":0}'),
+        "many names": many(lambda i: f'"{i}":0', "{", "}"),
+        "one name again and again": many(lambda i: '"a":0', "{", "}"),
+        "a long number": "9" * 900_000,
+        "numbers as long as they are parsed": many(lambda i: "9" * 4300),
+        "a large count": str(2**24),
+        "a larger count": str(2**62),
+        "a float that is none": "1" + "0" * 400 + ".0",
+        "numbers of one hash": many(lambda i: str(i * EQUAL)),
+        "shapes of one hash": many(lambda i: json.dumps([0, *((i >> 2 * k) % 4 * EQUAL for k in range(8))])),
+        "half a character": '"\\ud800"',
+        "names with half a character": '{"\\udc80":"\\ud800"}',
+        "control characters": '"\\u001b[2J\\u009b1m\\r\\n12:00:00 saved step 7\\u2028\\u202e"',
+        "a long text": json.dumps("x" * 900_000),
+        "an expression that backtracks": json.dumps("(a+)+$"),
+        "many expressions": many(lambda i: f'"(a|b)*{i}":1', "{", "}"),
+        "sets": many(lambda i: '{"$set":[]}'),
+        "a set of numbers of one hash": '{"$set":' + many(lambda i: str(i * EQUAL)) + "}",
+        "a dict of numbers of one hash": '{"$dict":' + many(lambda i: f"[{i * EQUAL},0]") + "}",
+        "a dict of tuples of one hash": '{"$dict":' + many(lambda i: f'[{{"$tuple":[{i * EQUAL}]}},0]') + "}",
+        "deques": many(lambda i: '{"$deque":[null,[]]}'),
+        "tensors": many(lambda i: '{"$tensor":["bool",[],"AA=="]}'),
+        "tuples in sets in tuples": '{"$set":[{"$tuple":[' * 31 + many(lambda i: str(i)) + "]}]}" * 31,
+    }
+
 
 PLACE = "THE PLACE OF A BOMB"
 
@@ -257,7 +261,7 @@ def test_a_file_that_is_made_to_harm_is_read_or_refused_at_once(
     document, read = kind(tmp_path)
     generator = random.Random(kind.__name__)
     wrong = {}
-    for name, bomb in BOMBS.items():
+    for name, bomb in bombs().items():
         places = [*range(len([*walk(document)]))]
         for place in places if len(bomb) < 10_000 else [generator.choice(places)]:
             data = planted(document, bomb, place)

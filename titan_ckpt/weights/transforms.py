@@ -99,7 +99,7 @@ class FileGroup:
             yield from self.cut(index, part)
 
     def cut(self, index: int, block: Block) -> Iterator[FilePart]:
-        """Cut a block of native tensor `index`, or any part of it, into pieces of file tensors."""
+        """Cut a block of native tensor `index`, or any part of it, into pieces of file tensors, zeros beside it too."""
         keys = tuple(self.infos)
         shapes = [info_of(value).shape for value in self.values]
         for piece in self.op.pieces(index, shapes, block.chunk, block.data):

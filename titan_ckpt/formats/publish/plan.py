@@ -139,7 +139,7 @@ def pack_as(file_of: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict
 
 
 def _natural(key: str) -> list[tuple[int, int, str]]:
-    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", key)]
+    return [(0, int(part), "") if part.isdecimal() else (1, 0, part) for part in re.split(r"(\d+)", key)]
 
 
 def _layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | tuple[Chunk, ...] | None:

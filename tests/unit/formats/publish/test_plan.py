@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.publish.plan import pack_model_files, plan_export
+from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 
@@ -45,3 +46,10 @@ def test_the_buffers_of_a_module_are_exported_from_one_rank() -> None:
     modules = [{name.rpartition(".")[0] for name in of_rank} for of_rank in written]
     assert sorted(written[0] + written[1]) == sorted(names)
     assert all(modules) and not set.intersection(*modules)
+
+
+def test_a_name_with_a_digit_that_is_no_number_is_packed() -> None:
+    """Numbers in names are compared as such, and a superscript after one is not one of them."""
+    names = ["x1²", "x10", "x2"]
+    packed = pack_model_files(dict.fromkeys(names, TensorInfo((2,), torch.float32)), 1 << 20)
+    assert packed == {"model.safetensors": ["x1²", "x2", "x10"]}

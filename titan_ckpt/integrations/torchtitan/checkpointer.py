@@ -1,7 +1,8 @@
 """TitanCheckpointer: torchtitan's checkpointer interface with a CheckpointManager behind it.
 
 Owns the calls of torchtitan's Trainer. settings.py owns the meaning of its settings, adapter.py the names in Hugging
-Face folders. Source of the interface: torchtitan 0.3, components/checkpointer/base.py.
+Face folders. A model's converters are torchtitan's own LoRA, or those of this package.
+Source of the interface: torchtitan 0.3, components/checkpointer/base.py.
 """
 
 from __future__ import annotations
@@ -17,17 +18,19 @@ from torch import nn
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
 
-from titan_ckpt.converters import ModelConverters
+from titan_ckpt.converters import LoRAConverter, ModelConverters
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.integrations.torchtitan import held, settings
 from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, with_stored_forms
-from titan_ckpt.integrations.torchtitan.hooks import adapted_modules, find_hooks, trained_beside_adapters
+from titan_ckpt.integrations.torchtitan.converters import converters_of
+from titan_ckpt.integrations.torchtitan.lora import find_lora
 from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.types import Stateful
+from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -196,3 +199,27 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
     def _close(self) -> None:
         if hasattr(self, "manager"):  # the constructor may have refused the settings
             self.manager.close()
+
+
+def find_hooks(model_parts: Sequence[nn.Module]) -> ModelConverters | None:
+    """Return the converters that changed the model; None without any. Collective.
+
+    Raises: ConfigError; ConverterError if both have put LoRA into it.
+    """
+    own, lora = converters_of(model_parts), find_lora(model_parts)
+    return own if lora is None else ModelConverters([*(own or ()), lora])
+
+
+def adapted_modules(hooks: ModelConverters | None) -> dict[str, bool]:
+    """Return fqn -> whether its weight is tied, of each module with an adapter."""
+    converters = [converter for converter in hooks or () if isinstance(converter, LoRAConverter)]
+    return {fqn: fqn in converter.tied for converter in converters for fqn in converter.adapted}
+
+
+def trained_beside_adapters(model_parts: Sequence[nn.Module], hooks: ModelConverters | None) -> list[str]:
+    """Return the parameters that are trained and that no adapter owns; none for a model without adapters."""
+    if not adapted_modules(hooks):
+        return []
+    wrapper = ModelWrapper(model_parts, hooks)
+    trained = (clean_fqn(name) for part in model_parts for name, p in part.named_parameters() if p.requires_grad)
+    return [fqn for fqn in trained if not wrapper.owns(fqn)]

@@ -34,7 +34,7 @@ _TOKENS = Shard(1)
 def split_matrices(model: Decoder[Any], mesh: DeviceMesh, *, sequence_parallel: bool, fit: FitPlan = dict) -> None:
     """Shard the matrices of a model part over the ranks of a mesh, in place, without communication.
 
-    Every rank must pass equal values, or a model on meta. expert_parallel.py shards experts.
+    Every rank must pass equal values, or a model on meta. apply.py shards experts.
     """
     between = _TOKENS if sequence_parallel else Replicate()
     trained = {fqn: parameter.requires_grad for fqn, parameter in model.named_parameters()}

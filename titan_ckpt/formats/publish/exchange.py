@@ -358,10 +358,10 @@ class Exchange:
         """
         self._fail(ExportError("the export was given up"))
         self.end()
+        if self._thread.ident is not None and self._may_begin.is_set():
+            self._thread.join(self._coordinator.timeout_seconds)
+        self.give_up()  # also if it is only about to run, because an interrupt has ended `start`
         if self._thread.ident is not None:
-            if self._may_begin.is_set():
-                self._thread.join(self._coordinator.timeout_seconds)
-            self.give_up()
             self._thread.join()
 
     def _fail(self, error: BaseException) -> None:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -279,6 +280,23 @@ def test_an_interrupt_while_values_are_put_holds_up_no_rank(moment: str) -> None
     sent = Sent({"x": TensorInfo((600, 1000), torch.float32)}, 2, 1 << 20)
     assert sent.run(put) == [None, None]
     assert time.monotonic() - started < 10  # half the timeout
+
+
+def test_a_thread_whose_start_was_interrupted_ends() -> None:
+    """Also if it has not run yet when the exchange is closed."""
+    line = Coordinator(0, 1, None, "", 1.0)
+    made = Exchange(line, (0,), {}, lambda *_: (0, 0), lambda *_: 0, lambda *_: None, 1 << 20, 1 << 20)
+    is_closed, thread = threading.Event(), made._thread
+    begin = thread._bootstrap_inner  # type: ignore[attr-defined]
+    thread._bootstrap_inner = lambda: is_closed.wait(20) and begin()  # type: ignore[attr-defined]
+    waits = mock.patch.object(thread._started, "wait", side_effect=KeyboardInterrupt)  # type: ignore[attr-defined]
+    with waits, pytest.raises(KeyboardInterrupt):
+        made.start()
+    made.close()
+    is_closed.set()
+    assert thread._started.wait(20)  # type: ignore[attr-defined]
+    thread.join(5)
+    assert not thread.is_alive()
 
 
 @distributed(nproc=4)

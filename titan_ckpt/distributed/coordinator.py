@@ -279,7 +279,7 @@ class Coordinator:
             if error is None:
                 raise
             raise error from None
-        self._is_open = False
+        self._is_open = verdict.is_in_vain
         if not verdict.failures:
             return verdict.values
         by_cause: dict[str, list[int]] = {}
@@ -364,6 +364,12 @@ class _Verdict:
     values: list[Json]
     is_last: bool = False
     """A rank has left, so the line has ended."""
+    is_in_vain: bool = False
+    """A rank has given up waiting, and those that it waited for may not have read this yet."""
+
+    def fields(self) -> Json:
+        """Return what is posted."""
+        return cast(Json, [self.failures, self.values, self.is_last, self.is_in_vain])
 
 
 class _Exchange:
@@ -392,8 +398,12 @@ class _Exchange:
         return verdict
 
     def end(self, verdict: _Verdict) -> None:
-        """Post the verdict in place of rank 0, unless another rank that left has posted one."""
-        if self._post_verdict(verdict) is verdict:
+        """Post the verdict in place of rank 0, unless there is one; one of ranks that waited in vain gets the cause."""
+        posted = self._post_verdict(verdict)
+        if posted.is_in_vain and not posted.is_last:
+            both = _Verdict([*posted.failures, *verdict.failures], [], is_last=True, is_in_vain=True)
+            self._store.set(self._verdict, self._head_of(both.fields(), self._verdict))
+        if posted is verdict:
             nothing = [""] * len(self._posts)
             if self._store.has_extended_api():
                 self._store.multi_set(self._posts, nothing)
@@ -430,7 +440,7 @@ class _Exchange:
 
     def _post_verdict(self, verdict: _Verdict) -> _Verdict:
         """Post a verdict unless there is one; return the one that is there."""
-        head = self._head_of(cast(Json, [verdict.failures, verdict.values, verdict.is_last]), self._verdict)
+        head = self._head_of(verdict.fields(), self._verdict)
         return verdict if self._store.compare_set(self._verdict, "", head) == head else self._read_verdict()
 
     def _read_verdict(self) -> _Verdict:
@@ -445,7 +455,7 @@ class _Exchange:
                 silent = [0]
             if silent:  # rank 0 must not go on when it wakes up, because this rank has given up
                 return self._post_verdict(
-                    _Verdict([(rank, f"did not answer within {bound:g} s") for rank in silent], [])
+                    _Verdict([(r, f"did not answer within {bound:g} s") for r in silent], [], is_in_vain=True)
                 )
         return self._read_verdict()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from titan_ckpt import progress
-from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
+from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
 from titan_ckpt.directory.names import manifest_path, read_committed, read_manifest_bytes
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from titan_ckpt.formats.native.reader import NativeReader
@@ -51,11 +51,13 @@ def verify_step(folder: Place) -> VerifiedStep:
     except CorruptCheckpointError as error:
         problems.append(str(error))
     if problems:
-        if not place.exists():
+        try:
+            store_of(place).read_whole(place, MAX_BYTES)
+        except FileNotFoundError as error:
             raise CheckpointNotFoundError(
                 f"{folder} went away while it was verified: the run expired it, or somebody moved it. "
                 "Pin a step before you verify it (`titan-ckpt pin`), or verify a newer one"
-            )
+            ) from error
         lines = "\n  ".join(problems)
         raise CorruptCheckpointError(f"{folder} is not as it was committed\n  {lines}", str(folder))
     names = {MANIFEST_NAME, *(record.name for record in manifest.files)}

@@ -17,13 +17,15 @@ from titan_ckpt.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 CALLBACK = """\
-import os, signal
+import os, signal, time
 from titan_ckpt.training.callbacks import Callback
 
 class DieOnce(Callback):
     def on_step_end(self, trainer, metrics):
         first_life = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
         if metrics.step == 6 and trainer.ranks.rank == 1 and first_life:
+            while not os.path.exists("ranks/checkpoints/step-4"):  # steps are quicker than a save's commit may be
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 """
 

@@ -318,7 +318,7 @@ def _verdict(
     misfits = {m.key for m in mismatched}
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(o.source.adapter for o in opened)
-    fresh = frozenset().union(*(o.partial.fresh for o in opened))
+    fresh = frozenset().union(*(o.partial.fresh.union(o.plan.report.initialized) for o in opened))
     initialized = dict.fromkeys([] if require_owned or has_adapter else filter(wrapper.owns, absent))
     initialized |= dict.fromkeys(fqn for fqn in absent if fqn in fresh)
     strangers = [*map(sorted, unknown)]

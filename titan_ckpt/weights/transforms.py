@@ -197,7 +197,7 @@ class ReadPlanner:
         except KeyMapError as error:
             return Mismatch(fqn, str(expected), f"{in_file}: {error}")
         if shape != expected.shape:
-            return Mismatch(fqn, str(expected), in_file)
+            return Mismatch(fqn, str(expected), in_file, shape=shape)
         others = {info.dtype for info in infos} - {expected.dtype}
         castable = expected.dtype in CASTABLE and others <= CASTABLE
         if others and castable and self.may_cast:

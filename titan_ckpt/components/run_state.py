@@ -120,6 +120,8 @@ class RunState:
         self._dataloader = None if "dataloader" in left_out else dataloader
         self.states = {} if "states" in left_out else states or {}
         self.half_loaded = HalfLoaded()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """The shapes of the model's buffers before a load."""
         self.watch = Watch()
         """Compares what objects keep in attributes: no step holds it, so it must not change."""
         self.extra = None if "model" in left_out else ExtraState(model)
@@ -191,6 +193,7 @@ class RunState:
         """
         if self.extra is not None:
             require_memory(self.model.memory())
+            self._shapes = {fqn: tuple(value.shape) for fqn, value in self.model.buffers().items()}
         with generators_kept():
             faults = [fault for item in self.items for fault in item.faults(allow)]
         if faults:
@@ -209,9 +212,25 @@ class RunState:
         Raises: StateEncodingError; SaveError.
         """
         self.watch.refuse(step)
+        self._check_shapes()
         for item in self.items:
             if item.is_stepped:
                 typed_json.encode(item.value({}), item.key)
+
+    def _check_shapes(self) -> None:
+        """Check that a new process can take the buffers whose shape the first step has changed."""
+        now = self.model.buffers() if self._shapes else {}
+        changed = {f: shape for f, shape in self._shapes.items() if f in now and tuple(now[f].shape) != shape}
+        if not changed:
+            return
+        known = self.model.shaped_by_loading(changed)
+        if lost := [f"{f} {list(s)} -> {list(now[f].shape)}" for f, s in changed.items() if f not in known]:
+            raise StateEncodingError(
+                f"the first step has changed the shape of {counted(len(lost), 'buffer')} of the model: "
+                f"{listed(lost, ', ', ' ')}. A new process builds the first shape, so no load could fill it: call the "
+                "model once before load(), or resize buffers in their module's _load_from_state_dict()",
+                lost[0],
+            )
 
     def restored(self, exclude: Collection[str]) -> list[Item]:
         """Return the items that a load restores which leaves these components out.

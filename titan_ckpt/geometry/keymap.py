@@ -390,6 +390,9 @@ class KeyMap:
     """File keys of one folder that a load skips and logs, as those that `ignored` matches."""
     repeats: tuple[tuple[str, str], ...] = ()
     """(File key, file key that it repeats) of tied tensors that a folder has twice; both must be equal."""
+    computed: frozenset[str] = frozenset()
+    """Native names of tensors that a folder does not hold, because the model computes them: a load leaves them as they
+    are, and an export leaves them out."""
     verified: bool = False
     """Names come from the library that opens the folder, so an export need not guess whether config.json fits them."""
 

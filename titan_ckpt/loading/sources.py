@@ -122,16 +122,26 @@ def prepare_load(
     state, owned, made, gives_back = _state_to_fill(sources, wrapper, coordinator)
     with ExitStack() as stack:
 
-        def plan() -> tuple[list[_Opened], dict[str, list[list[str]]]]:
-            opened = [_open(source, stack, state.tensors, wrapper, transforms, owned=owned) for source in sources]
+        def open_all(wanted: StateDict) -> list[_Opened]:
+            return [_open(source, stack, wanted, wrapper, transforms, owned=owned) for source in sources]
+
+        def plan() -> tuple[tuple[ModelState, list[_Opened]], dict[str, list[Any]]]:
+            opened, filled = open_all(state.tensors), state
+            others = {m.key: m.shape for o in opened for m in o.plan.report.mismatched if m.shape is not None}
+            if others and (shapes := wrapper.shaped_by_loading(others)):
+                filled = state.with_room(shapes)
+                opened = open_all(filled.tensors)
             base = next((source for source in sources if not (source.adapter or source.merge)), None)
             for folder in opened:
                 if folder.source.format == "peft":
                     check_named_base(folder.source.path, folder.reader.metadata(), base)
             lists = ([[*o.partial.unmatched], [*o.plan.report.unexpected]] for o in opened)
-            return opened, {str(number): of_source for number, of_source in enumerate(lists)}
+            of_sources = {str(number): of_source for number, of_source in enumerate(lists)}
+            return (filled, opened), of_sources | {"shaped": sorted(filled.made - state.made)}
 
-        opened, of_sources = coordinator.exchange_distinct("load-plan", plan)
+        (state, opened), of_sources = coordinator.exchange_distinct("load-plan", plan)
+        if shaped := {fqn for of_rank in of_sources.pop("shaped").values() for fqn in of_rank}:
+            made, gives_back = made | shaped, True
         unknown = []
         for source, distinct in zip(sources, of_sources.values(), strict=True):
             if source.initialize:
@@ -318,7 +328,7 @@ def _verdict(
     misfits = {m.key for m in mismatched}
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(o.source.adapter for o in opened)
-    fresh = frozenset().union(*(o.partial.fresh for o in opened))
+    fresh = frozenset().union(*(o.partial.fresh.union(o.plan.report.initialized) for o in opened))
     initialized = dict.fromkeys([] if require_owned or has_adapter else filter(wrapper.owns, absent))
     initialized |= dict.fromkeys(fqn for fqn in absent if fqn in fresh)
     strangers = [*map(sorted, unknown)]

@@ -241,7 +241,7 @@ class RecordedBase:
     ) -> None:
         """Digest nothing yet. `variants`: the base's tensors by the names of each architecture that reads it."""
         self._path, self._variants = path, variants
-        self._digests: dict[tuple[str, torch.dtype | None], str] = {}
+        self._digests: dict[tuple[frozenset[str], torch.dtype | None], str] = {}
 
     def check(self, adapter: Path, record: Mapping[str, Any]) -> str:
         """Return in words what the digest says. Raises: BaseMismatchError if the adapter has another base."""
@@ -252,7 +252,7 @@ class RecordedBase:
             lacking += (missing := [name for name in table.tensors if name not in tensors])
             floats = {v.info.dtype for v in tensors.values() if v.info.dtype in CASTABLE}
             for cast in () if missing else (None, *_GUESSES) if dtype is None else (dtype,):
-                found.append(self._digest(table.architecture, tensors, None if floats == {cast} else cast))
+                found.append(self._digest(tensors, None if floats == {cast} else cast))
                 if found[-1] == expected:
                     return f"{adapter} was trained on this base: digest {expected}"
         if not found:
@@ -262,13 +262,13 @@ class RecordedBase:
             {"path": str(self._path), "digest": found[0]}, record, str(adapter), "or merge it into that base"
         )
 
-    def _digest(self, architecture: str, tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> str:
-        if (architecture, dtype) not in self._digests:
+    def _digest(self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> str:
+        if (known := (frozenset(tensors), dtype)) not in self._digests:
             values: Any = cast_all(dict(tensors), dtype)
             with progress.shown(f"reading {self._path.name}", sum(v.info.nbytes for v in values.values())) as count:
                 digests = {}
                 for name, value in values.items():
                     digests[name] = digest_of(value)
                     count(value.info.nbytes)
-            self._digests[architecture, dtype] = base_digest(digests)
-        return self._digests[architecture, dtype]
+            self._digests[known] = base_digest(digests)
+        return self._digests[known]

@@ -214,9 +214,19 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
         names |= set() if reader.format == "hf" else set(model_keys(reader))
         table = find_table(folder, names or None, options.architecture)
         tensors = native_tensors(reader, table.key_map)
-        merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
+        part = None
+        try:
+            merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
+        except LoadMismatchError:  # it may be of the causal language model in a composite one
+            others = (other for other, _ in _variants(reader, folder, table, tensors) if other.architecture == "hf")
+            if (other := next((other for other in others if other is not table), None)) is None:
+                raise
+            table, tensors = other, native_tensors(reader, other.key_map)
+            merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
+            (name,) = table.config["architectures"]
+            part = f"{base} is merged as the {name} that the adapter is of, without its rest"
         recorded = RecordedBase(base, partial(_variants, reader, folder, table, tensors))
-        notes = tuple(_about_base(adapter, recorded) for adapter in readers)
+        notes = (*filter(None, [part]), *(_about_base(adapter, recorded) for adapter in readers))
         changed = set().union(*(merge.changes for merge in merges))
         merged: dict[str, Any] = dict(tensors)
         for merge in merges:
@@ -242,7 +252,7 @@ def _variants(
     """Yield the base's tensors by the names of this table, and of each other one if those in the folder are foreign."""
     yield table, tensors
     for other in tables_of(folder, None, []) if reader.format == "hf" else ():
-        if other.architecture != table.architecture:
+        if other.tensors.keys() != table.tensors.keys():
             yield other, native_tensors(reader, other.key_map)
 
 

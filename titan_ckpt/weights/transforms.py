@@ -197,7 +197,7 @@ class ReadPlanner:
         except KeyMapError as error:
             return Mismatch(fqn, str(expected), f"{in_file}: {error}")
         if shape != expected.shape:
-            return Mismatch(fqn, str(expected), in_file)
+            return Mismatch(fqn, str(expected), in_file, shape=shape)
         others = {info.dtype for info in infos} - {expected.dtype}
         castable = expected.dtype in CASTABLE and others <= CASTABLE
         if others and castable and self.may_cast:
@@ -217,9 +217,10 @@ class ReadPlanner:
             logger.info("load: %s ignored, which the model does not use, such as %s", what, ignored[0])
         report = LoadReport(
             loaded=tuple(self.loaded),
-            missing=tuple(self.missing),
+            missing=tuple(fqn for fqn in self.missing if fqn not in key_map.computed),
             unexpected=tuple(key for key in unknown if not key_map.ignores(key)),
             mismatched=tuple(self.mismatched),
+            initialized=tuple(fqn for fqn in self.missing if fqn in key_map.computed),
             cast=self.cast,
             ignored=tuple(ignored),
         )
@@ -292,6 +293,8 @@ class StateDictTransforms:
         problems: list[str] = []
         unknown: list[str] = []
         for fqn in tensors:
+            if fqn in self.key_map.computed:
+                continue
             try:
                 group = names.group_of_fqn(fqn)
                 groups.setdefault(group.fqns, group)

@@ -284,7 +284,7 @@ class StateDictTransforms:
     def to_file(self, tensors: StateDict, hooks: ModelHooks | None, dtype: FileDtype) -> list[FileGroup]:
         """Return the file tensors, lazily, in the order of `tensors`.
 
-        `dtype` applies to floating tensors of 16 bits or more.
+        `dtype` applies to floating tensors of 16 bits or more. Tensors that the table calls nameless are left out.
         Raises: KeyMapError listing names the tables lack, groups that are incomplete and shapes that do not fit.
         """
         names = _Names(self.key_map, hooks)
@@ -292,6 +292,8 @@ class StateDictTransforms:
         problems: list[str] = []
         unknown: list[str] = []
         for fqn in tensors:
+            if fqn in self.key_map.nameless:
+                continue
             try:
                 group = names.group_of_fqn(fqn)
                 groups.setdefault(group.fqns, group)

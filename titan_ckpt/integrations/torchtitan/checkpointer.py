@@ -7,8 +7,9 @@ Source of the interface: torchtitan 0.3, components/checkpointer/base.py.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,8 @@ from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.integrations.torchtitan import held, settings
 from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, with_stored_forms
 from titan_ckpt.integrations.torchtitan.converters import converters_of
-from titan_ckpt.integrations.torchtitan.lora import find_lora
+from titan_ckpt.integrations.torchtitan.gpt_oss import with_experts
+from titan_ckpt.integrations.torchtitan.lora import find_lora, over_layers
 from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.stores.mounted import local_path
@@ -33,6 +35,8 @@ from titan_ckpt.types import Stateful
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
+
+logger = logging.getLogger(__name__)
 
 
 class _Kept:
@@ -63,17 +67,21 @@ def _transforms(
     wrapper = ModelWrapper(model_parts, hooks)
     state = wrapper.state("base")
     shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
+    adapter = with_experts(sd_adapter)
     try:
-        key_map = find_key_map(sd_adapter, shapes, wrapper.tied)
-        check_reads(sd_adapter, shapes, wrapper.tied)
+        key_map = find_key_map(adapter, shapes, wrapper.tied, wrapper.buffers().keys())
+        named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
+        check_reads(adapter, named, wrapper.tied)
     except KeyMapError as error:
         folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
         names = ", ".join(f"checkpoint.{name}" for name in wanted) + (f" ({folder})" if folder else "")
         raise KeyMapError(f"{names}: {error}", error.unknown) from error
     exports = settings.exports(config)
+    if "hf" in exports:
+        _check_left_out(key_map.nameless, config.allow)
     if peft or "peft" in exports:
         adapted = [f"{fqn}.weight" for fqn in adapted_modules(hooks)]
-        key_map = with_stored_forms(key_map, sd_adapter, state.own, adapted)
+        key_map = with_stored_forms(key_map, adapter, state.own, adapted)
     model = getattr(sd_adapter, "model_config", None)
     return StateDictTransforms(
         key_map,
@@ -81,6 +89,22 @@ def _transforms(
         Path(assets) if assets and Path(assets).is_dir() else None,
         check_folder=partial(check_folder, model=model, allow=config.allow),
     )
+
+
+def _check_left_out(nameless: Collection[str], allow: Collection[str]) -> None:
+    """Check that the buffers which an export would lack are allowed. Raises: ConfigError naming each."""
+    faults = []
+    for name in dict.fromkeys(map(over_layers, sorted(nameless))):
+        line = f"Hugging Face folders of this model have no name for the buffer {name}: the export leaves it out"
+        if name in allow:
+            logger.warning("checkpoint.last_save_in_hf: %s, and computes without it; checkpoint.allow lets it", line)
+        else:
+            faults.append(
+                f"checkpoint.last_save_in_hf: {line}, and would compute without what training has made of it. Build "
+                f'the model without it, or accept it: checkpoint.allow = ["{name}"]'
+            )
+    if faults:
+        raise ConfigError(faults)
 
 
 class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is not there when mypy runs

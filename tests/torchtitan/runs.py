@@ -93,10 +93,12 @@ def train(
     until: int | None = None,
     then: Callable[[Any], object] | None = None,
     before_death: Callable[[Run], object] | None = None,
+    logged: Callable[[int], object] | None = None,
 ) -> Run:
     """Run the Trainer to its last step, or to the end of step `until`, and call `then` on it before it is closed.
 
-    `before_death`: the process kills itself in the middle of the save of step `until`, after this call.
+    `before_death`: the process kills itself in the middle of the save of step `until`, after this call. `logged`: is
+    called within each step.
     """
     trainer = made.build()
     losses: list[float] = []
@@ -106,6 +108,8 @@ def train(
     def noted(step: int, loss: float, *rest: Any, **more: Any) -> None:
         losses.append(loss)
         log(step, loss, *rest, **more)
+        if logged is not None:
+            logged(step)
         if before_death is not None and step == until:
             _die_while_writing(dies, step)
 

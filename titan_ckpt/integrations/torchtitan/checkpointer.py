@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,9 +21,11 @@ from torch import nn
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
 
+from titan_ckpt.config import StopConfig
 from titan_ckpt.converters import LoRAConverter, ModelConverters
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError
+from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.integrations.torchtitan import held, settings
 from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, with_stored_forms
 from titan_ckpt.integrations.torchtitan.converters import converters_of
@@ -112,7 +116,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
 
     config.checkpoint = TitanCheckpointer.Config(enable=True, interval=500)
 
-    `Config` has every setting of torchtitan's own manager, those of adapters, `last_save_in_dcp` and `store`.
+    `Config` has every setting of torchtitan's own manager, those of adapters, `last_save_in_dcp`, `store` and `stop`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -133,6 +137,8 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         differ. Steps record them."""
         store: StoreConfig = field(default_factory=StoreConfig)
         """How buckets are reached, if a folder or a source is in one."""
+        stop: StopConfig = field(default_factory=StopConfig)
+        """The signals and the time limits on which the run saves its step and ends, as RunGuard does it."""
 
         def __post_init__(self) -> None:
             """Check as torchtitan does, which has no Hugging Face folders in buckets and refuses them there."""
@@ -170,6 +176,9 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         trained = trained_beside_adapters(model_parts, hooks)
         settings.check(config, base_folder, states, assets, adapted_modules(hooks), trained)
         self._config = config
+        self._trainer: Any = states.get("train_state")
+        self._opened = ExitStack()
+        self._guard: RunGuard | None = None
         self._held = partial(held.faults, states, dataloader, optimizers, lr_schedulers, config.allow)
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
@@ -203,16 +212,29 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         own = os.path.abspath(path) if (path := local_path(folder)) else folder
         if resumed is not None and str(resumed.path).startswith(f"{own}/"):
             settings.check_restart(self._config, resumed.step)
+        self._opened.close()  # the guard of an earlier load
+        self._guard = self._opened.enter_context(RunGuard(self.manager)) if self._trainer is not None else None
         return bool(result.report.loaded)
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save or export the step if it is due; return whether it was."""
+        """Save or export the step if it is due; return whether it was.
+
+        torchtitan's Trainer calls it at the end of each step, and goes on to its end if the run must stop.
+        """
         if curr_step == 0:
             self.manager.save_seed()
             return True
-        if last_step and self._config.last_save_in_hf:
-            return self.manager.export(curr_step, last_step)
-        return self.manager.save(curr_step, last_step)
+        exports = last_step and self._config.last_save_in_hf
+        is_due = (self.manager.export if exports else self.manager.save)(curr_step, last_step)
+        if self._guard is not None and self._guard.step_ended(curr_step):
+            self._trainer.should_continue_training = lambda: False  # the trainer ends as after its last step
+            return True
+        return is_due
+
+    @property
+    def stopped(self) -> str | None:
+        """Return why the run was stopped before its last step, such as a signal, or None."""
+        return None if self._guard is None else self._guard.stopped
 
     def _maybe_wait_for_staging(self) -> None:
         self.manager.maybe_wait_for_staging()
@@ -222,6 +244,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
 
     def _close(self) -> None:
         if hasattr(self, "manager"):  # the constructor may have refused the settings
+            self._opened.__exit__(*sys.exc_info())  # torchtitan closes a run that has raised while it handles the error
             self.manager.close()
 
 

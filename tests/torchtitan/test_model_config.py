@@ -176,12 +176,18 @@ def test_what_from_hf_of_an_adapter_checks_is_checked(name: str) -> None:
 def _wrong_rope(assets: Path, folder: Path) -> None:
     made = config(assets, folder / "run", steps=0, initial_load_in_hf=True, initial_load_path=str(assets))
     made.model_spec = _swap_rope("llama3")
-    with pytest.raises(KeyMapError, match=rf"checkpoint.initial_load_in_hf \({assets}\): Llama3StateDictAdapter.from"):
+    with pytest.raises(KeyMapError) as error:
         made.build()
+    first, *_, last = str(error.value).splitlines()
+    name = "Llama3StateDictAdapter"
+    assert first.startswith(
+        f"checkpoint.initial_load_in_hf ({assets}): llama3 debugmodel: {name}.from_hf() does not take"
+    )
+    assert last.strip() == f"Correct {name}, which the model spec names, or leave checkpoint.initial_load_in_hf out"
 
 
-def test_an_adapter_that_does_not_take_the_model_names_setting_and_folder(assets: Path, tmp_path: Path) -> None:
-    """The run is refused before step 1."""
+def test_an_adapter_that_does_not_take_the_model_names_itself_and_the_model(assets: Path, tmp_path: Path) -> None:
+    """The run is refused before step 1, by the setting, the folder and the flavor, with the next step."""
     _wrong_rope(assets, tmp_path)
 
 
@@ -204,8 +210,14 @@ def test_an_adapter_that_does_not_read_what_it_writes_is_refused(from_hf: Any, c
     """An exception in it is one typed error that names the adapter."""
     with pytest.raises(KeyMapError, match=complaint):
         check_reads(_Own(from_hf), {"a": (2, 2), "b": (2,)}, {})
-    with pytest.raises(KeyMapError, match=r"_Own.to_hf\(\) does not take this model: ZeroDivisionError"):
-        find_key_map(_Own(None, lambda s: 1 / 0), {"a": (2, 2)}, {})
+    for to_hf, said in (
+        (lambda s: 1 / 0, r"does not take this model: ZeroDivisionError"),
+        (lambda s: None, r"returns NoneType, expected a dict of tensors"),
+        (lambda s: {"a": 1}, r"returns no tensor as a"),
+        (lambda s: {str(id(s)): torch.zeros(2, 2, dtype=torch.int32)}, r"returns other keys at each call"),
+    ):
+        with pytest.raises(KeyMapError, match=rf"_Own.to_hf\(\) {said}"):
+            find_key_map(_Own(None, to_hf), {"a": (2, 2)}, {})
 
 
 def test_an_export_says_what_the_model_computes(tmp_path: Path) -> None:

@@ -52,6 +52,10 @@ def find_key_map(
     for layer in _layers(shapes).values():
         probes = _probes({fqn: shapes[fqn] for fqn in layer})
         made = [_call(adapter, "to_hf", probe) for probe in probes]
+        if differing := {key for other in made for key in other.keys() ^ made[0].keys()}:
+            raise KeyMapError(
+                f"{name_of(adapter)}.to_hf() returns other keys at each call: {listed(sorted(differing))}"
+            )
         groups, dropped = _groups(layer, made[0])
         nameless.update(fqn for fqn in dropped if fqn in buffers)
         problems += [f"{fqn}: the adapter's to_hf() drops it" for fqn in dropped if fqn not in buffers]
@@ -64,8 +68,7 @@ def find_key_map(
                 rules.append(_with_aliases(fqns, keys, op, tied))
     if problems:
         raise KeyMapError(
-            f"{name_of(adapter)}: {len(problems)} problem(s); leave out last_save_in_hf, initial_load_in_hf\n  "
-            + "\n  ".join(problems),
+            f"{name_of(adapter)}: {len(problems)} problem(s)\n  " + "\n  ".join(problems),
             problems,
         )
     return KeyMap(tuple(rules), nameless=frozenset(nameless))
@@ -92,14 +95,21 @@ def check_reads(adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, st
 
 
 def _call(adapter: Any, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Call a method of the adapter, which may be the user's code. Raises: KeyMapError with what it raised."""
+    """Call a method of the adapter, which may be the user's code.
+
+    Raises: KeyMapError with what it raised, or gave back that is no state dict of tensors.
+    """
+    where = f"{name_of(adapter)}.{name}()"
     try:
         made: dict[str, Any] = getattr(adapter, name)(dict(values))
     except Exception as error:
         raise KeyMapError(
-            f"{name_of(adapter)}.{name}() does not take this model: {type(error).__name__}: {error}; it was "
-            f"given {listed([*values])}"
+            f"{where} does not take this model: {type(error).__name__}: {error}; it was given {listed([*values])}"
         ) from error
+    if not isinstance(made, dict):
+        raise KeyMapError(f"{where} returns {type(made).__name__}, expected a dict of tensors")
+    if others := [key for key, value in made.items() if not isinstance(value, torch.Tensor)]:
+        raise KeyMapError(f"{where} returns no tensor as {listed(others)}")
     return made
 
 

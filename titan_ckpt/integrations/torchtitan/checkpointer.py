@@ -27,11 +27,12 @@ from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.integrations.torchtitan import held, settings
-from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, with_stored_forms
+from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, name_of, with_stored_forms
 from titan_ckpt.integrations.torchtitan.converters import converters_of
 from titan_ckpt.integrations.torchtitan.gpt_oss import with_experts
 from titan_ckpt.integrations.torchtitan.lora import find_lora, over_layers
 from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json
+from titan_ckpt.integrations.torchtitan.wording import InTorchtitansWords, in_torchtitans_words
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.stores.settings import StoreConfig
@@ -54,11 +55,16 @@ class _Kept:
 
 
 def _transforms(
-    config: Any, model_parts: Sequence[nn.Module], hooks: ModelConverters | None, sd_adapter: Any, assets: str | None
+    config: Any,
+    model_parts: Sequence[nn.Module],
+    hooks: ModelConverters | None,
+    sd_adapter: Any,
+    assets: str | None,
+    flavor: str,
 ) -> StateDictTransforms | None:
     """Return the names of the model in Hugging Face folders, if a setting needs them.
 
-    Collective if a hook is, or if `additional_load_path` is set.
+    `flavor`: the model's name in messages. Collective if a hook is, or if `additional_load_path` is set.
     Raises: ConfigError without an adapter or config.json; KeyMapError for an adapter that is no table.
     """
     peft = settings.reads_peft(config)
@@ -71,21 +77,22 @@ def _transforms(
     wrapper = ModelWrapper(model_parts, hooks)
     state = wrapper.state("base")
     shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
-    adapter = with_experts(sd_adapter)
+    adapter, exports = with_experts(sd_adapter), settings.exports(config)
     try:
         key_map = find_key_map(adapter, shapes, wrapper.tied, wrapper.buffers().keys())
         named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
         check_reads(adapter, named, wrapper.tied)
+        if peft or "peft" in exports:
+            adapted = [f"{fqn}.weight" for fqn in adapted_modules(hooks)]
+            key_map = with_stored_forms(key_map, adapter, state.own, adapted)
     except KeyMapError as error:
         folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
-        names = ", ".join(f"checkpoint.{name}" for name in wanted) + (f" ({folder})" if folder else "")
-        raise KeyMapError(f"{names}: {error}", error.unknown) from error
-    exports = settings.exports(config)
+        names = ", ".join(f"checkpoint.{name}" for name in wanted)
+        where = f" ({folder})" if folder else ""
+        step = f"Correct {name_of(adapter)}, which the model spec names, or leave {names} out"
+        raise KeyMapError(f"{names}{where}: {flavor}: {error}\n{step}", error.unknown) from error
     if "hf" in exports:
         _check_left_out(key_map.nameless, config.allow)
-    if peft or "peft" in exports:
-        adapted = [f"{fqn}.weight" for fqn in adapted_modules(hooks)]
-        key_map = with_stored_forms(key_map, adapter, state.own, adapted)
     model = getattr(sd_adapter, "model_config", None)
     return StateDictTransforms(
         key_map,
@@ -93,6 +100,12 @@ def _transforms(
         Path(assets) if assets and Path(assets).is_dir() else None,
         check_folder=partial(check_folder, model=model, allow=config.allow),
     )
+
+
+def _flavor(trainer: Any) -> str:
+    """Return the name of a run's model and its flavor, as torchtitan's registries have them."""
+    spec = getattr(getattr(trainer, "config", None), "model_spec", None)
+    return "the model" if spec is None else f"{spec.name} {spec.flavor}"
 
 
 def _check_left_out(nameless: Collection[str], allow: Collection[str]) -> None:
@@ -150,6 +163,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             for name, path in remote.items():
                 setattr(self, name, path)
 
+    @in_torchtitans_words
     def __init__(
         self,
         config: Config,
@@ -165,6 +179,8 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
     ) -> None:
         """Bind to the run's objects; torchtitan's Trainer is the caller. Raises: ConfigError listing every fault."""
         self.enable = config.enable
+        self._opened, self._watching = ExitStack(), ExitStack()
+        self._guard: RunGuard | None = None
         if not self.enable:
             return
         if ft_manager is not None and ft_manager.enabled:
@@ -177,8 +193,6 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         settings.check(config, base_folder, states, assets, adapted_modules(hooks), trained)
         self._config = config
         self._trainer: Any = states.get("train_state")
-        self._opened = ExitStack()
-        self._guard: RunGuard | None = None
         self._held = partial(held.faults, states, dataloader, optimizers, lr_schedulers, config.allow)
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
@@ -188,16 +202,18 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             lr_schedulers=[lr_schedulers],
             dataloader=dataloader,
             states={name: _Kept(state) if name in excluded else state for name, state in states.items()},
-            sd_transforms=_transforms(config, model_parts, hooks, sd_adapter, assets),
+            sd_transforms=_transforms(config, model_parts, hooks, sd_adapter, assets, _flavor(self._trainer)),
             model_converters=hooks,
             base_folder=base_folder,
         )
+        self._opened.callback(InTorchtitansWords().remove)
 
     @property
     def save_future(self) -> Any:
         """Return the save in flight, which maybe_wait_for_saving waits for; None without one."""
         return self.manager.in_flight
 
+    @in_torchtitans_words
     def _load(self, step: int = -1) -> bool:
         """Resume, or load the initial weights; return whether anything was loaded.
 
@@ -212,10 +228,11 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         own = os.path.abspath(path) if (path := local_path(folder)) else folder
         if resumed is not None and str(resumed.path).startswith(f"{own}/"):
             settings.check_restart(self._config, resumed.step)
-        self._opened.close()  # the guard of an earlier load
-        self._guard = self._opened.enter_context(RunGuard(self.manager)) if self._trainer is not None else None
+        self._watching.close()  # the guard of an earlier load
+        self._guard = self._watching.enter_context(RunGuard(self.manager)) if self._trainer is not None else None
         return bool(result.report.loaded)
 
+    @in_torchtitans_words
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save or export the step if it is due; return whether it was.
 
@@ -236,16 +253,21 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         """Return why the run was stopped before its last step, such as a signal, or None."""
         return None if self._guard is None else self._guard.stopped
 
+    @in_torchtitans_words
     def _maybe_wait_for_staging(self) -> None:
         self.manager.maybe_wait_for_staging()
 
+    @in_torchtitans_words
     def _wait_for_saving(self) -> None:
         self.manager.wait()
 
+    @in_torchtitans_words
     def _close(self) -> None:
-        if hasattr(self, "manager"):  # the constructor may have refused the settings
-            self._opened.__exit__(*sys.exc_info())  # torchtitan closes a run that has raised while it handles the error
-            self.manager.close()
+        with self._opened:
+            # torchtitan closes a run that has raised while it handles the error
+            self._watching.__exit__(*sys.exc_info())
+            if hasattr(self, "manager"):  # the constructor may have refused the settings
+                self.manager.close()
 
 
 def find_hooks(model_parts: Sequence[nn.Module]) -> ModelConverters | None:

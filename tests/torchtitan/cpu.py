@@ -30,6 +30,7 @@ dist.__dict__["set_timeout"] = lambda *_: None
 
 from torchtitan.models.common.attention import FlexAttention
 from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.gpt_oss.moe import GptOssGroupedExperts
 
 
 def _sdpa(
@@ -41,12 +42,29 @@ def _sdpa(
 ) -> torch.Tensor:
     """Attend causally; flex attention needs a compiler here, and packed documents do not matter to a checkpoint."""
     q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
+    if (finish := options.get("out_transform")) is not None:  # gpt_oss rescales by the sum of the weights
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        later = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
+        scores = (q @ k.transpose(-1, -2) * options["scale"]).masked_fill(later, float("-inf"))
+        made: torch.Tensor = finish((scores.softmax(-1) @ v).transpose(1, 2), scores.logsumexp(-1).transpose(1, 2))
+        return made
     options = {name: options[name] for name in ("scale", "enable_gqa") if name in options}
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options).transpose(1, 2)
 
 
 FlexAttention.forward = _sdpa
 Decoder.get_attention_masks = lambda *_, **__: None
+
+_experts = GptOssGroupedExperts.forward
+
+
+def _in_the_input_dtype(self: GptOssGroupedExperts, x_RD: torch.Tensor, *counts: torch.Tensor) -> torch.Tensor:
+    """Return the experts' sum, computed in bfloat16, in the dtype of the run, as other models' experts do."""
+    made: torch.Tensor = _experts(self, x_RD, *counts)
+    return made.to(x_RD.dtype)
+
+
+GptOssGroupedExperts.forward = _in_the_input_dtype
 
 _set_divide_factor = FSDPModule.set_gradient_divide_factor
 

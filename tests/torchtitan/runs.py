@@ -93,10 +93,12 @@ def train(
     until: int | None = None,
     then: Callable[[Any], object] | None = None,
     before_death: Callable[[Run], object] | None = None,
+    logged: Callable[[int], object] | None = None,
 ) -> Run:
     """Run the Trainer to its last step, or to the end of step `until`, and call `then` on it before it is closed.
 
-    `before_death`: the process kills itself in the middle of the save of step `until`, after this call.
+    `before_death`: the process kills itself in the middle of the save of step `until`, after this call. `logged`: is
+    called within each step.
     """
     trainer = made.build()
     losses: list[float] = []
@@ -106,6 +108,8 @@ def train(
     def noted(step: int, loss: float, *rest: Any, **more: Any) -> None:
         losses.append(loss)
         log(step, loss, *rest, **more)
+        if logged is not None:
+            logged(step)
         if before_death is not None and step == until:
             _die_while_writing(dies, step)
 
@@ -179,6 +183,15 @@ def steps_in(dump_folder: Path) -> list[int]:
 def same_tensors(left: dict[str, Any], right: dict[str, Any]) -> None:
     """Assert that two state dicts have the same names and bits."""
     assert differing(left, right) == []
+
+
+def near(logits: torch.Tensor, wanted: torch.Tensor, atol: float) -> None:
+    """Assert that logits are equal within the error of bfloat16, in which torchtitan computes experts.
+
+    An error may choose another expert for a token: two tokens may differ.
+    """
+    differ = ((logits - wanted).abs() > atol + 2e-4 * wanted.abs()).any(-1)
+    assert differ.sum() <= 2, (logits - wanted).abs().amax(-1)
 
 
 def logits_of(trainer: Any, tokens: torch.Tensor) -> torch.Tensor:

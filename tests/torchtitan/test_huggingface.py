@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, same_tensors, steps_in, train
+from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, near, same_tensors, steps_in, train
+from tests.world import heard
 from titan_ckpt import CheckpointConfig, ExportConfig, InitialLoadConfig
 from titan_ckpt import CheckpointManager as Manager
 from titan_ckpt.errors import ConfigError, KeyMapError
@@ -83,11 +85,126 @@ def test_an_adapter_is_a_table(flavour: str) -> None:
     same_tensors(made, adapter.to_hf(whole))
 
 
-def test_a_bias_that_an_adapter_drops_is_named() -> None:
-    """Hugging Face's Qwen3 MoE has no bias of experts: a run that trains one is refused, and each bias is named."""
+def test_only_buffers_may_have_no_name_in_a_folder() -> None:
+    """Hugging Face's Qwen3 MoE has no bias of experts, which torchtitan balances them by; a parameter is refused."""
     adapter, tied, shapes = _adapter_of("qwen3_debugmodel_moe_param_groups")
+    biases = {f"layers.{layer}.moe.expert_bias_E" for layer in (0, 1)}
+    assert find_key_map(adapter, shapes, tied, biases).nameless == biases
     with pytest.raises(KeyMapError, match=r"layers.1.moe.expert_bias_E: the adapter's to_hf\(\) drops it"):
         find_key_map(adapter, shapes, tied)
+
+
+def _with_experts(assets: Path, folder: Path, model: str, /, **settings: Any) -> Any:
+    """Return the config of a run of a model of two layers that balances its experts by a bias."""
+    run = config(assets, folder, exact=True, **settings)
+    options = {"attn_backend": "flex"} if model == "gpt_oss" else {}
+    flavour = "debugmodel" if model == "gpt_oss" else "debugmodel_moe"
+    run.model_spec = importlib.import_module(f"torchtitan.models.{model}").model_registry(flavour, **options)
+    run.model_spec.model.layers = run.model_spec.model.layers[:2]
+    return run
+
+
+@distributed(1)
+def _without_bias(assets: Path, folder: Path, model: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    def made(dump: str, steps: int = 2, **settings: Any) -> Any:
+        return _with_experts(assets, folder / dump, model, steps=steps, interval=1, **settings)
+
+    name = "layers.*.moe.expert_bias_E"
+    with pytest.raises(ConfigError) as error:
+        train(made("run", **HF))
+    assert "last_save_in_hf: Hugging Face folders of this model have no name for the buffer " + name in str(error.value)
+    assert f'checkpoint.allow = ["{name}"]' in str(error.value)
+    tokens = torch.randint(3, 2000, (2, 16), generator=torch.Generator().manual_seed(3))
+    logits: list[torch.Tensor] = []
+
+    def look(trainer: Any) -> None:
+        for layer in trainer.model_parts[0].layers.values():
+            assert layer.moe.expert_bias_E.abs().max() > 0
+            layer.moe.expert_bias_E.zero_()  # without it the model computes what the folder holds
+        logits.append(logits_of(trainer, tokens))
+
+    with heard() as lines:
+        run = train(made("run", **HF, allow=[name]), then=look)
+    assert sum(f"no name for the buffer {name}: the export leaves it out" in line for line in lines) == 1
+    exported = folder / "run/exports/step-2"
+    opened = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    opened.train(False)
+    with torch.no_grad():
+        near(opened(tokens).logits, logits[0], 5e-2 if model == "gpt_oss" else 2e-3)
+    again = train(made("again", steps=0, initial_load_in_hf=True, initial_load_path=str(exported)))
+    same_tensors(again.model, run.model)
+    if model != "gpt_oss":  # its adapter loses the experts
+        theirs = train(made("theirs", titan=False, **HF))
+        same_tensors(theirs.model | {k: v for k, v in run.model.items() if "bias_E" in k}, run.model)
+        same_tensors(_file(folder / "theirs/checkpoint/step-2"), _file(exported))
+
+
+def _file(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
+
+
+@pytest.mark.parametrize("model", ["qwen3", "gpt_oss"])
+def test_a_buffer_without_a_name_is_left_out_if_it_is_allowed(assets: Path, tmp_path: Path, model: str) -> None:
+    """transformers opens the export; it has the tensors of torchtitan's own one, and a load leaves the bias at zero."""
+    _without_bias(assets, tmp_path, model)
+    _loaded_by_two(assets, tmp_path, model)
+
+
+@distributed(2)
+def _loaded_by_two(assets: Path, folder: Path, model: str) -> None:
+    path = str(folder / "run/exports/step-2")
+    initial: dict[str, Any] = {"steps": 0, "initial_load_in_hf": True, "initial_load_path": path}
+    initial["degrees"] = {"data_parallel_shard": 2}
+    ours, theirs = (
+        train(_with_experts(assets, folder / f"two-{titan}", model, titan=titan, **initial)).model
+        for titan in (True, False)
+    )
+    lost = {fqn for fqn in ours if "mlp1_" in fqn or "mlp2_" in fqn}  # torchtitan's adapter has gpt_oss's old names
+    same_tensors(*({fqn: v for fqn, v in each.items() if fqn not in lost} for each in (ours, theirs)))
+    stored = _file(Path(path))
+    for fqn in lost:
+        _, layer, *_, name = fqn.split(".")
+        key = {"mlp1_weight_EGD": "gate_up_proj", "mlp1_bias_EG": "gate_up_proj_bias", "mlp2_weight_EDF": "down_proj"}
+        value = stored[f"model.layers.{layer}.mlp.experts.{key.get(name, 'down_proj_bias')}"]
+        assert ours[fqn].equal(value.transpose(-1, -2) if "weight" in name else value)
+
+
+@distributed(1)
+def _from_codes(assets: Path, folder: Path) -> None:
+    from safetensors.torch import load_file, save_file
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    train(_with_experts(assets, folder / "run", "gpt_oss", steps=1, allow=["layers.*.moe.expert_bias_E"], **HF))
+    path = folder / "run/exports/step-1"
+    (file,) = path.glob("*.safetensors")
+    tensors, values = load_file(file), {}
+    drawn = torch.Generator().manual_seed(0)
+    for key in [key for key in tensors if key.endswith("_proj") and "experts" in key]:
+        experts, columns, rows = tensors.pop(key).shape
+        shape = experts, rows, columns // 32
+        codes = torch.randint(0, 256, (*shape, 16), dtype=torch.uint8, generator=drawn)
+        scales = torch.randint(110, 130, shape, dtype=torch.uint8, generator=drawn)
+        tensors |= {f"{key}_blocks": codes, f"{key}_scales": scales}
+        values[key] = convert_moe_packed_tensors(codes, scales, dtype=torch.float32)
+    save_file(tensors, file, {"format": "pt"})
+    (path / "model.safetensors.index.json").unlink(missing_ok=True)
+    said = json.loads((path / "config.json").read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}
+    (path / "config.json").write_text(json.dumps(said))
+    initial: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_path": str(path)}
+    loaded = train(_with_experts(assets, folder / "codes", "gpt_oss", steps=0, **initial)).model
+    for layer in (0, 1):
+        own, there = f"layers.{layer}.moe.routed_experts.inner_experts", f"model.layers.{layer}.mlp.experts"
+        assert loaded[f"{own}.mlp1_weight_EGD"].equal(values[f"{there}.gate_up_proj"].transpose(-1, -2))
+        assert loaded[f"{own}.mlp2_weight_EDF"].equal(values[f"{there}.down_proj"].transpose(-1, -2))
+
+
+def test_the_experts_of_gpt_oss_are_read_from_codes(assets: Path, tmp_path: Path) -> None:
+    """As OpenAI publishes them; the values are those of transformers."""
+    _from_codes(assets, tmp_path)
 
 
 def _adapter_of(flavour: str) -> tuple[Any, dict[str, str], dict[str, tuple[int, ...]]]:

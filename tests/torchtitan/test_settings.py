@@ -13,7 +13,7 @@ import torch
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 
 from tests.torchtitan.runs import config, distributed, same_tensors, steps_in, train
-from titan_ckpt import CheckpointError, StoreConfig
+from titan_ckpt import CheckpointError, StopConfig, StoreConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
 from titan_ckpt.integrations.torchtitan.settings import OWN_SETTINGS, SETTINGS, translated
@@ -33,7 +33,7 @@ def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
         "exclude_from_loading": ["optimizer"], "enable_first_step_checkpoint": True, "last_save_model_only": False,
         "last_save_in_hf": True, "last_save_in_dcp": True, "export_dtype": "bfloat16",
         "initial_load_path": str(tmp_path), "additional_load_path": str(tmp_path), "include_base": True,
-        "store": StoreConfig(region="eu-central-1"), "allow": ["a.B"],
+        "store": StoreConfig(region="eu-central-1"), "allow": ["a.B"], "stop": StopConfig(after_hours=1.0),
     }  # fmt: skip
     in_bucket: dict[str, Any] = {"folder": "s3://bucket/run/checkpoint"}  # where settings of a store make sense
     plain = translated(TitanCheckpointer.Config(**in_bucket), None)
@@ -82,6 +82,7 @@ class _Fault:
         ({"initial_load_path": "/nowhere/at/all"}, {}, "checkpoint.initial_load_path: /nowhere/at/all is no folder"),
         ({"exclude_from_loading": ["optimiser"]}, {}, "exclude_from_loading: the run has no 'optimiser'; it has"),
         ({"initial_load_in_hf": True}, {}, "initial_load_in_hf: no initial_load_path and no hf_assets_path"),
+        ({"stop": StopConfig(exit_code=3)}, {}, "checkpoint.stop.exit_code: torchtitan's program exits with 0"),
         ({"load_step": -2}, {}, "load_step: -2 is no step"),
         ({"create_seed_checkpoint": True, "load_only": True}, {}, "create_seed_checkpoint: load_only permits no save"),
         ({"export_dtype": "int3"}, {}, "export_dtype: 'int3'; expected one of float16, float32, bfloat16"),

@@ -185,17 +185,21 @@ class Unstack(TensorOp):
 
 
 class Transpose(TensorOp):
-    """A matrix stored transposed. Shape: (a, b) native, (b, a) in the file."""
+    """A matrix, or each of a stack, stored transposed. Shape: (..., a, b) native, (..., b, a) in the file."""
 
     def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
-        if len(shapes[0]) != 2:
-            raise KeyMapError(f"only a matrix can be transposed, not {list(shapes[0])}")
-        return [shapes[0][::-1]]
+        if len(shapes[0]) < 2:
+            raise KeyMapError(f"only matrices can be transposed, not {list(shapes[0])}")
+        return [_turned(shapes[0])]
 
     native_shapes = file_shapes
 
     def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
-        yield Piece(0, Chunk(chunk.offsets[::-1], chunk.sizes[::-1]), block.t())
+        yield Piece(0, Chunk(_turned(chunk.offsets), _turned(chunk.sizes)), block.transpose(-1, -2))
+
+
+def _turned(values: Shape) -> Shape:
+    return (*values[:-2], values[-1], values[-2])
 
 
 @dataclass(frozen=True)
@@ -390,9 +394,9 @@ class KeyMap:
     """File keys of one folder that a load skips and logs, as those that `ignored` matches."""
     repeats: tuple[tuple[str, str], ...] = ()
     """(File key, file key that it repeats) of tied tensors that a folder has twice; both must be equal."""
-    computed: frozenset[str] = frozenset()
-    """Native names of tensors that a folder does not hold, because the model computes them: a load leaves them as they
-    are, and an export leaves them out."""
+    nameless: frozenset[str] = frozenset()
+    """Native names of tensors that these files have no name for, such as those that the model computes: a load leaves
+    them as they are, and an export leaves them out."""
     verified: bool = False
     """Names come from the library that opens the folder, so an export need not guess whether config.json fits them."""
 

@@ -34,11 +34,17 @@ class Partial:
     """The requests for these rows, to be made again after the whole table was initialized."""
     unmatched: Sequence[str] = ()
     """Patterns of `initialize` that match no tensor of this rank."""
+    nameless: frozenset[str] = frozenset()
+    """Native names of tensors that the source's format has no name for (`KeyMap.nameless`); they stay as they are."""
 
     def lines(self) -> Iterator[str]:
         """Yield what the log says about it."""
         if whole := sorted(self.fresh - self.grown.keys()):
             yield f"{counted(len(whole), 'tensor is', 'tensors are')} not loaded, as asked: {listed(whole, ', ')}"
+        if self.nameless:
+            own = counted(len(self.nameless), "buffer keeps its", "buffers keep their")
+            names = listed(sorted(self.nameless), ", ")
+            yield f"{own} initial values, because such a folder has no name for them: {names}"
         for fqn, rows in self.grown.items():
             yield f"the first {rows} rows of {fqn} are loaded, the others initialized"
         if self.passed_by:

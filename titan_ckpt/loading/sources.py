@@ -274,10 +274,12 @@ def _plan_partly(
     """Plan a source without what its settings leave out. The requests include the rows that it has of grown tables."""
     base = {fqn: value for fqn, value in wanted.items() if hooks is None or not hooks.key_filter(fqn)}
     named = source.initialize or source.ignore
+    base = {fqn: value for fqn, value in base.items() if fqn not in transforms.key_map.nameless}
     partial = partial_of(source, base, available, transforms.key_map) if named else Partial()
     wanted = {fqn: value for fqn, value in wanted.items() if fqn not in partial.fresh}
     available = {key: info for key, info in available.items() if key not in partial.passed_by}
     plan = transforms.from_file(wanted, available, hooks, cast=source.cast)
+    partial = replace(partial, nameless=frozenset(plan.report.initialized))
     return replace(plan, requests=[*plan.requests, *partial.requests]), partial
 
 
@@ -328,7 +330,7 @@ def _verdict(
     misfits = {m.key for m in mismatched}
     absent = [fqn for fqn in wanted if fqn not in loaded and fqn not in misfits]
     has_adapter = any(o.source.adapter for o in opened)
-    fresh = frozenset().union(*(o.partial.fresh.union(o.plan.report.initialized) for o in opened))
+    fresh = frozenset().union(*(o.partial.fresh | o.partial.nameless for o in opened))
     initialized = dict.fromkeys([] if require_owned or has_adapter else filter(wrapper.owns, absent))
     initialized |= dict.fromkeys(fqn for fqn in absent if fqn in fresh)
     strangers = [*map(sorted, unknown)]

@@ -72,7 +72,7 @@ def find_key_map(model: PreTrainedModel) -> KeyMap:
     return HuggingFaceKeyMap(
         tuple(generalised(rules)),
         identity=True,
-        computed=frozenset(shapes.keys() & (getattr(model, "_keys_to_ignore_on_save", None) or ())),
+        nameless=frozenset(shapes.keys() & (getattr(model, "_keys_to_ignore_on_save", None) or ())),
         verified=True,
         exact=tuple(rules),
         names=names,
@@ -275,7 +275,7 @@ class FolderNames:
     def leaves_out(self, name: str) -> bool:
         """Return whether from_pretrained ignores a tensor, because the model computes it or declares it left over."""
         forms = (name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."))
-        return not self.computed.isdisjoint(forms) or bool(self.ignored and self.ignored.search(name))
+        return not self.nameless.isdisjoint(forms) or bool(self.ignored and self.ignored.search(name))
 
 
 @dataclass(frozen=True)
@@ -298,7 +298,7 @@ class HuggingFaceKeyMap(KeyMap):
         Keys that lead nowhere keep their names, so that a load refuses them. `left_out` has those that are ignored.
         """
         own_keys = [key for rule in self.exact for key in rule.file]
-        if self.names is None or set(keys) == set(own_keys) - self.computed:  # the usual case
+        if self.names is None or set(keys) == set(own_keys) - self.nameless:  # the usual case
             return self
         own = {source: key for key, source in self.names.sources(own_keys).items()}
         found: dict[Source, list[str]] = {}
@@ -321,7 +321,7 @@ class HuggingFaceKeyMap(KeyMap):
                 continue
             if source.name in self.names.tied:
                 repeats += [(other, first) for other in others]
-        table = replace(self, computed=self.computed - {source.name for source in found})
+        table = replace(self, nameless=self.nameless - {source.name for source in found})
         if all(key == name for key, name in spelled.items()) and not (in_memory or left_out or repeats):
             return table
         rules = [rule for own_rule in self.exact for rule in _spelled(own_rule, spelled, in_memory)]

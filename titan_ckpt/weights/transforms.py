@@ -217,10 +217,10 @@ class ReadPlanner:
             logger.info("load: %s ignored, which the model does not use, such as %s", what, ignored[0])
         report = LoadReport(
             loaded=tuple(self.loaded),
-            missing=tuple(fqn for fqn in self.missing if fqn not in key_map.computed),
+            missing=tuple(fqn for fqn in self.missing if fqn not in key_map.nameless),
             unexpected=tuple(key for key in unknown if not key_map.ignores(key)),
             mismatched=tuple(self.mismatched),
-            initialized=tuple(fqn for fqn in self.missing if fqn in key_map.computed),
+            initialized=tuple(fqn for fqn in self.missing if fqn in key_map.nameless),
             cast=self.cast,
             ignored=tuple(ignored),
         )
@@ -285,7 +285,7 @@ class StateDictTransforms:
     def to_file(self, tensors: StateDict, hooks: ModelHooks | None, dtype: FileDtype) -> list[FileGroup]:
         """Return the file tensors, lazily, in the order of `tensors`.
 
-        `dtype` applies to floating tensors of 16 bits or more.
+        `dtype` applies to floating tensors of 16 bits or more. Tensors that the table calls nameless are left out.
         Raises: KeyMapError listing names the tables lack, groups that are incomplete and shapes that do not fit.
         """
         names = _Names(self.key_map, hooks)
@@ -293,7 +293,7 @@ class StateDictTransforms:
         problems: list[str] = []
         unknown: list[str] = []
         for fqn in tensors:
-            if fqn in self.key_map.computed:
+            if fqn in self.key_map.nameless:
                 continue
             try:
                 group = names.group_of_fqn(fqn)
@@ -335,6 +335,9 @@ class StateDictTransforms:
             try:
                 plan.add(fqn, value, None if are_equal else names.group_of_fqn(fqn))
             except KeyMapError as error:
+                if fqn in self.key_map.nameless:
+                    plan.missing.append(fqn)
+                    continue
                 problems.append(str(error))
                 unknown.append(fqn)
         if problems:

@@ -11,6 +11,7 @@ from tests.world import Bare
 from titan_ckpt.errors import ConverterError, KeyMapError
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, Identity, KeyMap, KeyRule, PermuteRotary, Unstack
+from titan_ckpt.loading.partial import Partial
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
 from titan_ckpt.weights.transforms import FileGroup, ReadPlan, StateDictTransforms
@@ -271,3 +272,12 @@ def test_parameters_are_filled_in_place_without_their_graph() -> None:
     fill(StateDictTransforms().from_file({"w": parameter}, infos_of(files), None, cast=False), files)
     assert torch.equal(parameter.detach(), files["w"])
     assert parameter.is_leaf
+
+
+def test_a_buffer_without_a_name_in_files_is_left_out() -> None:
+    """An export leaves it out, and a load keeps it and says so."""
+    table = KeyMap((KeyRule.of("norm.weight", "model.norm.weight"),), nameless=frozenset({"bias"}))
+    (group,) = StateDictTransforms(table).to_file({"norm.weight": torch.ones(4), "bias": torch.ones(2)}, None, None)
+    assert group.fqns == ("norm.weight",)
+    (line,) = Partial(nameless=table.nameless).lines()
+    assert line == "1 buffer keeps its initial values, because such a folder has no name for them: bias"

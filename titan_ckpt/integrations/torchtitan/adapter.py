@@ -36,19 +36,29 @@ _Probes = Sequence[Mapping[str, torch.Tensor]]
 together they say where every element of a file tensor comes from."""
 
 
-def find_key_map(adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, str]) -> KeyMap:
+def find_key_map(
+    adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, str], buffers: Collection[str] = ()
+) -> KeyMap:
     """Return the table between the names of a model's state dict and the adapter's Hugging Face names.
 
-    `tied`: alias -> name in `shapes` of the same tensor. Reads no values; memory is that of a layer's largest tensor.
-    Raises: KeyMapError listing each name that the adapter drops, or arranges in a way that is no permutation or split.
+    `tied`: alias -> name in `shapes` of the same tensor. `buffers`: names that the adapter may drop, and that are
+    nameless in the table then. Reads no values; memory is that of a layer's largest tensor.
+    Raises: KeyMapError listing each parameter that the adapter drops, and each name that it arranges in a way that is
+    no permutation or split.
     """
     rules: list[KeyRule] = []
     problems: list[str] = []
+    nameless: set[str] = set()
     for layer in _layers(shapes).values():
         probes = _probes({fqn: shapes[fqn] for fqn in layer})
         made = [_call(adapter, "to_hf", probe) for probe in probes]
+        if differing := {key for other in made for key in other.keys() ^ made[0].keys()}:
+            raise KeyMapError(
+                f"{name_of(adapter)}.to_hf() returns other keys at each call: {listed(sorted(differing))}"
+            )
         groups, dropped = _groups(layer, made[0])
-        problems += [f"{fqn}: the adapter's to_hf() drops it" for fqn in dropped]
+        nameless.update(fqn for fqn in dropped if fqn in buffers)
+        problems += [f"{fqn}: the adapter's to_hf() drops it" for fqn in dropped if fqn not in buffers]
         for fqns, keys in groups:
             op = _operation([shapes[fqn] for fqn in fqns], fqns, keys, probes, made)
             if op is None:
@@ -58,11 +68,17 @@ def find_key_map(adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, s
                 rules.append(_with_aliases(fqns, keys, op, tied))
     if problems:
         raise KeyMapError(
-            f"{type(adapter).__name__}: {len(problems)} problem(s); leave out last_save_in_hf, initial_load_in_hf\n  "
-            + "\n  ".join(problems),
+            f"{name_of(adapter)}: {len(problems)} problem(s)\n  " + "\n  ".join(problems),
             problems,
         )
-    return KeyMap(tuple(rules))
+    return KeyMap(tuple(rules), nameless=frozenset(nameless))
+
+
+def name_of(adapter: Any) -> str:
+    """Return the class of an adapter, also of one that stands behind another."""
+    while hasattr(adapter, "inner"):
+        adapter = adapter.inner
+    return type(adapter).__name__
 
 
 def check_reads(adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, str]) -> None:
@@ -75,20 +91,25 @@ def check_reads(adapter: Any, shapes: Mapping[str, Shape], tied: Mapping[str, st
     wrong = [fqn for fqn, shape in shapes.items() if back.get(fqn) != tuple(shape)]
     wrong += [fqn for fqn in back if fqn not in shapes and fqn not in tied]
     if wrong:
-        raise KeyMapError(
-            f"{type(adapter).__name__}: from_hf() does not give back what to_hf() took: {listed(wrong)}", wrong
-        )
+        raise KeyMapError(f"{name_of(adapter)}: from_hf() does not give back what to_hf() took: {listed(wrong)}", wrong)
 
 
 def _call(adapter: Any, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Call a method of the adapter, which may be the user's code. Raises: KeyMapError with what it raised."""
+    """Call a method of the adapter, which may be the user's code.
+
+    Raises: KeyMapError with what it raised, or gave back that is no state dict of tensors.
+    """
+    where = f"{name_of(adapter)}.{name}()"
     try:
         made: dict[str, Any] = getattr(adapter, name)(dict(values))
     except Exception as error:
         raise KeyMapError(
-            f"{type(adapter).__name__}.{name}() does not take this model: {type(error).__name__}: {error}; it was "
-            f"given {listed([*values])}"
+            f"{where} does not take this model: {type(error).__name__}: {error}; it was given {listed([*values])}"
         ) from error
+    if not isinstance(made, dict):
+        raise KeyMapError(f"{where} returns {type(made).__name__}, expected a dict of tensors")
+    if others := [key for key, value in made.items() if not isinstance(value, torch.Tensor)]:
+        raise KeyMapError(f"{where} returns no tensor as {listed(others)}")
     return made
 
 
@@ -112,13 +133,13 @@ class _Stored:
     """An adapter behind the model's own state_dict()."""
 
     def __init__(self, adapter: Any, subtree: HookedSubtree) -> None:
-        self._adapter, self._subtree = adapter, subtree
+        self.inner, self._subtree = adapter, subtree
 
     def to_hf(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the file tensors that are made of these values of hidden parameters."""
         made = self._subtree.with_values(values).made
         dtypes = {value.dtype for value in values.values()}  # other hidden parameters keep their values and dtype
-        result: dict[str, torch.Tensor] = self._adapter.to_hf({n: v for n, v in made.items() if v.dtype in dtypes})
+        result: dict[str, torch.Tensor] = self.inner.to_hf({n: v for n, v in made.items() if v.dtype in dtypes})
         return result
 
 

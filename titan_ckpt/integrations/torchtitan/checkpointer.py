@@ -7,8 +7,11 @@ Source of the interface: torchtitan 0.3, components/checkpointer/base.py.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -18,14 +21,18 @@ from torch import nn
 from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
 
+from titan_ckpt.config import StopConfig
 from titan_ckpt.converters import LoRAConverter, ModelConverters
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError
+from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.integrations.torchtitan import held, settings
-from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, with_stored_forms
+from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, name_of, with_stored_forms
 from titan_ckpt.integrations.torchtitan.converters import converters_of
-from titan_ckpt.integrations.torchtitan.lora import find_lora
+from titan_ckpt.integrations.torchtitan.gpt_oss import with_experts
+from titan_ckpt.integrations.torchtitan.lora import find_lora, over_layers
 from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json
+from titan_ckpt.integrations.torchtitan.wording import InTorchtitansWords, in_torchtitans_words
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.stores.settings import StoreConfig
@@ -33,6 +40,8 @@ from titan_ckpt.types import Stateful
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
+
+logger = logging.getLogger(__name__)
 
 
 class _Kept:
@@ -46,11 +55,16 @@ class _Kept:
 
 
 def _transforms(
-    config: Any, model_parts: Sequence[nn.Module], hooks: ModelConverters | None, sd_adapter: Any, assets: str | None
+    config: Any,
+    model_parts: Sequence[nn.Module],
+    hooks: ModelConverters | None,
+    sd_adapter: Any,
+    assets: str | None,
+    flavor: str,
 ) -> StateDictTransforms | None:
     """Return the names of the model in Hugging Face folders, if a setting needs them.
 
-    Collective if a hook is, or if `additional_load_path` is set.
+    `flavor`: the model's name in messages. Collective if a hook is, or if `additional_load_path` is set.
     Raises: ConfigError without an adapter or config.json; KeyMapError for an adapter that is no table.
     """
     peft = settings.reads_peft(config)
@@ -63,17 +77,22 @@ def _transforms(
     wrapper = ModelWrapper(model_parts, hooks)
     state = wrapper.state("base")
     shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
+    adapter, exports = with_experts(sd_adapter), settings.exports(config)
     try:
-        key_map = find_key_map(sd_adapter, shapes, wrapper.tied)
-        check_reads(sd_adapter, shapes, wrapper.tied)
+        key_map = find_key_map(adapter, shapes, wrapper.tied, wrapper.buffers().keys())
+        named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
+        check_reads(adapter, named, wrapper.tied)
+        if peft or "peft" in exports:
+            adapted = [f"{fqn}.weight" for fqn in adapted_modules(hooks)]
+            key_map = with_stored_forms(key_map, adapter, state.own, adapted)
     except KeyMapError as error:
         folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
-        names = ", ".join(f"checkpoint.{name}" for name in wanted) + (f" ({folder})" if folder else "")
-        raise KeyMapError(f"{names}: {error}", error.unknown) from error
-    exports = settings.exports(config)
-    if peft or "peft" in exports:
-        adapted = [f"{fqn}.weight" for fqn in adapted_modules(hooks)]
-        key_map = with_stored_forms(key_map, sd_adapter, state.own, adapted)
+        names = ", ".join(f"checkpoint.{name}" for name in wanted)
+        where = f" ({folder})" if folder else ""
+        step = f"Correct {name_of(adapter)}, which the model spec names, or leave {names} out"
+        raise KeyMapError(f"{names}{where}: {flavor}: {error}\n{step}", error.unknown) from error
+    if "hf" in exports:
+        _check_left_out(key_map.nameless, config.allow)
     model = getattr(sd_adapter, "model_config", None)
     return StateDictTransforms(
         key_map,
@@ -83,12 +102,34 @@ def _transforms(
     )
 
 
+def _flavor(trainer: Any) -> str:
+    """Return the name of a run's model and its flavor, as torchtitan's registries have them."""
+    spec = getattr(getattr(trainer, "config", None), "model_spec", None)
+    return "the model" if spec is None else f"{spec.name} {spec.flavor}"
+
+
+def _check_left_out(nameless: Collection[str], allow: Collection[str]) -> None:
+    """Check that the buffers which an export would lack are allowed. Raises: ConfigError naming each."""
+    faults = []
+    for name in dict.fromkeys(map(over_layers, sorted(nameless))):
+        line = f"Hugging Face folders of this model have no name for the buffer {name}: the export leaves it out"
+        if name in allow:
+            logger.warning("checkpoint.last_save_in_hf: %s, and computes without it; checkpoint.allow lets it", line)
+        else:
+            faults.append(
+                f"checkpoint.last_save_in_hf: {line}, and would compute without what training has made of it. Build "
+                f'the model without it, or accept it: checkpoint.allow = ["{name}"]'
+            )
+    if faults:
+        raise ConfigError(faults)
+
+
 class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is not there when mypy runs
     """Saves, resumes and exports a run of torchtitan's Trainer, with torchtitan's settings.
 
     config.checkpoint = TitanCheckpointer.Config(enable=True, interval=500)
 
-    `Config` has every setting of torchtitan's own manager, those of adapters, `last_save_in_dcp` and `store`.
+    `Config` has every setting of torchtitan's own manager, those of adapters, `last_save_in_dcp`, `store` and `stop`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -109,6 +150,8 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         differ. Steps record them."""
         store: StoreConfig = field(default_factory=StoreConfig)
         """How buckets are reached, if a folder or a source is in one."""
+        stop: StopConfig = field(default_factory=StopConfig)
+        """The signals and the time limits on which the run saves its step and ends, as RunGuard does it."""
 
         def __post_init__(self) -> None:
             """Check as torchtitan does, which has no Hugging Face folders in buckets and refuses them there."""
@@ -120,6 +163,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             for name, path in remote.items():
                 setattr(self, name, path)
 
+    @in_torchtitans_words
     def __init__(
         self,
         config: Config,
@@ -135,6 +179,8 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
     ) -> None:
         """Bind to the run's objects; torchtitan's Trainer is the caller. Raises: ConfigError listing every fault."""
         self.enable = config.enable
+        self._opened, self._watching = ExitStack(), ExitStack()
+        self._guard: RunGuard | None = None
         if not self.enable:
             return
         if ft_manager is not None and ft_manager.enabled:
@@ -146,6 +192,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         trained = trained_beside_adapters(model_parts, hooks)
         settings.check(config, base_folder, states, assets, adapted_modules(hooks), trained)
         self._config = config
+        self._trainer: Any = states.get("train_state")
         self._held = partial(held.faults, states, dataloader, optimizers, lr_schedulers, config.allow)
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
@@ -155,16 +202,18 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             lr_schedulers=[lr_schedulers],
             dataloader=dataloader,
             states={name: _Kept(state) if name in excluded else state for name, state in states.items()},
-            sd_transforms=_transforms(config, model_parts, hooks, sd_adapter, assets),
+            sd_transforms=_transforms(config, model_parts, hooks, sd_adapter, assets, _flavor(self._trainer)),
             model_converters=hooks,
             base_folder=base_folder,
         )
+        self._opened.callback(InTorchtitansWords().remove)
 
     @property
     def save_future(self) -> Any:
         """Return the save in flight, which maybe_wait_for_saving waits for; None without one."""
         return self.manager.in_flight
 
+    @in_torchtitans_words
     def _load(self, step: int = -1) -> bool:
         """Resume, or load the initial weights; return whether anything was loaded.
 
@@ -179,26 +228,46 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         own = os.path.abspath(path) if (path := local_path(folder)) else folder
         if resumed is not None and str(resumed.path).startswith(f"{own}/"):
             settings.check_restart(self._config, resumed.step)
+        self._watching.close()  # the guard of an earlier load
+        self._guard = self._watching.enter_context(RunGuard(self.manager)) if self._trainer is not None else None
         return bool(result.report.loaded)
 
+    @in_torchtitans_words
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save or export the step if it is due; return whether it was."""
+        """Save or export the step if it is due; return whether it was.
+
+        torchtitan's Trainer calls it at the end of each step, and goes on to its end if the run must stop.
+        """
         if curr_step == 0:
             self.manager.save_seed()
             return True
-        if last_step and self._config.last_save_in_hf:
-            return self.manager.export(curr_step, last_step)
-        return self.manager.save(curr_step, last_step)
+        exports = last_step and self._config.last_save_in_hf
+        is_due = (self.manager.export if exports else self.manager.save)(curr_step, last_step)
+        if self._guard is not None and self._guard.step_ended(curr_step):
+            self._trainer.should_continue_training = lambda: False  # the trainer ends as after its last step
+            return True
+        return is_due
 
+    @property
+    def stopped(self) -> str | None:
+        """Return why the run was stopped before its last step, such as a signal, or None."""
+        return None if self._guard is None else self._guard.stopped
+
+    @in_torchtitans_words
     def _maybe_wait_for_staging(self) -> None:
         self.manager.maybe_wait_for_staging()
 
+    @in_torchtitans_words
     def _wait_for_saving(self) -> None:
         self.manager.wait()
 
+    @in_torchtitans_words
     def _close(self) -> None:
-        if hasattr(self, "manager"):  # the constructor may have refused the settings
-            self.manager.close()
+        with self._opened:
+            # torchtitan closes a run that has raised while it handles the error
+            self._watching.__exit__(*sys.exc_info())
+            if hasattr(self, "manager"):  # the constructor may have refused the settings
+                self.manager.close()
 
 
 def find_hooks(model_parts: Sequence[nn.Module]) -> ModelConverters | None:

@@ -184,6 +184,47 @@ def _deepseek_v3(model: Any) -> dict[str, Any]:
     }
 
 
+def _gpt_oss(model: Any) -> dict[str, Any]:
+    """Describe a gpt_oss; other ways to choose experts are other models."""
+    routers = [layer.moe.router for layer in model.layers]
+    softmax = all((r.score_func, r.route_norm, r.route_scale) == ("softmax", True, 1.0) for r in routers)
+    if not softmax or any(router.num_expert_groups is not None for router in routers):
+        return {}
+
+    def of_layer(layer: Any) -> dict[str, Any]:
+        attention, experts = layer.attention, layer.moe.routed_experts.inner_experts
+        rope = _rope(attention.rope)
+        rope.pop(f"{ROPE}.attention_factor", None)  # the model scales its attention as transformers does without it
+        return {
+            "hidden_size": model.dim,
+            "num_attention_heads": attention.n_heads,
+            "num_key_value_heads": attention.n_kv_heads,
+            "head_dim": attention.head_dim,
+            "intermediate_size": experts.hidden_dim,
+            "swiglu_limit": experts.swiglu_limit,
+            "num_experts": layer.moe.num_experts,
+            "num_experts_per_tok": layer.moe.router.top_k,
+            "rms_norm_eps": _one(norm.eps for norm in (layer.attention_norm, layer.ffn_norm, model.norm)),
+            "attention_bias": attention.wo.bias,
+            "max_position_embeddings": attention.rope.max_seq_len,
+            **rope,
+        }
+
+    windows = [layer.attention.sliding_window_size for layer in model.layers]
+    return {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        **_of_layers(model, of_layer),
+        "num_hidden_layers": len(model.layers),
+        "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
+        "sliding_window": _one(window for window in windows if window is not None) or None,
+        "swiglu_alpha": 1.702,
+        "vocab_size": model.vocab_size,
+        "tie_word_embeddings": model.enable_weight_tying,
+        "hidden_act": "silu",
+    }
+
+
 def _num_shared(moe: Any) -> int:
     """Return how many experts of the routed ones' size the shared ones are."""
     size: int = 0 if moe.shared_experts is None else moe.shared_experts.w1.out_features
@@ -199,4 +240,5 @@ _MODELS: Mapping[str, Callable[[Any], dict[str, Any]]] = {
     "torchtitan.models.llama3.model.Llama3Model.Config": _llama3,
     "torchtitan.models.qwen3.model.Qwen3Model.Config": _qwen3,
     "torchtitan.models.deepseek_v3.model.DeepSeekV3Model.Config": _deepseek_v3,
+    "torchtitan.models.gpt_oss.model.GptOssModel.Config": _gpt_oss,
 }

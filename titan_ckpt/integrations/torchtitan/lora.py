@@ -72,7 +72,7 @@ class TorchtitanLoRA(LoRAConverter):
         }
         super().__init__(
             LoRAConfig(
-                target_modules=tuple(dict.fromkeys(map(_pattern, updates))),
+                target_modules=tuple(dict.fromkeys(map(over_layers, updates))),
                 dtype=next(iter(adapted.values()))[3],
                 **common_settings([*updates.values()]),
             )
@@ -96,6 +96,6 @@ def _alpha(rank: int, scaling: float) -> float:
     return float(f"{rank * scaling:.12g}")
 
 
-def _pattern(fqn: str) -> str:
-    """Return the name of a module as a pattern over the layers."""
+def over_layers(fqn: str) -> str:
+    """Return a name as a pattern over the layers."""
     return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))

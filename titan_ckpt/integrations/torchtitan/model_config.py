@@ -36,7 +36,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "sliding_window": None, "tie_word_embeddings": False, "topk_method": "noaux_tc", "use_sliding_window": False,
     LOW_RANK_EPS: 1e-6, f"{ROPE}.attention_factor": None, f"{ROPE}.beta_fast": 32.0, f"{ROPE}.beta_slow": 1.0,
     f"{ROPE}.mscale": None, f"{ROPE}.mscale_all_dim": None, f"{ROPE}.partial_rotary_factor": 1.0,
-    f"{ROPE}.truncate": True,
+    f"{ROPE}.truncate": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
 }  # fmt: skip
 """What transformers takes for a key that is not there."""
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
@@ -143,7 +143,7 @@ def _pairs(config: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple
     rotary = [key for key in theirs if key.startswith(ROPE)] if ours else []
     for key in dict.fromkeys((*ours, *rotary)):
         there, here = (values.get(key, _DEFAULTS.get(key)) for values in (theirs, ours))
-        if key not in NO_EFFECT and there != here:
+        if (key not in NO_EFFECT or key == "layer_types") and there != here:
             yield key, there, here
 
 
@@ -155,6 +155,9 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
         flat.setdefault("num_experts", flat.pop("num_local_experts"))
     if kind in ("qwen3", "qwen3_moe") and not config.get("use_sliding_window"):
         flat.pop("sliding_window", None)
+    if kind == "gpt_oss":
+        kinds = ("sliding_attention", "full_attention")
+        flat.setdefault("layer_types", [kinds[i % 2] for i in range(config.get("num_hidden_layers", 0))])
     flat.setdefault("num_key_value_heads", heads)
     of_heads = config["hidden_size"] // heads if heads and "hidden_size" in config else None
     flat.setdefault("head_dim", config.get("qk_rope_head_dim", 128 if kind == "qwen3" else of_heads))
@@ -171,6 +174,8 @@ def _nested(ours: Mapping[str, Any]) -> dict[str, Any]:
     """Return config.json as transformers 5 writes it."""
     rope = {key.removeprefix(f"{ROPE}."): value for key, value in ours.items() if key.startswith(f"{ROPE}.")}
     plain = {key: value for key, value in ours.items() if not key.startswith(f"{ROPE}.") and key != LOW_RANK_EPS}
+    if plain["model_type"] == "gpt_oss":
+        plain["num_local_experts"] = plain.pop("num_experts")
     # torchtitan shortens max_seq_len to that of the training data; the scaled embeddings reach at least this far
     reach = int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", 0))
     return plain | {ROPE: rope, "max_position_embeddings": max(plain["max_position_embeddings"], reach)}

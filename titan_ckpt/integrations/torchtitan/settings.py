@@ -10,7 +10,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
+from titan_ckpt.config import (
+    CheckpointConfig,
+    ExportConfig,
+    InitialLoadConfig,
+    KeepConfig,
+    ResumeConfig,
+    SaveConfig,
+    StopConfig,
+)
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError, counted
@@ -42,6 +50,7 @@ SETTINGS: Mapping[str, str] = {
     "last_save_in_dcp": "the last step is also a DCP folder with training state, dcp/step-N",
     "last_save_in_hf": "the last step is an export in exports/step-N, and no checkpoint",
     "store": "checkpoint.store: how buckets are reached",
+    "stop": "checkpoint.stop: signals and time limits; its exit_code is titan-ckpt's own",
     "export_dtype": "the dtype of the last step, if it holds the model alone",
     "initial_load_path": "checkpoint.initial_load.path: a DCP folder, or a step of this package",
     "initial_load_model_only": "False: the training state is loaded too",
@@ -54,7 +63,7 @@ SETTINGS: Mapping[str, str] = {
 }
 """Every setting of TitanCheckpointer.Config, and its meaning here."""
 OWN_SETTINGS = frozenset(
-    {"additional_load_path", "allow", "include_base", "last_save_adapter", "last_save_in_dcp", "store"}
+    {"additional_load_path", "allow", "include_base", "last_save_adapter", "last_save_in_dcp", "stop", "store"}
 )
 """The settings that torchtitan's manager does not have."""
 LastSave = Literal["merged", "peft", "both"]
@@ -155,6 +164,8 @@ def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_
         yield "create_seed_checkpoint: load_only permits no save; leave one of the two out"
     if config.export_dtype not in EXPORT_DTYPES:
         yield f"export_dtype: {config.export_dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}"
+    if config.stop.exit_code != StopConfig().exit_code:
+        yield "stop.exit_code: torchtitan's program exits with 0 when its run was stopped; leave it out"
     if config.async_mode not in ASYNC_MODES:
         yield f"async_mode: {config.async_mode!r}; expected one of {', '.join(ASYNC_MODES)}"
     path = initial_path(config, hf_assets_path)
@@ -217,6 +228,7 @@ def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConf
     return CheckpointConfig(
         folder=config.folder,
         store=config.store,
+        stop=config.stop,
         allow=tuple(config.allow),
         save=None if config.load_only else save,
         resume=ResumeConfig(exclude=tuple(excluded)),

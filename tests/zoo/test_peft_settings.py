@@ -29,6 +29,7 @@ from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers, PeftReader
 from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT
+from titan_ckpt.formats.huggingface.reader import read_config
 from titan_ckpt.models import hf
 
 FLOORS = {"": 64}
@@ -56,6 +57,21 @@ def _as_made(model: Any, folder: Path) -> None:
     model.save_pretrained(str(folder), save_embedding_layers=False)
 
 
+def _by_default(model: Any, folder: Path) -> None:
+    """Save as people do: tables that have adapters are saved beside them."""
+    disturb(model, is_trained)
+    model.save_pretrained(str(folder))
+
+
+def _table_changed(model: Any, folder: Path) -> None:
+    """Save after the tables of the base were changed, as new rows of a resized vocabulary are."""
+    adapted = any("lora_" in name for name, _ in model.named_parameters() if "embed_tokens" in name or "lm_head" in name)
+    tables = ("embed_tokens.base_layer", "lm_head.base_layer") if adapted else ("embed_tokens", "lm_head")
+    disturb(model, lambda name, _: any(table in name for table in tables))
+    disturb(model, is_trained)
+    model.save_pretrained(str(folder), save_embedding_layers=True)
+
+
 def _converted(model: Any, folder: Path) -> None:
     """Save as PEFT turns an adapter with a changed base into an ordinary one: by what it was at the start."""
     start = folder.with_name("start")
@@ -78,6 +94,8 @@ class Case:
     """Why no [[converters]] table can hold the adapter, so that it can only be merged."""
     no_merge: str = ""
     """Why it cannot be merged."""
+    untied: bool = False
+    """It is merged into a model that does not share the weight."""
     no_shards: str = ""
     """Why it cannot be merged into a weight whose rows FSDP2 has divided among ranks."""
 
@@ -94,8 +112,8 @@ class Case:
     def __str__(self) -> str:
         fields = {**self.settings, **self.edited}
         text = ", ".join(f"{name}={_shown(value)}" for name, value in fields.items()) or "defaults"
-        how = ", converted" if self.save is _converted else ""
-        return f"{self.base}: {text}{how}"
+        how = {_converted: ", converted", _by_default: ", tables beside", _table_changed: ", changed tables beside"}
+        return f"{self.base}: {text}{how.get(self.save, '')}"
 
 
 def _shown(value: Any) -> str:
@@ -119,8 +137,6 @@ def edited(refused: str | None = None, **fields: Any) -> Case:
     return Case({}, refused, fields)
 
 
-SHARED = "is another module's weight too, which a merge would change"
-NO_COPY = "shares its weight, so no copy can stand for it"
 CASES = [
     exact(),
     exact(r=2, lora_alpha=3),
@@ -153,25 +169,33 @@ CASES = [
         no_converter="DoRA is for linear modules",
         no_shards="use_dora needs whole columns",
     ),
-    Case({"target_modules": ["embed_tokens", "q_proj"]}, base="tied", no_merge=SHARED),
-    Case({"target_modules": ["lm_head", "q_proj"]}, base="tied", no_merge=SHARED),
-    Case({"modules_to_save": ["embed_tokens"]}, base="tied", no_merge=SHARED, no_converter=NO_COPY),
-    Case({"modules_to_save": ["lm_head"]}, base="tied", no_merge=SHARED, no_converter=NO_COPY),
-    Case(
-        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-        "ensure_weight_tying",
-        base="tied",
-        no_converter=NO_COPY,
-    ),
-    refused(by="ensure_weight_tying", base="tied", target_modules=["embed_tokens"], ensure_weight_tying=True),
+    Case({"target_modules": ["embed_tokens", "q_proj"]}, base="tied", untied=True),
+    Case({"target_modules": ["lm_head", "q_proj"]}, base="tied", untied=True),
+    Case({"modules_to_save": ["embed_tokens"]}, base="tied", untied=True),
+    Case({"modules_to_save": ["lm_head"]}, base="tied", untied=True),
+    exact("tied", modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    exact("tied", modules_to_save=["lm_head"], ensure_weight_tying=True),
+    exact("tied", target_modules=["embed_tokens"], ensure_weight_tying=True),
+    exact("tied", target_modules=["embed_tokens", "lm_head", "q_proj"], ensure_weight_tying=True),
+    Case({"target_modules": ["lm_head", "q_proj"]}, save=_by_default),
+    Case({"target_modules": ["embed_tokens", "lm_head"]}, save=_by_default),
+    Case({"target_modules": ["embed_tokens", "k_proj"]}, base="tied", untied=True, save=_by_default),
+    Case({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, base="tied", save=_by_default),
+    Case({"target_modules": ["lm_head", "q_proj"]}, save=_table_changed),
+    Case({"target_modules": ["embed_tokens", "lm_head"]}, save=_table_changed),
+    Case({"target_modules": ["q_proj"]}, save=_table_changed),
+    Case({"target_modules": ["q_proj"]}, base="tied", save=_table_changed),
     exact(modules_to_save=["self_attn"], target_modules=["down_proj"]),
     exact(modules_to_save=["q_proj"], target_modules=["q_proj", "k_proj"]),
     exact("qwen2", modules_to_save=["q_proj"], target_modules=["down_proj"]),
     exact(bias="all"),
     exact(bias="lora_only"),
-    refused(bias="all", base="qwen2"),
-    refused(bias="lora_only", base="qwen2"),
-    refused(lora_bias=True, base="qwen2"),
+    exact("qwen2", bias="all"),
+    exact("qwen2", bias="lora_only"),
+    exact("gpt2", bias="all"),
+    exact("qwen2", lora_bias=True, target_modules=["q_proj", "v_proj"]),
+    exact("gpt2", lora_bias=True, bias="lora_only"),
+    Case({"lora_bias": True}, base="qwen2", no_merge="lora_B.bias"),
     exact(init_lora_weights=False),
     exact(init_lora_weights="gaussian"),
     exact(init_lora_weights="orthogonal"),
@@ -188,8 +212,11 @@ CASES = [
     edited("init_lora_weights", init_lora_weights="corda", corda_config={"corda_method": "kpm"}),
     edited("init_lora_weights", init_lora_weights="a_later_one"),
     edited(loftq_config={"loftq_bits": 4}, corda_config={"verbose": True}),
-    refused(trainable_token_indices=[1, 2]),
-    refused(trainable_token_indices={"embed_tokens": [3]}),
+    exact(trainable_token_indices=[1, 2]),
+    exact(trainable_token_indices={"embed_tokens": [3]}),
+    exact(trainable_token_indices={"embed_tokens": [3], "lm_head": [9, 4]}),
+    exact("tied", trainable_token_indices=[1, 2]),
+    Case({"trainable_token_indices": {"lm_head": [5]}}, base="tied", untied=True),
     refused(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM"),
     refused(layer_replication=[(0, 2), (0, 2)]),
     refused(kasa_config=KasaConfig()),
@@ -249,12 +276,13 @@ def lora_table(adapter: Path, model: nn.Module) -> dict[str, Any]:
     }
 
 
-def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool) -> torch.Tensor:
+def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool, untied: bool = False) -> torch.Tensor:
     """Return our model's logits with the adapter merged into the base, or loaded into LoRA's modules.
 
     In a process group FSDP2 shards the model. Collective there.
     """
-    model = hf.build(base)
+    config = read_config(base / "config.json")
+    model = hf.build({**config, "tie_word_embeddings": False} if untied else config)
     hooks = None
     if not merge:
         hooks = from_tables([lora_table(adapter, model)])
@@ -288,7 +316,7 @@ def verdicts(case: Case, folder: Path) -> dict[str, tuple[str, str]]:
     found = {}
     for way, merge in (("merged", True), ("as LoRA", False)):
         try:
-            ours = logits_of(base, folder / "adapter", folder / way, merge=merge)
+            ours = logits_of(base, folder / "adapter", folder / way, merge=merge, untied=merge and case.untied)
         except CheckpointError as error:
             found[way] = "refused", str(error)
             continue

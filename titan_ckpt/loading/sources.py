@@ -15,7 +15,7 @@ from typing import Any, Self
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConverterError, LoadMismatchError, counted, listed
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
-from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
@@ -236,6 +236,8 @@ def _plan(
                 source.path,
             )
     if isinstance(reader, HuggingFaceReader):
+        if any(TIED[0] in transforms.key_map.group_of_fqn(fqn).keys for fqn in wanted if not wrapper.owns(fqn)):
+            reader.untie()
         keys = reader.tensors.keys() - selected(reader.tensors, source.ignore)
         table = with_tied_names(transforms.key_map.of_folder(keys), wrapper.tied, wrapper.linear_weights(), keys)
         reader.leave_out(table.repeats)

@@ -28,8 +28,9 @@ KIND = "lora"
 """`kind` of the converter in a manifest."""
 PARTS = "titan_ckpt_parts"
 """Record beside adapter_config.json: module -> the ranks of the blocks of its pair, if the pair is block diagonal."""
-A, B, MAGNITUDE, COPY = "lora_a", "lora_b", "lora_magnitude", "trained"
-_OF_MODULE = re.compile(rf"(?P<module>.+)\.(?P<role>{A}|{B}|{MAGNITUDE})\.weight")
+A, B, MAGNITUDE, COPY, ROWS, BIAS = "lora_a", "lora_b", "lora_magnitude", "trained", "trained_rows", "lora_b.bias"
+_OF_MODULE = re.compile(rf"(?P<module>.+)\.(?P<role>{A}|{B}|{MAGNITUDE}|{ROWS})\.weight")
+_OF_BIAS = re.compile(rf"(?P<module>.+)\.{re.escape(BIAS)}")
 _OF_STACK = re.compile(rf"(?P<module>.+)\.lora_(?P<parameter>[^.]+)\.(?P<role>{A}|{B})")
 _OF_COPY = re.compile(rf"(?P<module>.+)\.{COPY}\.(?P<parameter>[^.]+)")
 _WILD = frozenset("*?[")
@@ -44,7 +45,7 @@ class LoRATensor:
     """A tensor's part in an adapter, as its name says it."""
 
     role: str
-    """A, B, MAGNITUDE or COPY."""
+    """A, B, MAGNITUDE, COPY, ROWS or BIAS."""
     site: str
     """The adapted part, as patterns name it: a module, or a parameter of stacked experts."""
     weight: str
@@ -55,6 +56,8 @@ def lora_tensor(name: str) -> LoRATensor | None:
     """Return the part of a tensor in an adapter; None for a name that LoRA does not give."""
     if match := _OF_MODULE.fullmatch(name):
         return LoRATensor(match["role"], match["module"], f"{match['module']}.weight")
+    if match := _OF_BIAS.fullmatch(name):
+        return LoRATensor(BIAS, match["module"], f"{match['module']}.bias")
     if match := _OF_STACK.fullmatch(name):
         site = f"{match['module']}.{match['parameter']}"
         return LoRATensor(match["role"], site, site)
@@ -260,6 +263,76 @@ class LowRank(WeightUpdate):
             found = torch.linalg.vector_norm(out, dim=dim) if norms is None else norms[features]
             out.mul_((wanted[features].to(out) / found).unsqueeze(dim))
         return out
+
+
+@dataclass(frozen=True, slots=True)
+class AddedBias(WeightUpdate):
+    """The bias of B: bias + scaling * its value."""
+
+    weight: str
+    """The bias of the module that has the pair."""
+    bias: str
+    scaling: float
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.bias,)
+
+    def base_shape(self, shapes: Sequence[Shape], weight: Shape) -> Shape:
+        return shapes[0]
+
+    def acts(self, values: Sequence[torch.Tensor]) -> bool:
+        return self.scaling != 0 and bool(values[0].any())
+
+    def merged(
+        self,
+        weight: torch.Tensor,
+        chunk: Chunk,
+        factors: Sequence[torch.Tensor],
+        norms: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        added = factors[0][chunk.within(Chunk.whole(factors[0].shape))].to(weight.device, dtype) * self.scaling
+        return weight.reshape(chunk.sizes).to(dtype) + added
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRows(WeightUpdate):
+    """Rows of a table that were trained: they replace the table's own."""
+
+    weight: str
+    rows: str
+    indices: tuple[int, ...]
+    """Which row of the table each one replaces."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.rows,)
+
+    def base_shape(self, shapes: Sequence[Shape], weight: Shape) -> Shape:
+        return (max(weight[0], 1 + max(self.indices)), *shapes[0][1:])
+
+    def misfits(self, shapes: Mapping[str, Shape], weight: Shape, chunks: Iterable[Chunk]) -> Iterator[str]:
+        """Yield the reason why there is not one row for each index, if it is so."""
+        if shapes[self.rows][:1] != (len(self.indices),):
+            yield f"{self.rows}: expected {len(self.indices)} rows, found {list(shapes[self.rows])}"
+
+    def merged(
+        self,
+        weight: torch.Tensor,
+        chunk: Chunk,
+        factors: Sequence[torch.Tensor],
+        norms: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        merged = weight.reshape(chunk.sizes).to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        (first, *offsets), (count, *sizes) = chunk.offsets, chunk.sizes
+        columns = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        for row, index in enumerate(self.indices):
+            if first <= index < first + count:
+                merged[index - first] = factors[0][(row, *columns)].to(merged)
+        return merged
 
 
 def spread(b: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:

@@ -23,7 +23,15 @@ from titan_ckpt.errors import (
     NotACheckpointError,
     listed,
 )
-from titan_ckpt.formats.huggingface.peft_fields import OWN, Selection, saves, unsupported, wrong_types
+from titan_ckpt.formats.huggingface.peft_fields import (
+    OWN,
+    Selection,
+    is_trained_bias,
+    saves,
+    trained_rows,
+    unsupported,
+    wrong_types,
+)
 from titan_ckpt.formats.huggingface.reader import read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportFiles
 from titan_ckpt.formats.publish.run import FolderFormat
@@ -33,7 +41,7 @@ from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.identity import BASE_RECORD
-from titan_ckpt.weights.low_rank import LowRank, Operation, scale
+from titan_ckpt.weights.low_rank import AddedBias, LowRank, Operation, TrainedRows, WeightUpdate, scale
 from titan_ckpt.weights.transforms import CASTABLE
 
 WEIGHTS = "adapter_model.safetensors"
@@ -50,6 +58,10 @@ _PARTNERS = {
 PAIRS = {a: b for a, b in _PARTNERS.items() if a.endswith(("_A.weight", "_A"))}
 """End of the name of an A matrix -> end of the name of its B matrix."""
 MAGNITUDE = ".lora_magnitude_vector"
+LORA_BIAS = ".lora_B.bias"
+ROWS = ".token_adapter.trainable_tokens_delta"
+BASE_LAYER = ".base_layer."
+"""In the name of a base's tensor whose module has an adapter."""
 _DEFAULTS: Mapping[str, Any] = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -65,6 +77,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "base_model_name_or_path": None,
     "revision": None,
 }
+_ENDINGS = (*_PARTNERS, MAGNITUDE, LORA_BIAS, ROWS)
 _NUMBERS = {"rank_pattern": "positive number", "alpha_pattern": "number"}
 _AGAIN = "Save the adapter again, or take another"
 _BATCH_BYTES = 32 << 20
@@ -133,8 +146,21 @@ class PeftReader(TensorReader):
 
         return fill
 
-    def updates(self) -> list[LowRank]:
-        """Return the updates of the base's weights, by their names in its own files. Embeddings alone are known so."""
+    def updates(self) -> list[WeightUpdate]:
+        """Return the updates of the base's weights, by their names in its own files."""
+        numbers, updates = ModuleNumbers(self._config), list[WeightUpdate](self.pairs())
+        for key in self.tensors:
+            path = key.removeprefix(PREFIX)
+            if key.endswith(LORA_BIAS):
+                module = path.removesuffix(LORA_BIAS)
+                updates.append(AddedBias(f"{module}.bias", key, numbers.scaling(module)))
+            elif key.endswith(ROWS):
+                module = path.removesuffix(ROWS)
+                updates.append(TrainedRows(f"{module}.weight", key, trained_rows(self._config, module)))
+        return updates
+
+    def pairs(self) -> list[LowRank]:
+        """Return the updates by pairs of A and B. Embeddings alone are known by their names."""
         numbers, use_dora = ModuleNumbers(self._config), bool(self._config.get("use_dora"))
         found = []
         for key, suffix in ((key, suffix) for key in self.tensors for suffix in PAIRS if key.endswith(suffix)):
@@ -149,8 +175,33 @@ class PeftReader(TensorReader):
 
     def copies(self) -> dict[str, str]:
         """Return key -> the name in the base's own files, of each tensor of the modules that were trained in full."""
-        lora = (*_PARTNERS, MAGNITUDE)
-        return {key: key.removeprefix(PREFIX) for key in self.tensors if not key.endswith(lora)}
+        names = {key: key.removeprefix(PREFIX) for key in self.tensors if not key.endswith(_ENDINGS)}
+        return {key: name.replace(BASE_LAYER, ".") for key, name in names.items()}
+
+    def beside(self) -> dict[str, str]:
+        """Return those of `copies` that PEFT has saved of the base as they were, such as tables, by no setting."""
+        return {
+            key: name
+            for key, name in self.copies().items()
+            if not (saves(self._config, key) or is_trained_bias(self._config, key))
+        }
+
+    def keeps_tied(self, key: str, *, is_alias: bool) -> bool:
+        """Return whether PEFT lets a tensor act on all modules that share the weight that it changes.
+
+        `is_alias`: its module is not the one that the others are tied to, as the embeddings are.
+        """
+        if key.endswith(ROWS):  # PEFT ties them to those of the embeddings
+            return not is_alias and sum(name.endswith(ROWS) for name in self.tensors) == 1
+        return bool(self._config.get("ensure_weight_tying"))
+
+    def repeats_embeddings(self, key: str) -> bool:
+        """Return whether a tensor of a pair is that of the embeddings, to which PEFT has tied its module."""
+        end = next((end for end in (".lora_A.weight", ".lora_B.weight") if key.endswith(end)), "")
+        theirs = {".lora_A.weight": ".lora_embedding_B", ".lora_B.weight": ".lora_embedding_A"}.get(end)
+        if theirs is None or not self._config.get("ensure_weight_tying"):
+            return False
+        return any(torch.equal(self.whole(key), self.whole(k).t()) for k in self.tensors if k.endswith(theirs))
 
     def require_supported(self) -> None:
         """Check that every setting can be honoured. Raises: NotACheckpointError listing those that cannot."""
@@ -211,14 +262,20 @@ def _adapter_faults(
         if not key.startswith(PREFIX):
             yield f"{key} does not start with {PREFIX}: PEFT would ignore it, and the adapter would do nothing"
             continue
-        suffix = next((suffix for suffix in (*_PARTNERS, MAGNITUDE) if key.endswith(suffix)), None)
+        suffix = next((suffix for suffix in _ENDINGS if key.endswith(suffix)), None)
         if suffix is None:
-            if ".base_layer." in key:
-                yield f"{key} is a copy of a base weight; save the adapter with save_embedding_layers=False"
-            elif not saves(config, key):
-                yield f"{key} is no LoRA tensor, nor of a module that modules_to_save names"
+            if not (saves(config, key) or is_trained_bias(config, key) or _is_table(key, info, infos)):
+                yield f"{key} is no LoRA tensor, nor of a module that modules_to_save names, nor a table of the base"
             continue
         module = key.removesuffix(suffix)
+        if suffix == ROWS:
+            if not trained_rows(config, module.removeprefix(PREFIX)):
+                yield f"{key} has rows of a table, and trainable_token_indices does not say which"
+            continue
+        if suffix == LORA_BIAS:
+            if not config.get("lora_bias"):
+                yield f"{key} is a bias of B, and the config does not say lora_bias"
+            continue
         if suffix == MAGNITUDE:
             if not config.get("use_dora"):
                 yield f"{key} is a DoRA magnitude, and the config does not say use_dora"
@@ -238,6 +295,16 @@ def _adapter_faults(
         yield f"{len(keys)} tensor(s): {what}: {listed(keys, ', ', ' ')}"
 
 
+def _is_table(key: str, info: TensorInfo, infos: Mapping[str, TensorInfo]) -> bool:
+    """Return whether this may be a table that PEFT saves as the base has it: of a module with a pair or without one."""
+    module, _, parameter = key.rpartition(".")
+    if parameter not in ("weight", "bias") or len(info.shape) != (2 if parameter == "weight" else 1):
+        return False
+    inner = module.removesuffix(BASE_LAYER.rstrip("."))
+    has_pair = any(inner + suffix in infos for suffix in PAIRS)
+    return has_pair if inner != module else parameter == "weight" and not has_pair
+
+
 def unselected(reader: PeftReader) -> list[str]:
     """Return the names of tensors that PEFT would ignore, because the config does not select their module.
 
@@ -248,7 +315,8 @@ def unselected(reader: PeftReader) -> list[str]:
     suffixes, selection = (*_PARTNERS, MAGNITUDE), Selection(reader.metadata())
     modules = {key: key.removesuffix(s) for key in reader.tensors for s in suffixes if key.endswith(s)}
     try:
-        return [key for key, module in modules.items() if not selection.holds(module.removeprefix(PREFIX))]
+        others = [key for key, module in modules.items() if not selection.holds(module.removeprefix(PREFIX))]
+        return [key for key in others if not reader.repeats_embeddings(key)]
     except ValueError as error:
         raise CorruptCheckpointError(f"{reader.path}: target_modules: {error}. {_AGAIN}", str(reader.path)) from None
 
@@ -359,7 +427,7 @@ def _check_values(reader: PeftReader) -> None:
             zero |= _zero(reader, waiting)
             waiting = []
     zero |= _zero(reader, waiting)
-    updates = reader.updates()
+    updates = reader.pairs()
     others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
     if not others and all(update.a in zero or update.b in zero for update in updates):
         raise ExportError(

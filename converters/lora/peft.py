@@ -18,8 +18,8 @@ from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.fused import Target, modules_of, targets_of
 from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.errors import ConfigError, KeyMapError
-from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
-from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
+from titan_ckpt.formats.huggingface.peft import BASE_LAYER, PREFIX, ROWS, ModuleNumbers
+from titan_ckpt.formats.huggingface.peft_fields import targets_parameter, trained_rows
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import (
     IDENTITY,
@@ -36,7 +36,7 @@ from titan_ckpt.geometry.keymap import (
     TensorOp,
     Unstack,
 )
-from titan_ckpt.weights.low_rank import PARTS, LowRank
+from titan_ckpt.weights.low_rank import PARTS, LowRank, TrainedRows, WeightUpdate, matches
 
 _OF_ROWS = (Identity, PermuteRotary, PermuteRows, Split)
 """Operations that move whole rows, so that B follows them and A stays."""
@@ -54,6 +54,8 @@ class PeftAdapter:
     copied: Mapping[str, str]
     others: Sequence[str]
     """The base's other tensors: nothing that is written may select their modules."""
+    added: Sequence[WeightUpdate] = ()
+    """Updates beside the pairs."""
 
     def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
         """Return the table of the owned keys. If the base's table permutes a weight's rows, B's rows are permuted too.
@@ -75,12 +77,34 @@ class PeftAdapter:
         for trained, fqn in self.copied.items():
             group = base.group_of_fqn(fqn)
             if len(group.keys) == len(group.fqns) == 1:
-                rules.append(KeyRule.of(trained, PREFIX + group.keys[0], group.op))
+                rules.append(KeyRule.of(trained, PREFIX + self._beside_pair(group.keys[0], fqn), group.op))
             else:
                 problems.append(f"{fqn}: stored as {', '.join(group.keys)}, and a copy of it cannot be")
+        for update in self._rows():
+            group = base.group_of_fqn(update.weight)
+            if isinstance(group.op, Identity):
+                (module,) = modules_of(group)
+                rules.append(KeyRule.of(update.rows, PREFIX + module + ROWS))
+            else:
+                problems.append(f"{update.weight}: stored as {', '.join(group.keys)}, and rows of it cannot be")
         if problems:
             raise KeyMapError(f"{len(problems)} adapter(s) have no name in PEFT\n  " + "\n  ".join(problems))
         return KeyMap(tuple(rules), repeats=tuple(repeats))
+
+    def _rows(self) -> list[TrainedRows]:
+        return [update for update in self.added if isinstance(update, TrainedRows)]
+
+    def _is_by_another_setting(self, fqn: str) -> bool:
+        """Return whether a copied tensor is one that `modules_to_save` does not name."""
+        module, _, parameter = fqn.rpartition(".")
+        is_bias = parameter == "bias" and self.config.bias != "none"
+        by_name = any(matches(module, name) for name in self.config.modules_to_save)
+        return (is_bias and not by_name) or any(matches(module, name) for name in self.config.frozen_copies)
+
+    def _beside_pair(self, key: str, fqn: str) -> str:
+        """Return PEFT's name of a tensor of the base, which stands below the adapter if its module has one."""
+        module, _, parameter = key.rpartition(".")
+        return f"{module}{BASE_LAYER}{parameter}" if fqn.rpartition(".")[0] in self.adapted else key
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""
@@ -94,7 +118,9 @@ class PeftAdapter:
         keys = {m: [_pattern(key, every) for n in names[m] for key in (n, by_weight.get(n)) if key] for m in modules}
         alphas = {module: json_number(t.alpha(config.use_rslora)) for module, t in modules.items()}
         parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
-        copied = {key for fqn in self.copied.values() for key in modules_of(base.group_of_fqn(fqn))}
+        whole = [fqn for fqn in self.copied.values() if not self._is_by_another_setting(fqn)]
+        copied = {key for fqn in whole for key in modules_of(base.group_of_fqn(fqn))}
+        rows = {key: [*u.indices] for u in self._rows() for key in modules_of(base.group_of_fqn(u.weight))}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -103,7 +129,7 @@ class PeftAdapter:
             "target_modules": _targets({*chain(*names.values())} - by_weight.keys(), every - by_weight.keys()),
             **({"target_parameters": sorted(by_weight.values())} if by_weight else {}),
             "lora_dropout": config.dropout,
-            "bias": "none",
+            "bias": config.bias,
             "use_rslora": config.use_rslora,
             "use_dora": config.use_dora,
             "fan_in_fan_out": any(adapted.operation == "conv1d" for adapted in self.adapted.values()),
@@ -111,6 +137,9 @@ class PeftAdapter:
             "rank_pattern": {key: t.rank for m, t in modules.items() if t.rank != config.rank for key in keys[m]},
             "alpha_pattern": {key: alpha for m, alpha in alphas.items() if alpha != config.alpha for key in keys[m]},
             "modules_to_save": sorted(copied) or None,
+            **({"lora_bias": True} if config.lora_bias else {}),
+            **({"trainable_token_indices": rows} if rows else {}),
+            **({"ensure_weight_tying": True} if config.ensure_weight_tying else {}),
             **({PARTS: parts} if parts else {}),
         }
 
@@ -161,6 +190,12 @@ class PeftAdapter:
             return [f"peft_type is {found['peft_type']!r}, and this converter is LoRA"]
         if (dora := bool(found.get("use_dora"))) != self.config.use_dora:
             problems.append(f"use_dora is {dora}, expected {self.config.use_dora}")
+        if (bias := bool(found.get("lora_bias"))) != self.config.lora_bias:
+            problems.append(f"lora_bias is {bias}, expected {self.config.lora_bias}")
+        for update in self._rows():
+            for module in modules_of(base.group_of_fqn(update.weight)):
+                if (rows := trained_rows(found, module)) != update.indices:
+                    problems.append(f"{module}: trainable_token_indices are {[*rows]}, expected {[*update.indices]}")
         numbers = ModuleNumbers(found)
         try:
             for target, key in ((t, key) for t in targets_of(self.adapted.values(), base) for key in t.modules):
@@ -203,8 +238,9 @@ def _rules(target: Target, found: Mapping[str, TensorInfo] | None) -> Iterator[K
         files = f"{', '.join(group.keys[:2])}{', ...' if len(group.keys) > 2 else ''}"
         what = f"{adapted.site}: stored as {files} ({type(group.op).__name__})"
         raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.site,))
-    parts = zip(*(adapted.tensors for adapted in target.adapters), strict=True)
-    endings = ((a, of_a), (b, of_b), ("lora_magnitude_vector", group.op))
+    names_of = [(*each.tensors, *([each.bias] if each.bias else [])) for each in target.adapters]
+    parts = zip(*names_of, strict=True)
+    endings = ((a, of_a), (b, of_b), ("lora_B.bias" if adapted.bias else "lora_magnitude_vector", group.op))
     for names, (ending, op) in zip(parts, endings, strict=False):
         yield KeyRule.of(names, [f"{PREFIX}{module}.{ending}" for module in target.modules], op)
 

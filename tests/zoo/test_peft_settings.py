@@ -28,9 +28,10 @@ from titan_ckpt import InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers, PeftReader
-from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT
+from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT, saves
 from titan_ckpt.formats.huggingface.reader import read_config
 from titan_ckpt.models import hf
+from titan_ckpt.weights.low_rank import TrainedRows
 
 FLOORS = {"": 64}
 """Settings and ways in that are exact at the least."""
@@ -258,14 +259,18 @@ def made(case: Case, base: Path, folder: Path) -> Any:
     return model
 
 
-def lora_table(adapter: Path, model: nn.Module) -> dict[str, Any]:
+def lora_table(adapter: Path, model: nn.Module, *, frozen: bool = False) -> dict[str, Any]:
     """Return the [[converters]] table that a user would write for an adapter of PEFT."""
     with PeftReader(adapter) as reader:
+        reader.pass_by()
         config, numbers = reader.metadata(), ModuleNumbers(reader.metadata())
         names = [key.removeprefix(PREFIX) for key in reader.tensors]
+        beside = reader.beside()
+        rows = {u.weight.removesuffix(".weight"): [*u.indices] for u in reader.updates() if isinstance(u, TrainedRows)}
     present = dict(model.named_modules())
     modules = {module for name in names if ".lora_" in name and (module := name.partition(".lora_")[0]) in present}
-    copies = {name.rpartition(".")[0] for name in names if ".lora_" not in name and config["modules_to_save"]}
+    copies = {name.rpartition(".")[0] for name in names if ".lora_" not in name and saves(config, name)}
+    changed = {name.rpartition(".")[0] for name in beside.values()} if frozen else set()
     return {
         "kind": "lora",
         "target_modules": sorted(modules),
@@ -273,10 +278,17 @@ def lora_table(adapter: Path, model: nn.Module) -> dict[str, Any]:
         "rank_pattern": {name: numbers.rank(name) for name in modules},
         "alpha_pattern": {name: numbers.scaling(name) * numbers.rank(name) for name in modules},
         "modules_to_save": sorted(copies),
+        "frozen_copies": sorted(changed),
+        "bias": config["bias"],
+        "lora_bias": config["lora_bias"],
+        "trainable_token_indices": rows,
+        "ensure_weight_tying": config["ensure_weight_tying"],
     }
 
 
-def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool, untied: bool = False) -> torch.Tensor:
+def logits_of(
+    base: Path, adapter: Path, folder: Path, *, merge: bool, untied: bool = False, frozen: bool = False
+) -> torch.Tensor:
     """Return our model's logits with the adapter merged into the base, or loaded into LoRA's modules.
 
     In a process group FSDP2 shards the model. Collective there.
@@ -285,7 +297,7 @@ def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool, untied: b
     model = hf.build({**config, "tie_word_embeddings": False} if untied else config)
     hooks = None
     if not merge:
-        hooks = from_tables([lora_table(adapter, model)])
+        hooks = from_tables([lora_table(adapter, model, frozen=frozen)])
         hooks.convert(model)
     world.shard(model)
     sources = [base, InitialLoadConfig(str(adapter), merge=merge)]
@@ -316,7 +328,7 @@ def verdicts(case: Case, folder: Path) -> dict[str, tuple[str, str]]:
     found = {}
     for way, merge in (("merged", True), ("as LoRA", False)):
         try:
-            ours = logits_of(base, folder / "adapter", folder / way, merge=merge, untied=merge and case.untied)
+            ours = logits_of(base, folder / "adapter", folder / way, merge=merge, untied=merge and case.untied, frozen=case.save is _table_changed)
         except CheckpointError as error:
             found[way] = "refused", str(error)
             continue

@@ -23,7 +23,7 @@ from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Transpose
 from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.loading.adapters import check_mergeable, updates_in
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
-from titan_ckpt.weights.low_rank import LowRank, WeightUpdate, is_conv1d
+from titan_ckpt.weights.low_rank import LowRank, TrainedRows, WeightUpdate, is_conv1d
 from titan_ckpt.weights.stored_names import MODEL
 
 _NO_MODULES: Mapping[str, nn.Module] = {}
@@ -243,7 +243,8 @@ def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Mo
                 merge.unexpected[MODEL + name] = ""
             continue
         merge.groups[weight] = KeyGroup((weight,), (weight,), IDENTITY)
-        merge.apart.add(MODEL + name)
+        if not (stored.tied or isinstance(update, TrainedRows)):
+            merge.apart.add(MODEL + name)
         if update is None:
             merge.copies[name] = weight
         elif name == update.tensors[0]:

@@ -8,8 +8,9 @@ Source: peft, utils/save_and_load.py, tuners/lora/config.py; vLLM, vllm/lora/pef
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -125,6 +126,28 @@ class PeftReader(TensorReader):
             )
         self._tensors = {key: info for key, info in self._tensors.items() if key not in dict(both)}
 
+    def pass_by(self, keys: Container[str] = (), known: Container[str] = ()) -> None:
+        """List none of these keys, nor one of `repeated` that is not known."""
+        left_out = {key for key in self._tensors if key in keys or (key in self.repeated and key not in known)}
+        self._tensors = {key: info for key, info in self._tensors.items() if key not in left_out}
+
+    @cached_property
+    def repeated(self) -> frozenset[str]:
+        """The tensors that are those of the embeddings once more, because PEFT has tied their module to these."""
+        if not self._config.get("ensure_weight_tying"):
+            return frozenset()
+        partners = {".lora_A.weight": ".lora_embedding_B", ".lora_B.weight": ".lora_embedding_A"}
+        tables = {other: [k for k in self.tensors if k.endswith(other)] for other in partners.values()}
+        saved = [key for key in self.copies() if saves(self._config, key)]
+        found = {
+            key
+            for key in self.tensors
+            for end, other in partners.items()
+            if key.endswith(end) and any(torch.equal(self.whole(key), self.whole(k).t()) for k in tables[other])
+        }
+        others = [key for key in self.copies() if key not in saved and BASE_LAYER not in key]
+        return frozenset(found | {key for key in others if any(self._are_equal(key, k) for k in saved)})
+
     def _are_equal(self, key: str, other: str) -> bool:
         return self._tensors[key] == self._tensors[other] and torch.equal(self.whole(key), self.whole(other))
 
@@ -183,7 +206,7 @@ class PeftReader(TensorReader):
         return {
             key: name
             for key, name in self.copies().items()
-            if not (saves(self._config, key) or is_trained_bias(self._config, key))
+            if not (saves(self._config, key) or is_trained_bias(self._config, key) or key in self.repeated)
         }
 
     def keeps_tied(self, key: str, *, is_alias: bool) -> bool:
@@ -194,14 +217,6 @@ class PeftReader(TensorReader):
         if key.endswith(ROWS):  # PEFT ties them to those of the embeddings
             return not is_alias and sum(name.endswith(ROWS) for name in self.tensors) == 1
         return bool(self._config.get("ensure_weight_tying"))
-
-    def repeats_embeddings(self, key: str) -> bool:
-        """Return whether a tensor of a pair is that of the embeddings, to which PEFT has tied its module."""
-        end = next((end for end in (".lora_A.weight", ".lora_B.weight") if key.endswith(end)), "")
-        theirs = {".lora_A.weight": ".lora_embedding_B", ".lora_B.weight": ".lora_embedding_A"}.get(end)
-        if theirs is None or not self._config.get("ensure_weight_tying"):
-            return False
-        return any(torch.equal(self.whole(key), self.whole(k).t()) for k in self.tensors if k.endswith(theirs))
 
     def require_supported(self) -> None:
         """Check that every setting can be honoured. Raises: NotACheckpointError listing those that cannot."""
@@ -316,7 +331,7 @@ def unselected(reader: PeftReader) -> list[str]:
     modules = {key: key.removesuffix(s) for key in reader.tensors for s in suffixes if key.endswith(s)}
     try:
         others = [key for key, module in modules.items() if not selection.holds(module.removeprefix(PREFIX))]
-        return [key for key in others if not reader.repeats_embeddings(key)]
+        return [key for key in others if key not in reader.repeated]
     except ValueError as error:
         raise CorruptCheckpointError(f"{reader.path}: target_modules: {error}. {_AGAIN}", str(reader.path)) from None
 

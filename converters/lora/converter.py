@@ -39,7 +39,17 @@ from titan_ckpt.errors import ConverterError, ExportError, counted
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, fill, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import StateDict, StateDictAdapter
-from titan_ckpt.weights.low_rank import BIAS, ROWS, LoRARecord, LowRank, StoredUpdates, TrainedRows, WeightUpdate
+from titan_ckpt.weights.low_rank import (
+    BIAS,
+    ROWS,
+    LoRARecord,
+    LowRank,
+    Stack,
+    StoredUpdates,
+    TrainedRows,
+    WeightUpdate,
+    stack_of,
+)
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
@@ -61,6 +71,7 @@ class LoRAConverter(ModelConverter):
         """The adapter of each adapted module, by the module's fqn."""
         self.tied: set[str] = set()
         """The adapted modules that share their weight with another one, which merging would change too."""
+        self._stacks: dict[str, Stack] = {}
         self.added: list[WeightUpdate] = []
         """Updates beside the pairs: of biases, and rows of tables."""
         self._copied: dict[str, str] = {}
@@ -113,6 +124,8 @@ class LoRAConverter(ModelConverter):
         model.requires_grad_(False)
         for site in chosen:
             self.adapted[site.fqn] = site.update
+            if site.update.operation == "stack":
+                self._stacks[site.fqn] = stack_of(site.module, site.parameter)
             attach(
                 site.module,
                 site.update,
@@ -163,9 +176,9 @@ class LoRAConverter(ModelConverter):
                 updates.setdefault(update.weight, []).append(update)
         copies = {base: trained for trained, base in self._copied.items() if trained in state_dict}
         changed = {*updates, *copies}
-        if tied := sorted(fqn for fqn in changed if fqn.rpartition(".")[0] in self.tied):
+        if tied := sorted(self.tied & {fqn.rpartition(".")[0] for fqn in changed}):
             raise ExportError(
-                f"{', '.join(tied)} is another module's weight too, and merging the adapter would change both. "
+                f"{', '.join(tied)} shares its weight with another module, and merging the adapter would change both. "
                 'Export the adapter alone (format = "peft"), or train without this target'
             )
         if absent := sorted(changed - state_dict.keys()):
@@ -185,7 +198,8 @@ class LoRAConverter(ModelConverter):
 
     def state_dict_adapter(self) -> StateDictAdapter:
         """Return the adapter that names the keys as PEFT does."""
-        return PeftAdapter(self.config, self.adapted, self._copied, tuple(self._others), tuple(self.added))
+        others, added = tuple(self._others), tuple(self.added)
+        return PeftAdapter(self.config, self.adapted, self._copied, others, added, self._stacks)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the settings; those of later versions only where they have an effect, so that old steps are equal."""

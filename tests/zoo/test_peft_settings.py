@@ -17,7 +17,7 @@ import torch.distributed as dist
 from peft import EvaConfig, LoraConfig, LoraRuntimeConfig, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, LoraGAConfig, MontecloraConfig, VeloraConfig
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests import world
 from tests.interop.folders import disturb, logits
@@ -28,7 +28,7 @@ from titan_ckpt import InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers, PeftReader
-from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT, saves
+from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT, saves, targets_stacks
 from titan_ckpt.formats.huggingface.reader import read_config
 from titan_ckpt.models import hf
 from titan_ckpt.weights.low_rank import TrainedRows
@@ -44,6 +44,10 @@ CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(
+        **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, head_dim=8, tie_word_embeddings=False
+    ),
+    "gpt_oss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=16),
     "gpt2": GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=False),
 }
 TARGETS = {"llama": ["q_proj", "k_proj", "down_proj"], "gpt2": ["c_attn", "c_proj", "c_fc"]}
@@ -228,7 +232,16 @@ CASES = [
     exact(use_qalora=True, qalora_group_size=8),
     edited("arrow_config", arrow_config={"top_k": 2}),
     edited("megatron_config", megatron_config={"hidden_size": 32}),
-    edited("target_parameters", target_parameters=["mlp.experts.gate_up_proj"]),
+    exact("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]),
+    exact("qwen3_moe", target_modules=["q_proj"], target_parameters=["experts.down_proj", "experts.gate_up_proj"]),
+    exact(
+        "qwen3_moe",
+        target_modules=["q_proj"],
+        target_parameters=["experts.down_proj", "experts.gate_up_proj"],
+        rank_pattern={"experts.down_proj": 2},
+        use_rslora=True,
+    ),
+    exact("gpt_oss", target_modules=["q_proj"], target_parameters=["experts.down_proj", "experts.gate_up_proj"]),
     edited("a_later_field", a_later_field={"scale": 2}),
     edited(a_later_field=None, auto_mapping={"parent_library": "transformers"}, peft_version="99.0"),
 ]
@@ -266,9 +279,11 @@ def lora_table(adapter: Path, model: nn.Module, *, frozen: bool = False) -> dict
         config, numbers = reader.metadata(), ModuleNumbers(reader.metadata())
         names = [key.removeprefix(PREFIX) for key in reader.tensors]
         beside = reader.beside()
+        present = dict(model.named_modules())
+        stacks = {reader.on_parameter(u, present).weight for u in reader.pairs() if reader.is_on_parameter(u)}
         rows = {u.weight.removesuffix(".weight"): [*u.indices] for u in reader.updates() if isinstance(u, TrainedRows)}
-    present = dict(model.named_modules())
     modules = {module for name in names if ".lora_" in name and (module := name.partition(".lora_")[0]) in present}
+    modules = {name for name in modules if not targets_stacks(config, name)} | stacks
     copies = {name.rpartition(".")[0] for name in names if ".lora_" not in name and saves(config, name)}
     changed = {name.rpartition(".")[0] for name in beside.values()} if frozen else set()
     return {

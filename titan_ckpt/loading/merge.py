@@ -220,7 +220,15 @@ def _read_peft(
         return group
 
     for update in reader.updates():
-        if group := finds(update.tensors[0], update.weight, type(update)):
+        if isinstance(update, LowRank) and reader.is_on_parameter(update):
+            placed = reader.on_parameter(update, modules)
+            group = KeyGroup((placed.weight,), (placed.weight,), IDENTITY)
+            if placed.weight in merge.base:
+                merge.groups[placed.weight] = group
+                merge.updates.append(placed)
+            else:
+                merge.unexpected[placed.a] = placed.weight
+        elif group := finds(update.tensors[0], update.weight, type(update)):
             if isinstance(update, LowRank):
                 by_parameter = targets_parameter(config, update.site)  # then PEFT adds B A to it, whatever it is for
                 stored_so = not update.transposed and not by_parameter and _is_stored_transposed(group, modules)

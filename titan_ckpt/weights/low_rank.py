@@ -234,6 +234,26 @@ class TrainedRows(WeightUpdate):
 
 
 @dataclass(frozen=True, slots=True)
+class Stack:
+    """How PEFT's `target_parameters` stores the pairs of stacked experts: as one pair for the parameter."""
+
+    experts: int
+    in_first: bool
+    """Whether the weight is (experts, in, out), as transformers' `is_transposed` says; else (experts, out, in)."""
+
+    def factors(self, a: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the factors of the stacked weight. Shape: A (experts * rank, in), B (out, rank * experts)."""
+        right = a.reshape(self.experts, -1, a.shape[1])
+        left = b.reshape(b.shape[0], -1, self.experts).permute(2, 0, 1)
+        return (right.mT, left.mT) if self.in_first else (left, right)
+
+
+def stack_of(module: nn.Module, parameter: str) -> Stack:
+    """Return how PEFT stores the pairs of a module's stacked experts."""
+    return Stack(module.get_parameter(parameter).shape[0], bool(getattr(module, "is_transposed", False)))
+
+
+@dataclass(frozen=True, slots=True)
 class LowRank(WeightUpdate):
     """A low-rank update of one weight, by the names of its tensors: weight + scaling * B @ A, scaled again by DoRA.
 
@@ -250,6 +270,8 @@ class LowRank(WeightUpdate):
     operation: Operation = "linear"
     magnitude: str | None = None
     """DoRA's lengths of the output features."""
+    stack: Stack | None = None
+    """How a PEFT folder has the pair of stacked experts; None for one that is stored as the weight is."""
     bias: str | None = None
     """The bias of B, which changes the module's bias: see `added_bias`."""
     rows: tuple[int, ...] = ()
@@ -283,6 +305,8 @@ class LowRank(WeightUpdate):
     def base_shape(self, shapes: Sequence[Shape], weight: Shape) -> Shape:
         """Return the shape of the product."""
         a, b, *_ = shapes
+        if self.stack is not None:
+            return (self.stack.experts, *((a[1], b[0]) if self.stack.in_first else (b[0], a[1])))
         return (a[-1], b[-2]) if self.transposed else (*b[:-1], a[-1])
 
     def acts(self, values: Sequence[torch.Tensor]) -> bool:
@@ -306,6 +330,8 @@ class LowRank(WeightUpdate):
     def factors(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the whole factors of the product, in the order in which they are multiplied, and DoRA's lengths."""
         a, b, *lengths = values
+        if self.stack is not None:
+            return self.stack.factors(a, b)
         left, right = spread(b, self.rows), a
         return (right.t(), left.t(), *lengths) if self.transposed else (left, right, *lengths)
 
@@ -413,7 +439,8 @@ class LoRARecord:
         )
         return LowRank(
             site if stack else f"{site}.weight", a, b, rank, alpha, scale(rank, alpha, use_rslora=self.use_rslora),
-            operation, magnitude if self.use_dora else None, f"{site}.{BIAS}" if self.lora_bias else None, rows,
+            operation, magnitude if self.use_dora else None,
+            bias=f"{site}.{BIAS}" if self.lora_bias else None, rows=rows,
         )  # fmt: skip
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from titan_ckpt.encoding.foreign_pattern import MAX_PATTERNS, ForeignPatterns, pattern_fault
 from titan_ckpt.errors import (
@@ -29,6 +30,9 @@ from titan_ckpt.formats.huggingface.peft_fields import (
     Selection,
     is_trained_bias,
     saves,
+    target_parameters_of,
+    targets_parameter,
+    targets_stacks,
     trained_rows,
     unsupported,
     wrong_types,
@@ -41,6 +45,7 @@ from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.stores.store import Place
+from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.low_rank import AddedBias, LowRank, Operation, TrainedRows, WeightUpdate, scale
 from titan_ckpt.weights.transforms import CASTABLE
@@ -209,6 +214,34 @@ class PeftReader(TensorReader):
             if not (saves(self._config, key) or is_trained_bias(self._config, key) or key in self.repeated)
         }
 
+    def on_parameter(self, update: LowRank, modules: Mapping[str, nn.Module]) -> LowRank:
+        """Return a pair that PEFT has put on a parameter by `target_parameters` as the update of that parameter.
+
+        PEFT nests several of a module in the order that they have there, the first one innermost.
+        `modules`: transformers' names and modules. Raises: LoadMismatchError for a model that has no such module.
+        """
+        site, nested = update.site.replace(".base_layer", ""), update.site.count(".base_layer")
+        names = target_parameters_of(self._config, site, [n for n, _ in _parameters(modules.get(site))])
+        if len(names) <= nested:
+            raise LoadMismatchError(
+                f"{self.path}: target_parameters has adapters on parameters of {site}, and this run's model has no such "
+                "module: build it by transformers (architecture hf), whose names these are"
+            )
+        name = names[len(names) - 1 - nested]
+        numbers, weight = ModuleNumbers(self._config), f"{site}.{name}"
+        rank, alpha, scaling = numbers.rank(weight), numbers.alpha(weight), numbers.scaling(weight)
+        stack = low_rank.stack_of(modules[site], name)
+        if (found := self.tensors[update.a].shape[0]) != rank * stack.experts:
+            raise LoadMismatchError(
+                f"{self.path}: {update.a}: expected {rank * stack.experts} rows, rank {rank} for each of "
+                f"{stack.experts} experts of {weight}, found {found}"
+            )
+        return replace(update, weight=weight, rank=rank, alpha=alpha, scaling=scaling, operation="stack", stack=stack)
+
+    def is_on_parameter(self, update: LowRank) -> bool:
+        """Return whether a pair is one that `on_parameter` reads."""
+        return not targets_parameter(self._config, update.site) and targets_stacks(self._config, update.site)
+
     def keeps_tied(self, key: str, *, is_alias: bool) -> bool:
         """Return whether PEFT lets a tensor act on all modules that share the weight that it changes.
 
@@ -300,7 +333,11 @@ def _adapter_faults(
         rank = numbers.rank(module.removeprefix(PREFIX))
         numbers.scaling(module.removeprefix(PREFIX))  # so that one that takes too long is refused here
         dim = 0 if suffix.endswith(("_A", "_A.weight")) else 1
-        if len(info.shape) < 2 or info.shape[dim] != rank:
+        if targets_stacks(config, module.removeprefix(PREFIX)):
+            other = infos.get(module + _PARTNERS[suffix])
+            if len(info.shape) != 2 or (other and other.shape[1 - dim : 2 - dim] != info.shape[dim : dim + 1]):
+                yield f"{key}: {list(info.shape)} does not fit its partner, and stacked experts have one pair"
+        elif len(info.shape) < 2 or info.shape[dim] != rank:
             found = str(info.shape[dim]) if len(info.shape) > 1 else f"{len(info.shape)} dims"
             ranks.setdefault((rank, found), []).append(key)
         if config.get("use_dora") and module + MAGNITUDE not in infos and ".lora_embedding_" not in key:
@@ -310,10 +347,14 @@ def _adapter_faults(
         yield f"{len(keys)} tensor(s): {what}: {listed(keys, ', ', ' ')}"
 
 
+def _parameters(module: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
+    return iter(()) if module is None else module.named_parameters(recurse=False)
+
+
 def _is_table(key: str, info: TensorInfo, infos: Mapping[str, TensorInfo]) -> bool:
     """Return whether this may be a table that PEFT saves as the base has it: of a module with a pair or without one."""
     module, _, parameter = key.rpartition(".")
-    if parameter not in ("weight", "bias") or len(info.shape) != (2 if parameter == "weight" else 1):
+    if ".lora_" in key or parameter not in ("weight", "bias") or len(info.shape) != (2 if parameter == "weight" else 1):
         return False
     inner = module.removesuffix(BASE_LAYER.rstrip("."))
     has_pair = any(inner + suffix in infos for suffix in PAIRS)

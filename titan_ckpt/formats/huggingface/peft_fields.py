@@ -28,7 +28,7 @@ HONOURED: Mapping[str, str] = {
     "exclude_modules": "as target_modules",
     "layers_to_transform": "as target_modules",
     "layers_pattern": "as target_modules",
-    "target_parameters": "matrices (`q_proj.weight`) are read as modules are; stacked experts are refused",
+    "target_parameters": "matrices (`q_proj.weight`) are read as modules are; stacked experts as PEFT nests them",
     "modules_to_save": "the trained copies replace the base's modules",
     "init_lora_weights": "initial values that leave the base as it is are accepted, others are refused",
     "ensure_weight_tying": "the modules that share a weight change together",
@@ -100,7 +100,7 @@ def unsupported(config: Mapping[str, Any], keys: Collection[str]) -> list[str]:
     """
     known = HONOURED.keys() | WITHOUT_EFFECT.keys()
     lines = [f"{name} = {config[name]!r:.80}: {why}" for name, why in REFUSED.items() if config.get(name)]
-    lines += [f"{name} = {config[name]!r:.80}: {why}" for name, why in _refused_values(config, keys)]
+    lines += [f"{name} = {config[name]!r:.80}: {why}" for name, why in _refused_values(config)]
     lines += [
         f"{name} = {value!r:.80}: this version does not know the field; if it has no effect, remove it"
         for name, value in config.items()
@@ -146,6 +146,8 @@ class Selection:
             return False
         if targets is None or targets == "all-linear" or targets_parameter(self._config, module):
             return True
+        if targets_stacks(self._config, module):
+            return True
         exact = isinstance(targets, str) or module in targets
         return self._names("target_modules", module) and (exact or self._in_chosen_layer(module))
 
@@ -172,6 +174,18 @@ def targets_parameter(config: Mapping[str, Any], module: str) -> bool:
     return _is_one_of(config.get("target_parameters") or (), f"{module}.weight")
 
 
+def targets_stacks(config: Mapping[str, Any], module: str) -> bool:
+    """Return whether the adapter may be on a parameter of the module that has another name than `weight`."""
+    names = [str(name).rpartition(".") for name in config.get("target_parameters") or ()]
+    inner = module.replace(".base_layer", "")
+    return any(not parent or _is_one_of([parent], inner) for parent, _, name in names if name != "weight")
+
+
+def target_parameters_of(config: Mapping[str, Any], module: str, parameters: Sequence[str]) -> list[str]:
+    """Return which of a module's parameters have an adapter by `target_parameters`, in their order in the module."""
+    return [name for name in parameters if _is_one_of(config.get("target_parameters") or (), f"{module}.{name}")]
+
+
 def saves(config: Mapping[str, Any], key: str) -> bool:
     """Return whether `modules_to_save` names a tensor's module, or one that contains it.
 
@@ -190,7 +204,7 @@ def _is_one_of(names: Sequence[str], module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _refused_values(config: Mapping[str, Any], keys: Collection[str]) -> Iterator[tuple[str, str]]:
+def _refused_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (field, reason) for each field of which some values are honoured and this one is not."""
     init = config.get("init_lora_weights")
     if not (init is None or isinstance(init, bool) or str(init).lower() in _HARMLESS_INITS):
@@ -198,9 +212,6 @@ def _refused_values(config: Mapping[str, Any], keys: Collection[str]) -> Iterato
     blocks = config.get("use_bdlora")
     if blocks and not (isinstance(blocks, dict) and blocks.get("nblocks") == 1):
         yield "use_bdlora", "A or B is block diagonal"
-    parameters = config.get("target_parameters") or ()
-    if any(not str(parameter).endswith(".weight") for parameter in parameters):
-        yield "target_parameters", "the adapters of stacked experts are stored in an order of their own"
 
 
 def is_trained_bias(config: Mapping[str, Any], key: str) -> bool:

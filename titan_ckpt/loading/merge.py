@@ -23,12 +23,15 @@ from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Transpose
 from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.loading.adapters import check_mergeable, updates_in
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
-from titan_ckpt.weights.low_rank import WeightUpdate, is_conv1d
+from titan_ckpt.weights.low_rank import LowRank, TrainedRows, WeightUpdate, is_conv1d
 from titan_ckpt.weights.stored_names import MODEL
 
 _NO_MODULES: Mapping[str, nn.Module] = {}
 _NO_CONFIG: Mapping[str, Any] = {}
-_SHARED = "{}: {} is another module's weight too, which a merge would change"
+_SHARED = (
+    "{}: {} is another module's weight too, which a merge would change: merge it into a model of the same base that "
+    "is built with tie_word_embeddings = false"
+)
 
 
 @dataclass(slots=True)
@@ -52,6 +55,8 @@ class AdapterMerge:
     the model's table has none; else nothing."""
     report: LoadReport = field(default_factory=lambda: LoadReport(()))
     """The keys that do not fit the model."""
+    apart: set[str] = field(default_factory=set)
+    """Keys of what acts on one of the modules that share a weight, and not on the others."""
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -142,10 +147,12 @@ def prepare_merge(
     check_mergeable(reader)
     shared = {*tied, *tied.values()}
     if hf_config.get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
-        shared |= {TIED[0]} | {fqn for fqn in base if TIED[1] in key_map.group_of_fqn(fqn).keys}
+        embeddings = [fqn for fqn in base if TIED[1] in key_map.group_of_fqn(fqn).keys]
+        shared |= {TIED[0], *embeddings}
+        tied = {**({TIED[0]: embeddings[0]} if embeddings and TIED[0] not in base else {}), **tied}
     merge = AdapterMerge(reader, base)
     if isinstance(reader, PeftReader):
-        _read_peft(merge, reader, key_map, modules)
+        _read_peft(merge, reader, key_map, modules, tied)
     else:
         _read_step(merge, key_map, modules)
     problems: list[str] = []
@@ -155,7 +162,7 @@ def prepare_merge(
         *((name, weight, merge.tensor_shape(name)) for name, weight in merge.copies.items()),
     ]:
         key = merge.prefix + name
-        if names := [fqn for fqn in merge.groups[weight].fqns if fqn in shared]:
+        if names := [fqn for fqn in merge.groups[weight].fqns if fqn in shared and key in merge.apart]:
             problems.append(_SHARED.format(key, ", ".join(names)))
         elif fits != (shape := merge.shape(weight)):
             mismatched.append(Mismatch(key, f"a weight {list(shape)}", f"one for {list(fits)}"))
@@ -176,29 +183,58 @@ def prepare_merge(
     return merge
 
 
-def _read_peft(merge: AdapterMerge, reader: PeftReader, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> None:
-    """Find the place of every tensor of a PEFT folder."""
-    reader.require_supported()
-    config = reader.metadata()
+def _read_peft(
+    merge: AdapterMerge,
+    reader: PeftReader,
+    key_map: KeyMap,
+    modules: Mapping[str, nn.Module],
+    tied: Mapping[str, str],
+) -> None:
+    """Find the place of every tensor of a PEFT folder.
 
-    def finds(key: str, weight: str) -> KeyGroup | None:
+    Of two that PEFT keeps equal, because their modules share a weight, the first is taken.
+    """
+    reader.require_supported()
+    config, beside = reader.metadata(), reader.beside()
+    taken: set[tuple[type, str]] = set()
+
+    def finds(key: str, weight: str, kind: type) -> KeyGroup | None:
         try:
             group = key_map.group_of_key(weight)
         except KeyMapError:
-            merge.unexpected[key] = weight
-            return None
+            if weight not in tied:
+                merge.unexpected[key] = weight
+                return None
+            group = KeyGroup((weight,), (weight,), IDENTITY)
+        alone = group.fqns
+        group = replace(group, fqns=tuple(tied.get(fqn, fqn) for fqn in alone))
         if any(fqn not in merge.base for fqn in group.fqns):
-            merge.unexpected[key] = group.fqns[0]
+            merge.unexpected[key] = alone[0]
             return None
+        if not (reader.keeps_tied(key, is_alias=group.fqns != alone) or key in beside):
+            merge.apart.add(key)
+        elif (kind, group.fqns[0]) in taken:
+            return None
+        taken.add((kind, group.fqns[0]))
         merge.groups[weight] = group
         return group
 
     for update in reader.updates():
-        if group := finds(update.a, update.weight):
-            by_parameter = targets_parameter(config, update.site)  # then PEFT adds B A to it, whatever it is for
-            stored_so = not update.transposed and not by_parameter and _is_stored_transposed(group, modules)
-            merge.updates.append(replace(update, operation="conv1d") if stored_so else update)
-    merge.copies.update({key: weight for key, weight in reader.copies().items() if finds(key, weight)})
+        if isinstance(update, LowRank) and reader.is_on_parameter(update):
+            placed = reader.on_parameter(update, modules)
+            group = KeyGroup((placed.weight,), (placed.weight,), IDENTITY)
+            if placed.weight in merge.base:
+                merge.groups[placed.weight] = group
+                merge.updates.append(placed)
+            else:
+                merge.unexpected[placed.a] = placed.weight
+        elif group := finds(update.tensors[0], update.weight, type(update)):
+            if isinstance(update, LowRank):
+                by_parameter = targets_parameter(config, update.site)  # then PEFT adds B A to it, whatever it is for
+                stored_so = not update.transposed and not by_parameter and _is_stored_transposed(group, modules)
+                update = replace(update, operation="conv1d") if stored_so else update
+            merge.updates.append(update)
+    merge.copies.update({key: weight for key, weight in reader.copies().items() if finds(key, weight, str)})
 
 
 def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> None:
@@ -215,6 +251,8 @@ def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Mo
                 merge.unexpected[MODEL + name] = ""
             continue
         merge.groups[weight] = KeyGroup((weight,), (weight,), IDENTITY)
+        if not (stored.tied or isinstance(update, TrainedRows)):
+            merge.apart.add(MODEL + name)
         if update is None:
             merge.copies[name] = weight
         elif name == update.tensors[0]:

@@ -185,6 +185,7 @@ class Restorer:
             state = origin.open_state(load_plan, self._run, self._coordinator, prepared)
             self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
+            self._coordinator.together("load-tables", prepared.check_tables)
             if state is None and self._config.save is not None and not self._config.external:
                 self._prove(prepared)
             base = self._identify_base(load_plan, prepared, origin)

@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ConverterError, LoadMismatchError, counted, listed
+from titan_ckpt.errors import ConverterError, KeyMapError, LoadMismatchError, counted, listed
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
-from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import TensorInfo
-from titan_ckpt.geometry.keymap import selected
-from titan_ckpt.geometry.requests import Fill, TensorReader
+from titan_ckpt.geometry.chunks import Shape, TensorInfo, blocks_of, info_of
+from titan_ckpt.geometry.keymap import KeyGroup, KeyMap, selected
+from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.loading.adapters import check_fits, check_named_base, check_settings
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.model_config import check_model_config
@@ -49,6 +51,8 @@ class _Opened:
     plan: ReadPlan
     merge: AdapterMerge | None = None
     partial: Partial = field(default_factory=Partial)
+    tables: Mapping[str, tuple[KeyGroup, Shape]] = field(default_factory=dict)
+    """Keys of an adapter's folder that repeat tensors of the base -> their place in it, and their shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,32 @@ class PreparedLoad:
         for opened in self._opened:
             if opened.partial.requests:
                 opened.reader.read(opened.partial.requests)
+
+    def check_tables(self) -> None:
+        """Check that what an adapter's folder has of the base is what the base is. Raises: LoadMismatchError."""
+        for opened in self._opened:
+            if changed := [key for key, place in opened.tables.items() if not self._is_equal(opened, key, *place)]:
+                raise LoadMismatchError(
+                    f"{opened.source.path} has {listed(changed, ', ')} of its base, and this run's base has other values "
+                    "or another shape: name the module in frozen_copies of the [[converters]] table, so that the adapter "
+                    "computes with its own, merge the adapter (merge = true), or take its base"
+                )
+
+    def _is_equal(self, opened: _Opened, key: str, group: KeyGroup, shape: Shape) -> bool:
+        """Return whether this rank's part of the base has these values, rounded to its dtype."""
+        live = [self.state.tensors[fqn] for fqn in group.fqns]
+        shapes = [info_of(value).shape for value in live]
+        if group.op.file_shapes(shapes)[group.keys.index(key)] != shape:
+            return False
+        for index, value in enumerate(live):
+            for block in blocks_of(value):
+                for piece in group.op.pieces(index, shapes, block.chunk, block.data):
+                    if group.keys[piece.file_index] == key:
+                        theirs = torch.empty_like(piece.view)
+                        opened.reader.read([FilePart(key, piece.chunk, theirs)])
+                        if not torch.equal(theirs, piece.view):
+                            return False
+        return True
 
     def give_back(self, values: Mapping[str, Any]) -> list[str]:
         """Hand tensors that are no live memory, and `values`, to the model's own code; return what it filled.
@@ -228,12 +258,16 @@ def _plan_merge(
 def _plan(
     source: LoadSource, reader: TensorReader, wanted: StateDict, wrapper: ModelWrapper, transforms: StateDictTransforms
 ) -> _Opened:
+    base = wanted
     if source.adapter or source.base_only:
         wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn) is source.adapter}
     if source.format == "peft":
         check_settings(source.path, reader.metadata(), transforms.key_map, wrapper.hooks)
+    tables: dict[str, tuple[KeyGroup, Shape]] = {}
     if isinstance(reader, PeftReader) and (adapter := wrapper.hooks and wrapper.hooks.state_dict_adapter()):
-        reader.leave_out(adapter.key_map(transforms.key_map, reader.tensors).repeats)
+        names = adapter.key_map(transforms.key_map, reader.tensors)
+        reader.leave_out(names.repeats)
+        tables = _tables(reader, names, transforms.key_map, base, wrapper.tied)
     if source.format == "hf":
         if transforms.check_folder is not None:
             transforms.check_folder(str(source.path), reader.metadata())
@@ -246,13 +280,15 @@ def _plan(
                 source.path,
             )
     if isinstance(reader, HuggingFaceReader):
+        if any(TIED[0] in transforms.key_map.group_of_fqn(fqn).keys for fqn in wanted if not wrapper.owns(fqn)):
+            reader.untie()
         keys = reader.tensors.keys() - selected(reader.tensors, source.ignore)
         table = with_tied_names(transforms.key_map.of_folder(keys), wrapper.tied, wrapper.linear_weights(), keys)
         reader.leave_out(table.repeats)
         transforms = replace(transforms, key_map=table)
     if source.format not in ("native", "dcp"):
         plan, partial = _plan_partly(source, reader.tensors, wanted, transforms, wrapper.hooks)
-        return _Opened(source, reader, plan, partial=partial)
+        return _Opened(source, reader, plan, partial=partial, tables=tables)
     theirs = transforms.names_in_torchtitan(wanted) if source.format == "dcp" else {}
     names = StoredNames.find(reader, wanted, theirs, wrapper.tied, source.prefix, source.ignore)
     available = names.available
@@ -262,6 +298,23 @@ def _plan(
     plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
     plan = replace(plan, requests=names.to_file_names(plan.requests))
     return _Opened(source, reader, plan, partial=replace(partial, requests=names.to_file_names(partial.requests)))
+
+
+def _tables(
+    reader: PeftReader, names: KeyMap, key_map: KeyMap, base: StateDict, tied: Mapping[str, str]
+) -> dict[str, tuple[KeyGroup, Shape]]:
+    """Take out of a folder's tensors what it has of the base and no converter loads; return its place in the base."""
+    known = {key for rule in names.rules for key in rule.file}
+    tables: dict[str, tuple[KeyGroup, Shape]] = {}
+    for key, name in reader.beside().items():
+        with suppress(KeyMapError):
+            group = key_map.group_of_key(name)
+            fqns = tuple(tied.get(fqn, fqn) for fqn in group.fqns)
+            if key not in known and all(fqn in base for fqn in fqns):
+                keys = tuple(key if other == name else other for other in group.keys)
+                tables[key] = (KeyGroup(fqns, keys, group.op), reader.tensors[key].shape)
+    reader.pass_by(tables, known)
+    return tables
 
 
 def _plan_partly(

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
 from titan_ckpt.components.known.loaders import is_of_torchdata, samplers_of, stateful_faults
-from titan_ckpt.components.known.streams import begin_once, generators_of, is_shuffled, stream_faults
+from titan_ckpt.components.known.streams import begin_once, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.data_order import OrderWatch, has_state, sampler_faults
@@ -174,13 +174,14 @@ class PositionedLoader:
         """Yield the batches that follow, with the random states that the save has found."""
         source = self._source
         now = resumed and (resumed["ahead"] or resumed["now"])
+        if resumed and self.num_batches and hasattr(self._stream, "_ex_iterable"):
+            self._stream.set_epoch(resumed["stream_epoch"])
         if self._read_again:
             within = resumed is not None and self.num_batches > 0
             if resumed and within:
                 why = f"{self._read_again}: {self.num_batches} batches of epoch {self.epoch}"
                 _log.warning(f"data: {why} are read again, and not trained on")
                 self._set_random(resumed["start"])
-                self._stream.set_epoch(resumed["stream_epoch"])
             self._start = self._get_random()
             batches = iter(self.inner)
             for _ in islice(batches, self.num_batches):
@@ -408,7 +409,7 @@ class PositionedLoader:
 
     def _look_for_generators(self) -> list[Any]:
         """Return the generators that the data draws from, which a step holds."""
-        return [*held_generators(self._stream), *generators_of(self._stream)]
+        return held_generators(self._stream)
 
     def _facts(self) -> dict[str, Any]:
         samplers = samplers_of(self.inner)
@@ -420,7 +421,7 @@ class PositionedLoader:
             "length": length_of(self.loader),
             "samples": length_of(getattr(self.inner, "dataset", None)),
             "batch_size": size,
-            "seed": [seed for seed in seeds if isinstance(seed, int)],
+            "seed": [*(seed for seed in seeds if isinstance(seed, int)), *seeds_of(self._stream)],
             "number of random generators in the dataset (made in its constructor)": len(self._of_data),
             "shuffle": [s.shuffle for s in samplers if isinstance(getattr(s, "shuffle", None), bool)],
             "samplers": [type(sampler).__qualname__ for sampler in samplers],

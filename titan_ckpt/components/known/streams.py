@@ -10,10 +10,11 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, class_name, function_faults, unless_allowed
-from titan_ckpt.rng import generators_kept, held_by, is_random, process_state
+from titan_ckpt.rng import generators_kept, held_by, process_state
 
 _EXACT = (
     "Examples", "ArrowExamples", "RebatchedArrowExamples", "StepExamples", "CyclingMultiSourcesExamples",
@@ -52,6 +53,12 @@ _DRAWS = (
 )
 
 
+_UNSEEDED = (
+    "no seed is given to its shuffle() or interleave_datasets(), and each process would read in another order: give "
+    "it a seed"
+)
+
+
 _READ_ONCE = (
     "a function of the stream reads from it, and a resumed run would read it from its start: make it in the function "
     "that reads it"
@@ -71,6 +78,8 @@ def stream_faults(data: Any, allow: Collection[str], *, is_read_again: bool = Fa
             reason = PARTS.get(name, "it was not proved to continue exactly after a resume: leave it out")
             if name == _SHUFFLED and not is_read_again:
                 reason = _BUFFER
+            if any(seed >> 64 for seed in seeds_of(stream)) and hasattr(part, "generator"):
+                reason = reason or _UNSEEDED
             if reason:
                 yield from unless_allowed(f"data: {name}", name, reason, allow)
         functions = [part.function for part in parts if hasattr(part, "function")]
@@ -89,12 +98,12 @@ def is_shuffled(stream: Any) -> bool:
     return any(class_name(part) == _SHUFFLED for part in _parts(stream))
 
 
-def generators_of(data: Any) -> list[Any]:
-    """Return the generators by which streams order examples; without a seed, each process makes others."""
-    streams = [*_streams(data)]
-    owners = [*(getattr(s, "_shuffling", None) for s in streams), *(part for s in streams for part in _parts(s))]
-    found = [owner.generator for owner in owners if is_random(getattr(owner, "generator", None))]
-    return [*{id(generator): generator for generator in found}.values()]
+def seeds_of(data: Any) -> list[int]:
+    """Return the seeds by which streams order examples; one that was not given is a random number of 128 bits."""
+    parts = [part for stream in _streams(data) for part in _parts(stream)]
+    generators = [part.generator for part in parts if isinstance(getattr(part, "generator", None), np.random.Generator)]
+    seeds = [getattr(generator.bit_generator.seed_seq, "entropy", None) for generator in generators]
+    return [seed for seed in seeds if isinstance(seed, int)]
 
 
 def begin_once(data: Any) -> None:

@@ -103,7 +103,7 @@ class PositionedLoader:
 
     @property
     def looks_ahead(self) -> bool:
-        """Return whether one more batch is read before one is returned, because the loop asks whether it is the last."""
+        """Return whether a batch waits for the next one to be read, because the loop asks whether it is the last."""
         return False
 
     @property
@@ -186,7 +186,7 @@ class PositionedLoader:
             batches = iter(self.inner)
             for _ in islice(batches, self.num_batches):
                 pass
-            if within or (resumed and resumed["is_kept"]):
+            if resumed and now and (within or resumed["is_kept"]):
                 self._set_random(now)
             yield from batches
             return
@@ -338,7 +338,7 @@ class PositionedLoader:
 
     @property
     def _gives_state(self) -> bool:
-        """Return whether the loader is asked for its position; indices of torchdata's are counted as those of torch's."""
+        """Return whether the loader is asked for its position; torchdata's over a dataset with a length is not."""
         data = getattr(self.inner, "dataset", None)
         is_counted = is_of_torchdata(self.inner) and not isinstance(data, IterableDataset) and not has_state(data)
         return has_state(self.inner) and not is_counted and not self._read_again
@@ -346,7 +346,7 @@ class PositionedLoader:
     @property
     def _stream(self) -> Any:
         """Return the dataset, of which accelerate may have given this rank a part by a dataset around it."""
-        data = getattr(self.inner, "dataset", None)
+        data: Any = getattr(self.inner, "dataset", None)
         return data.dataset if class_name(data) == "accelerate.data_loader.IterableDatasetShard" else data
 
     def _why_read_again(self) -> str:

@@ -242,10 +242,16 @@ _AGAIN = "it reads examples once more after a resume"
     ("loader", "fault"),
     [
         (lambda: DataLoader(Numbers(), 2, sampler=Counting()), r"sampler .*Counting: its code sets self\.epochs"),
-        (lambda: StatefulDataLoader(Plain(9), 2, sampler=Counting()), r"sampler .*Counting: its code sets self\.epochs"),
+        (
+            lambda: StatefulDataLoader(Plain(9), 2, sampler=Counting()),
+            r"sampler .*Counting: its code sets self\.epochs",
+        ),
         (lambda: DataLoader(numbers().map(noisy).shuffle(7), 2), f"BufferShuffled.*{_AGAIN}"),
         (lambda: DataLoader(numbers().shuffle(), 2), "BufferShuffled.*: no seed is given"),
-        (lambda: DataLoader(interleave_datasets([numbers()] * 2, [0.5, 0.5]), 2), "RandomlyCycling.*: no seed is given"),
+        (
+            lambda: DataLoader(interleave_datasets([numbers()] * 2, [0.5, 0.5]), 2),
+            "Randomly.*: no seed is given",
+        ),
         (lambda: DataLoader(Holding(shuffled()), 2), r"leaves out the buffer of shuffle\(\)"),
         (lambda: DataLoader(numbers().map(noisy_rows, batched=True, batch_size=4), 2), f"MappedExamples.*{_AGAIN}"),
         (lambda: DataLoader(interleave_datasets([numbers().map(noisy)]), 2), f"CyclingMultiSources.*{_AGAIN}"),

@@ -18,7 +18,7 @@ from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning.known import KNOWN, plugin_faults
 from titan_ckpt.integrations.loader_position import PositionedLoader
-from titan_ckpt.integrations.loop import extend
+from titan_ckpt.integrations.loop import iterate_over
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -78,24 +78,13 @@ def fabric_manager(
 
 
 def _with_position(loader: Any, allow: Collection[str]) -> Stateful:
-    """Make Fabric's wrapper iterate over a PositionedLoader, in place, because the loop holds the wrapper already."""
+    """Give Fabric's wrapper a position."""
     if not hasattr(loader, "_dataloader"):
         raise ConfigError(
             [f"dataloader: {type(loader).__name__} is not what fabric.setup_dataloaders returns: pass it through that"]
         )
-    loader.titan_ckpt = position = _FabricPosition(loader, allow)
-    if not isinstance(loader, _Positioned):  # else an earlier manager in this process has changed it
-        extend(loader, _Positioned)
+    iterate_over(loader, position := _FabricPosition(loader, allow))
     return position
-
-
-class _Positioned:
-    """The method of Fabric's wrapper that is different from now on."""
-
-    titan_ckpt: PositionedLoader
-
-    def __iter__(self) -> Any:
-        return iter(self.titan_ckpt)
 
 
 class _FabricPosition(PositionedLoader):

@@ -275,7 +275,7 @@ class FolderNames:
     def leaves_out(self, name: str) -> bool:
         """Return whether from_pretrained ignores a tensor, because the model computes it or declares it left over."""
         forms = (name, f"{self.prefix}.{name}", name.removeprefix(f"{self.prefix}."))
-        return not self.nameless.isdisjoint(forms) or bool(self.ignored and self.ignored.search(name))
+        return not self.computed.isdisjoint(forms) or bool(self.ignored and self.ignored.search(name))
 
 
 @dataclass(frozen=True)

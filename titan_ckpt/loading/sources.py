@@ -280,7 +280,8 @@ def _plan(
                 source.path,
             )
     if isinstance(reader, HuggingFaceReader):
-        if any(TIED[0] in transforms.key_map.group_of_fqn(fqn).keys for fqn in wanted if not wrapper.owns(fqn)):
+        named = (fqn for fqn in wanted if not wrapper.owns(fqn) and fqn not in transforms.key_map.nameless)
+        if any(TIED[0] in transforms.key_map.group_of_fqn(fqn).keys for fqn in named):
             reader.untie()
         keys = reader.tensors.keys() - selected(reader.tensors, source.ignore)
         table = with_tied_names(transforms.key_map.of_folder(keys), wrapper.tied, wrapper.linear_weights(), keys)

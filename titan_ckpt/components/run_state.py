@@ -7,6 +7,7 @@ has not finished. snapshot.py takes their state. Knows no files.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -137,12 +138,13 @@ class RunState:
             )
         if self.trained is not None and "states" not in left_out:
             self.trained.check_scalers(self.states.values())
+        users = [UserState(name, state) for name, state in self.states.items()]
         schedulers = [Schedulers(self._lr_schedulers, self.trained, own_settings)] if self._lr_schedulers else []
         positions = [DataPosition(self._dataloader, rank, world_size)] if self._dataloader is not None else []
         self.items: list[Item] = [
             *filter(None, (self.extra, self.trained)),
             *schedulers,
-            *(UserState(name, state) for name, state in self.states.items()),
+            *users,
             *positions,
             *([] if "rng" in left_out else [Generators()]),
         ]
@@ -184,6 +186,11 @@ class RunState:
         has = dict.fromkeys(item.component for item in self.items)
         return (*(name for name in _ORDER if name in has), *(name for name in has if name not in _ORDER))
 
+    def check_states(self) -> None:
+        """Check the user's states, as far as they have any yet. Raises: StateEncodingError."""
+        with generators_kept():
+            _refuse([fault for item in self.items if isinstance(item, UserState) for fault in item.faults(())])
+
     @gc_paused()
     def rehearse(self, allow: Collection[str] = ()) -> None:
         """Check before the first step that the model has memory, and that all other state can be saved and resumed.
@@ -195,9 +202,7 @@ class RunState:
             require_memory(self.model.memory())
             self._shapes = {fqn: tuple(value.shape) for fqn, value in self.model.buffers().items()}
         with generators_kept():
-            faults = [fault for item in self.items for fault in item.faults(allow)]
-        if faults:
-            raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
+            _refuse([fault for item in self.items for fault in item.faults(allow)])
 
     @gc_paused()
     def watch_modules(self, allow: Collection[str] = ()) -> None:
@@ -295,6 +300,24 @@ class RunState:
         return warnings
 
 
+def _refuse(faults: Sequence[str]) -> None:
+    if faults:
+        raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
+
+
 def _is_stateful(value: Any) -> bool:
     methods = (getattr(value, method, None) for method in ("state_dict", "load_state_dict"))
-    return not isinstance(value, type) and all(map(callable, methods))
+    return not isinstance(value, type) and all(map(_takes, methods, ((), ({},))))
+
+
+def _takes(method: Any, arguments: tuple[Any, ...]) -> bool:
+    """Return whether a method can be called so, as far as its signature says it."""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # builtins have none
+        return True
+    return True

@@ -18,7 +18,7 @@ from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
 from titan_ckpt.weights.digest import Partial, partial_digest
 from titan_ckpt.weights.inner_tensors import is_made_of_others, with_inner_tensors
 from titan_ckpt.weights.live_memory import is_same
-from titan_ckpt.weights.names import clean_fqn, named_modules
+from titan_ckpt.weights.names import WRAPPER_SEGMENTS, clean_fqn, is_compiled, named_modules
 from titan_ckpt.weights.own_state import HookedSubtree, extra_state_modules, read_state, refuse_lossy, takes_shape
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
@@ -257,8 +257,13 @@ class ModelWrapper:
                     module.reshard()  # after a forward without a backward it holds gathered parameters
                 for kind in kinds:
                     for name, value in getattr(module, kind).items():  # named_parameters takes several times as long
-                        if value is not None:
-                            of_part[prefix + name] = value
+                        if value is not None and of_part.setdefault(prefix + name, value) is not value:
+                            raise StateEncodingError(
+                                f"two tensors of the model are both named {prefix + name!r} without the parts "
+                                f"{', '.join(sorted(WRAPPER_SEGMENTS))}, which wrappers of torch put into names: give "
+                                "a module of your own another name",
+                                prefix + name,
+                            )
             if twice := [fqn for fqn in of_part if fqn in live and isinstance(of_part[fqn], nn.Parameter)]:
                 raise _held_by_two_parts(twice)
             live |= of_part
@@ -352,8 +357,8 @@ def unwrapped(part: nn.Module) -> nn.Module:
     while True:
         if isinstance(part, DistributedDataParallel):
             part = part.module
-        elif isinstance(inner := getattr(part, "_orig_mod", None), nn.Module):
-            part = inner
+        elif is_compiled(part):
+            part = part._orig_mod  # type: ignore[assignment]  # noqa: SLF001 - torch has no public name for it
         else:
             return part
 

@@ -21,6 +21,7 @@ from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.integrations.loop import iterate_over
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import ModelHooks, Stateful
+from titan_ckpt.weights.names import is_compiled
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 
@@ -47,7 +48,7 @@ def fabric_manager(
     own = [c for c in fabric._callbacks if not any(c is state for state in stateful.values())]  # noqa: SLF001 - Fabric has no public name for them
     own = [callback for callback in own if not isinstance(callback, nn.Module)]  # Fabric adds every module to them
     judged = partial(faults, [("callback", callback) for callback in own], KNOWN, config.allow, live=[model])
-    wrapper = getattr(model, "_orig_mod", model)  # compiled by Fabric, or not
+    wrapper = model._orig_mod if is_compiled(model) else model  # noqa: SLF001 - compiled by Fabric, or not
     not_set_up = [
         f"{what}: {type(given).__name__} is not what fabric.setup returns: call model, optimizer = "
         "fabric.setup(model, optimizer) first, and give what it returns"

@@ -58,9 +58,10 @@ site: $(READY)
 bench: $(READY) $(SERVERS)/.bench
 	$(BIN)/python -m benchmarks.all
 
-soak: $(READY) $(SERVERS)/.ready
+soak: $(READY) $(TITAN)/.ready $(SERVERS)/.ready
 	TITAN_CKPT_SOAK=1 $(BIN)/python -m pytest --timeout=14400 -o faulthandler_timeout=14000 tests/faults tests/distributed \
 		tests/stores tests/hunt
+	TITAN_CKPT_SOAK=1 $(TITAN)/bin/python -m pytest -c tests/torchtitan/pytest.ini -m "" tests/torchtitan/test_kills.py
 
 # Drawn programs of saves, writes, interrupts and rollbacks: tests/hunt/programs.py.
 hunt: $(READY)

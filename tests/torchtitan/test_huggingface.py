@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -147,30 +148,41 @@ def _file(folder: Path) -> dict[str, torch.Tensor]:
     return {key: value for path in folder.glob("*.safetensors") for key, value in load_file(path).items()}
 
 
-@pytest.mark.parametrize("model", ["qwen3", "gpt_oss"])
-def test_a_buffer_without_a_name_is_left_out_if_it_is_allowed(assets: Path, tmp_path: Path, model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "layouts"), [("qwen3", 1), ("gpt_oss", 3), pytest.param("qwen3", 3, marks=pytest.mark.full)]
+)
+def test_a_buffer_without_a_name_is_left_out_if_it_is_allowed(
+    assets: Path, tmp_path: Path, model: str, layouts: int
+) -> None:
     """transformers opens the export; it has the tensors of torchtitan's own one, and a load leaves the bias at zero."""
     _without_bias(assets, tmp_path, model)
-    _loaded_by_two(assets, tmp_path, model)
+    _loaded_by_two(assets, tmp_path, model, LAYOUTS[:layouts])
+
+
+LAYOUTS = (
+    {"data_parallel_shard": 2},
+    {"data_parallel_shard": 2, "expert_parallel": 2},
+    {"data_parallel_shard": 1, "pipeline_parallel": 2},
+)
 
 
 @distributed(2)
-def _loaded_by_two(assets: Path, folder: Path, model: str) -> None:
+def _loaded_by_two(assets: Path, folder: Path, model: str, layouts: Sequence[dict[str, int]]) -> None:
     path = str(folder / "run/exports/step-2")
     initial: dict[str, Any] = {"steps": 0, "initial_load_in_hf": True, "initial_load_path": path}
-    initial["degrees"] = {"data_parallel_shard": 2}
-    ours, theirs = (
-        train(_with_experts(assets, folder / f"two-{titan}", model, titan=titan, **initial)).model
-        for titan in (True, False)
-    )
-    lost = {fqn for fqn in ours if "mlp1_" in fqn or "mlp2_" in fqn}  # torchtitan's adapter has gpt_oss's old names
-    same_tensors(*({fqn: v for fqn, v in each.items() if fqn not in lost} for each in (ours, theirs)))
     stored = _file(Path(path))
-    for fqn in lost:
-        _, layer, *_, name = fqn.split(".")
-        key = {"mlp1_weight_EGD": "gate_up_proj", "mlp1_bias_EG": "gate_up_proj_bias", "mlp2_weight_EDF": "down_proj"}
-        value = stored[f"model.layers.{layer}.mlp.experts.{key.get(name, 'down_proj_bias')}"]
-        assert ours[fqn].equal(value.transpose(-1, -2) if "weight" in name else value)
+    keys = {"mlp1_weight_EGD": "gate_up_proj", "mlp1_bias_EG": "gate_up_proj_bias", "mlp2_weight_EDF": "down_proj"}
+    for degrees in layouts:
+        ours, theirs = (
+            train(_with_experts(assets, folder / "two", model, titan=titan, degrees=degrees, **initial)).model
+            for titan in (True, False)
+        )
+        lost = {fqn for fqn in ours if "mlp1_" in fqn or "mlp2_" in fqn}  # torchtitan's adapter has gpt_oss's old names
+        same_tensors(*({fqn: v for fqn, v in each.items() if fqn not in lost} for each in (ours, theirs)))
+        for fqn in lost:
+            layer, name = fqn.partition("layers.")[2].split(".")[0], fqn.rpartition(".")[2]
+            value = stored[f"model.layers.{layer}.mlp.experts.{keys.get(name, 'down_proj_bias')}"]
+            assert ours[fqn].equal(value.transpose(-1, -2) if "weight" in name else value)
 
 
 @distributed(1)

@@ -1,0 +1,122 @@
+"""Runs of torchtitan's Trainer that are killed at random moments end with the bits of a run that never was.
+
+TITAN_CKPT_SOAK=1 kills each layout of ranks 40 times.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.torchtitan.runs import Run, config, distributed, same, steps_in, train
+from titan_ckpt import StopConfig
+from titan_ckpt.integrations.torchtitan import TitanCheckpointer
+from titan_ckpt.testing.ranks import RankError
+
+KILLS = int(os.environ.get("TITAN_CKPT_SOAK", 0)) * 40 or 2
+STEPS = 10
+Case = dict[str, Any]
+
+
+def _config(assets: Path, folder: Path, case: Case) -> Any:
+    stop = StopConfig(exception_seconds=1.0)  # the other ranks of a killed one wait for it this long
+    return config(assets, folder, steps=STEPS, layers=2, interval=1, keep_latest_k=2, stop=stop, **case)
+
+
+def _whole(assets: Path, folder: Path, case: Case) -> None:
+    """Train without a kill, and keep what it computed and how long it took."""
+    begun: list[float] = []
+    _at_load(lambda: begun.append(time.monotonic()))
+    run = train(_config(assets, folder / "whole", case))
+    torch.save((vars(run), time.monotonic() - begun[0]), folder / f"{dist.get_rank()}.pt")
+
+
+def _round(assets: Path, folder: Path, case: Case, seed: int | None) -> None:
+    """Train from the newest step on, to a kill at a moment that the seed draws; without a seed to the end."""
+    rank = dist.get_rank()
+    computed, seconds = torch.load(folder / f"{rank}.pt")
+    if seed is not None:
+        drawn = random.Random(seed)
+        moment, victims = drawn.uniform(0, seconds), drawn.choice([[*range(dist.get_world_size())], None])
+        if rank in (victims or [drawn.randrange(dist.get_world_size())]):
+            _at_load(lambda: threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start())
+    resumed = train(_config(assets, folder / "run", case))
+    same(Run(**computed), resumed, losses=len(resumed.losses))
+
+
+def _at_load(call: Any) -> None:
+    load = TitanCheckpointer.load
+
+    def loaded(self: Any, step: int = -1) -> bool:
+        call()
+        done: bool = load(self, step)
+        return done
+
+    TitanCheckpointer.load = loaded
+
+
+@distributed(2)
+def _whole_on_2(assets: Path, folder: Path, case: Case) -> None:
+    _whole(assets, folder, case)
+
+
+@distributed(4)
+def _whole_on_4(assets: Path, folder: Path, case: Case) -> None:
+    _whole(assets, folder, case)
+
+
+@distributed(2)
+def _round_on_2(assets: Path, folder: Path, case: Case, seed: int | None) -> None:
+    _round(assets, folder, case, seed)
+
+
+@distributed(4)
+def _round_on_4(assets: Path, folder: Path, case: Case, seed: int | None) -> None:
+    _round(assets, folder, case, seed)
+
+
+def _shards(degree: int, **degrees: int) -> dict[str, int]:
+    return {"data_parallel_shard": degree} | degrees
+
+
+LAYOUTS: dict[str, Case] = {
+    "pp": {"degrees": _shards(1, pipeline_parallel=2), "async_mode": "async"},
+    "cp": {"degrees": _shards(1, context_parallel=2), "async_mode": "async_with_pinned_mem"},
+    "hsdp": {"degrees": _shards(2, data_parallel_replicate=2), "async_mode": "async"},
+    "pp-fsdp": {"degrees": _shards(2, pipeline_parallel=2), "async_mode": "async_with_pinned_mem"},
+    "cp-fsdp": {"degrees": _shards(2, context_parallel=2), "async_mode": "disabled"},
+}
+
+
+@pytest.mark.timeout(14400 if KILLS > 2 else 600)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.full if name.endswith("-fsdp") else ()) for name in LAYOUTS]
+)
+def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_bits(
+    assets: Path, tmp_path: Path, name: str
+) -> None:
+    """All ranks at once, or one whose peers end with an error: losses, weights, moments and counters are equal."""
+    case = LAYOUTS[name]
+    on_4 = 4 in (case["degrees"].get("data_parallel_replicate", 1) * 2, *([4] if name.endswith("-fsdp") else []))
+    whole, one_round = (_whole_on_4, _round_on_4) if on_4 else (_whole_on_2, _round_on_2)
+    whole(assets, tmp_path, case)
+    ends: list[str] = []
+    for seed in range(KILLS):
+        try:
+            one_round(assets, tmp_path, case, seed)
+        except RankError as error:
+            ends.append(f"seed {seed}, steps {steps_in(tmp_path / 'run')}: {error}")
+    assert ends
+    # a rank that has found other bits fails without a kill, or in the comparison
+    assert [end for end in ends if "ended by SIGKILL" not in end or "in same" in end] == []
+    print(*(end.partition(":")[0] for end in ends), sep="\n")
+    one_round(assets, tmp_path, case, None)

@@ -342,6 +342,12 @@ class Restorer:
         Raises: BaseMismatchError before an adapter that records another base is merged.
         """
         merges = prepared.merges
+        if merges:
+            of_ranks = self._coordinator.gather_results(
+                "load-other-tables", lambda: [sorted(merge.other_tables(merge.base)) for merge in merges]
+            )
+            others = [set().union(*of_adapter) for of_adapter in zip(*of_ranks, strict=True)]
+            settle_tables(merges, others)
         records = [merge.reader.metadata().get(BASE_RECORD) for merge in merges]
         named = _first_source(load_plan)
         loaded = identify_base(self._run.model, named, self._coordinator) if any(records) else {}

@@ -296,15 +296,19 @@ def _tables(
     """Take out of a folder's tensors what it has of the base and no converter loads; return its place in the base."""
     known = {key for rule in names.rules for key in rule.file}
     tables: dict[str, tuple[KeyGroup, Shape]] = {}
-    for key, name in reader.beside().items():
+    loaded: dict[tuple[str, ...], str] = {}
+    for key, name in sorted(reader.beside().items(), key=lambda item: item[0] not in known):
         with suppress(KeyMapError):
             group = key_map.group_of_key(name)
             fqns = tuple(tied.get(fqn, fqn) for fqn in group.fqns)
-            if key not in known and all(fqn in base for fqn in fqns):
+            if key in known:
+                loaded[fqns] = key
+            elif all(fqn in base for fqn in fqns):
                 keys = tuple(key if other == name else other for other in group.keys)
                 tables[key] = (KeyGroup(fqns, keys, group.op), reader.tensors[key].shape)
+    repeated = {key for key, (group, _) in tables.items() if reader.are_equal(key, loaded.get(group.fqns, ""))}
     reader.pass_by(tables, known)
-    return tables
+    return {key: place for key, place in tables.items() if key not in repeated}
 
 
 def _plan_partly(

@@ -23,10 +23,11 @@ from titan_ckpt.geometry.chunks import TensorInfo, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.config import read_config_json
-from titan_ckpt.models.registry import ARCHITECTURES, build_model, find_architecture
+from titan_ckpt.models.registry import ARCHITECTURES, find_architecture
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 CONFIG = "config.json"
+_NONE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +45,22 @@ class ModelTable:
     """The content of config.json, without its quantization."""
 
 
-def find_table(folder: Path, names: Collection[str] | None = None, architecture: str | None = None) -> ModelTable:
+def find_table(
+    folder: Path,
+    names: Collection[str] | None = None,
+    architecture: str | None = None,
+    changes: Mapping[str, Any] = _NONE,
+) -> ModelTable:
     """Return the table of the model in a folder's config.json.
 
     `names`: the native names of a checkpoint, by which the architecture is chosen if several read this config; without
-    them the first one is taken, which is the model's own if it has one. `architecture`: the only one to try.
+    them the first one is taken, which is the model's own if it has one. `architecture`: the only one to try. `changes`:
+    settings in place of those in config.json.
     Raises: ConfigError listing why no architecture reads the config; NotACheckpointError if the names are no model's.
     """
     problems: list[str] = []
     tables: list[ModelTable] = []
-    for table in tables_of(folder, architecture, problems):
+    for table in tables_of(folder, architecture, problems, changes):
         if names is None or table.tensors.keys() | table.tied.keys() >= set(names):
             return table
         tables.append(table)
@@ -68,7 +75,9 @@ def find_table(folder: Path, names: Collection[str] | None = None, architecture:
     )
 
 
-def tables_of(folder: Path, architecture: str | None, problems: list[str]) -> Iterator[ModelTable]:
+def tables_of(
+    folder: Path, architecture: str | None, problems: list[str], changes: Mapping[str, Any] = _NONE
+) -> Iterator[ModelTable]:
     """Yield the table of each architecture that reads the config; add a line to `problems` for each other one."""
     if architecture is not None and architecture not in ARCHITECTURES:
         known = f'{", ".join(ARCHITECTURES)}, or your own Architecture as "package.module:Name"'
@@ -77,11 +86,14 @@ def tables_of(folder: Path, architecture: str | None, problems: list[str]) -> It
         find_names_here()
         if find_architecture(architecture) is None:
             raise ConfigError([f"--model: {architecture!r} is no Architecture, which reads a {CONFIG}; known: {known}"])
-    config = {key: value for key, value in read_config_json(folder).items() if key != "quantization_config"}
+    read = {**read_config_json(folder), **changes}
+    config = {key: value for key, value in read.items() if key != "quantization_config"}
     for name in [architecture] if architecture else ARCHITECTURES:
         try:
             with torch.device("meta"):
-                model = build_model(name, folder=folder)
+                known = find_architecture(name)
+                assert known is not None, "it was found above"
+                model = known.make(known.read(dict(read), str(folder / CONFIG)))
         except ConfigError as error:
             first, *others = error.problems
             more = f" (and {len(others)} more; --model {name} shows them)" if others and not architecture else ""

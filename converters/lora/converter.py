@@ -118,7 +118,9 @@ class LoRAConverter(ModelConverter):
             problems.append(f"{', '.join(sorted(lost))}: shares its weight, and no module was found that could follow")
         if problems:
             raise ConverterError(f"LoRA: {len(problems)} problem(s){in_lines(problems)}")
-        both = {table for fqn, table in following.items() if config.ensure_weight_tying or (table in rows) > (fqn in rows)}
+        both = {
+            table for fqn, table in following.items() if config.ensure_weight_tying or (table in rows) > (fqn in rows)
+        }
         self.tied |= (tied & {*adapted, *copied, *rows}) - both
         if self.tied:
             shared = ", ".join(sorted(self.tied))
@@ -256,7 +258,9 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
             for block in blocks_of(module.get_parameter(name)) if wanted(f"{fqn}.{name}") else ():
                 block.data.zero_()
         if lengths and wanted(f"{fqn}.{lengths[0]}"):
-            rows = torch.linalg.vector_norm(whole(module.get_parameter("weight")).float(), dim=1)
+            rows = torch.linalg.vector_norm(
+                whole(module.get_parameter("weight")).float(), dim=int(not adapter.transposed)
+            )
             fill(module.get_parameter(lengths[0]), rows)
 
 

@@ -64,7 +64,8 @@ class SomeCopied(Substituting):
     def substitutes(self) -> dict[str, torch.Tensor]:
         """Return the copies, rounded to the base's dtypes, as an export writes them."""
         values = super().substitutes()
-        for name, copied in self._modules["trained"].named_parameters() if "trained" in self._modules else ():
+        copies = self._modules.get("trained")
+        for name, copied in () if copies is None else copies.named_parameters():
             values[name] = copied.to(_dtype(self._parameters[name]))
         if self.copied_rows:
             table = values.get("weight", self._parameters["weight"])
@@ -119,7 +120,7 @@ def copy_rows(module: nn.Module, rows: Sequence[int], dtype: torch.dtype) -> Non
 
 
 def follow(module: nn.Module, leader: nn.Module, *, adapter: bool) -> None:
-    """Let a linear module compute with the copy of a table whose weight it shares, in place; with its adapter if asked."""
+    """Let a linear module compute with the copy of a table that has its weight, in place, and its adapter if asked."""
     base: Any = type(module)
     module.__class__ = mixed(Follower, base)
     vars(module).update(leader=leader, follows_adapter=adapter)

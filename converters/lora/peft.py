@@ -37,7 +37,18 @@ from titan_ckpt.geometry.keymap import (
     TensorOp,
     Unstack,
 )
-from titan_ckpt.weights.low_rank import COPY, PARTS, A, B, LowRank, Stack, TrainedRows, WeightUpdate, lora_tensor, matches
+from titan_ckpt.weights.low_rank import (
+    COPY,
+    PARTS,
+    A,
+    B,
+    LowRank,
+    Stack,
+    TrainedRows,
+    WeightUpdate,
+    lora_tensor,
+    matches,
+)
 
 _OF_ROWS = (Identity, PermuteRotary, PermuteRows, Split)
 """Operations that move whole rows, so that B follows them and A stays."""
@@ -86,7 +97,11 @@ class PeftAdapter:
                 rules.append(KeyRule.of(trained, PREFIX + self._beside_pair(group.keys[0], fqn), group.op))
             else:
                 problems.append(f"{fqn}: stored as {', '.join(group.keys)}, and a copy of it cannot be")
-        rules += [rule for site, path in parameters.items() for rule in _parameter_rules(self.adapted[site], path, self.stacks[site])]
+        rules += [
+            rule
+            for site, path in parameters.items()
+            for rule in _parameter_rules(self.adapted[site], path, self.stacks[site])
+        ]
         for update in self._rows():
             group = base.group_of_fqn(update.weight)
             if isinstance(group.op, Identity):
@@ -106,7 +121,7 @@ class PeftAdapter:
         """
         paths: dict[str, str] = {}
         if base.identity:
-            for site in reversed(self.stacks):
+            for site in reversed([*self.stacks]):
                 module = site.rpartition(".")[0]
                 path = f"{PREFIX}{module}"
                 while path in paths.values():
@@ -177,7 +192,11 @@ class PeftAdapter:
             "r": config.rank,
             "lora_alpha": json_number(config.alpha),
             "target_modules": _targets({*chain(*names.values())} - by_weight.keys(), every - by_weight.keys()),
-            **({"target_parameters": parameters} if (parameters := sorted([*by_weight.values(), *(s.site for s in stacks)])) else {}),
+            **(
+                {"target_parameters": parameters}
+                if (parameters := sorted([*by_weight.values(), *(s.site for s in stacks)]))
+                else {}
+            ),
             "lora_dropout": config.dropout,
             "bias": config.bias,
             "use_rslora": config.use_rslora,
@@ -244,10 +263,12 @@ class PeftAdapter:
             problems.append(f"use_dora is {dora}, expected {self.config.use_dora}")
         if (bias := bool(found.get("lora_bias"))) != self.config.lora_bias:
             problems.append(f"lora_bias is {bias}, expected {self.config.lora_bias}")
-        for update in self._rows():
-            for module in modules_of(base.group_of_fqn(update.weight)):
-                if (rows := trained_rows(found, module)) != update.indices:
-                    problems.append(f"{module}: trainable_token_indices are {[*rows]}, expected {[*update.indices]}")
+        of_tables = [(m, u.indices) for u in self._rows() for m in modules_of(base.group_of_fqn(u.weight))]
+        problems += [
+            f"{module}: trainable_token_indices are {[*rows]}, expected {[*indices]}"
+            for module, indices in of_tables
+            if (rows := trained_rows(found, module)) != indices
+        ]
         numbers = ModuleNumbers(found)
         wanted = set(found.get("target_parameters") or ())
         stacks = [self.adapted[s] for s in self.stacks if any(s == w or s.endswith(f".{w}") for w in wanted)]
@@ -257,8 +278,8 @@ class PeftAdapter:
                 if rank != stack.rank or not math.isclose(scaling, stack.scaling):
                     cause = f"rank {rank} scaled by {scaling:g}, expected rank {stack.rank} scaled by {stack.scaling:g}"
                     modules.setdefault(cause, []).append(stack.site)
-            others = [a for a in self.adapted.values() if a not in stacks]
-            for target, key in ((t, key) for t in targets_of(others, base) for key in t.modules):
+            of_modules = [adapted for adapted in self.adapted.values() if adapted not in stacks]
+            for target, key in ((t, key) for t in targets_of(of_modules, base) for key in t.modules):
                 if target.adapters[0].operation == "embedding" and targets_parameter(found, key):
                     problems.append(
                         f"{key}: target_parameters adapts its weight as a matrix, and here it is an embedding, whose "

@@ -1,4 +1,4 @@
-"""Adapters that PEFT saved with the settings of today: trained on here, killed, resumed, exported, merged by command."""
+"""Adapters with the settings that PEFT users take today: trained on, killed, resumed, exported, merged by command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
 
 from tests import world
 from tests.interop.folders import logits
@@ -33,6 +32,7 @@ NAMES = [
     "tied: target_modules=['embed_tokens'], ensure_weight_tying=True",
     "qwen2: bias=all",
     "gpt2: lora_bias=True, bias=lora_only",
+    "gpt2: use_dora=True",
     "llama: trainable_token_indices={'embed_tokens': [3], 'lm_head': [9, 4]}",
     "tied: trainable_token_indices=[1, 2]",
     "qwen3_moe: target_modules=['q_proj'], target_parameters=['experts.down_proj', 'experts.gate_up_proj']",
@@ -96,15 +96,15 @@ def go_on(name: str, folder: Path) -> None:
     with resumed.manager(folder, killed) as manager:
         assert manager.load().step == 1
         resumed.step()
-    states = [world.weights_and_moments(each.model, each.optimizer) for each in (whole, resumed)]
-    assert world.same(*states), world.differing(*states)
+    one, other = (world.weights_and_moments(each.model, each.optimizer) for each in (whole, resumed))
+    assert world.same(one, other), world.differing(one, other)
     expected = logits(whole.model.eval())
     if is_first():
         step = next((run / "exports").glob("step-2-peft"))
         theirs = PeftModel.from_pretrained(open_base(folder / "base"), str(step)).eval()
         assert (logits(theirs) - expected).abs().max() <= 2e-5
         if is_mergeable:
-            merged = AutoModelForCausalLM.from_pretrained(run / "exports/step-2").eval()
+            merged = open_base(run / "exports/step-2").eval()
             assert (logits(merged) - expected).abs().max() <= 2e-5
     together()
     again = logits_of(folder / "base", run / "exports/step-2-peft", folder / "again", merge=False, case=case)
@@ -124,5 +124,5 @@ def test_the_command_merges_an_adapter_of_peft(name: str, tmp_path: Path) -> Non
     theirs, _ = references(ONE_EACH[name], tmp_path)
     paths = [str(tmp_path / folder) for folder in ("base", "adapter", "merged")]
     assert main(["merge", *paths]) == 0
-    merged = AutoModelForCausalLM.from_pretrained(paths[2]).eval()
+    merged = open_base(tmp_path / "merged").eval()
     assert (logits(merged) - theirs).abs().max() <= 2e-5

@@ -44,9 +44,7 @@ CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, head_dim=8, tie_word_embeddings=False
-    ),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
     "gpt_oss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=16),
     "gpt2": GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=False),
 }
@@ -70,7 +68,9 @@ def _by_default(model: Any, folder: Path) -> None:
 
 def changed_tables(model: Any, folder: Path) -> None:
     """Save after the tables of the base were changed, as new rows of a resized vocabulary are."""
-    adapted = any("lora_" in name for name, _ in model.named_parameters() if "embed_tokens" in name or "lm_head" in name)
+    adapted = any(
+        "lora_" in name for name, _ in model.named_parameters() if "embed_tokens" in name or "lm_head" in name
+    )
     tables = ("embed_tokens.base_layer", "lm_head.base_layer") if adapted else ("embed_tokens", "lm_head")
     disturb(model, lambda name, _: any(table in name for table in tables))
     disturb(model, is_trained)
@@ -117,7 +117,11 @@ class Case:
     def __str__(self) -> str:
         fields = {**self.settings, **self.edited}
         text = ", ".join(f"{name}={_shown(value)}" for name, value in fields.items()) or "defaults"
-        how = {_converted: ", converted", _by_default: ", tables beside", changed_tables: ", changed tables beside"}
+        how: dict[Any, str] = {
+            _converted: ", converted",
+            _by_default: ", tables beside",
+            changed_tables: ", changed tables beside",
+        }
         return f"{self.base}: {text}{how.get(self.save, '')}"
 
 
@@ -171,7 +175,6 @@ CASES = [
     Case(
         {"use_dora": True},
         base="gpt2",
-        no_converter="DoRA is for linear modules",
         no_shards="use_dora needs whole columns",
     ),
     Case({"target_modules": ["embed_tokens", "q_proj"]}, base="tied", untied=True),
@@ -301,9 +304,7 @@ def lora_table(adapter: Path, model: nn.Module, *, frozen: bool = False) -> dict
     }
 
 
-def logits_of(
-    base: Path, adapter: Path, folder: Path, *, merge: bool, case: Case
-) -> torch.Tensor:
+def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool, case: Case) -> torch.Tensor:
     """Return our model's logits with the adapter merged into the base, or loaded into LoRA's modules.
 
     In a process group FSDP2 shards the model. Collective there.

@@ -27,9 +27,8 @@ from titan_ckpt.weights.low_rank import LowRank, TrainedRows, WeightUpdate, is_c
 from titan_ckpt.weights.stored_names import MODEL
 
 
-
 class SharedWeightError(LoadMismatchError):
-    """An adapter acts on one of the modules that share a weight, so that it can only be merged where each has its own."""
+    """An adapter acts on one of the modules that share a weight: it can only be merged where each has its own."""
 
 
 _NO_MODULES: Mapping[str, nn.Module] = {}
@@ -215,8 +214,8 @@ def settle_tables(merges: Sequence[AdapterMerge], others: Sequence[Collection[st
         merge.copies = {key: name for key, name in merge.copies.items() if key in other or key not in merge.beside}
         if undone := sorted(key for key in other if before & {*merge.groups[merge.copies[key]].fqns}):
             raise LoadMismatchError(
-                f"{getattr(merge.reader, 'path', 'the adapter')} has {', '.join(undone)} of another base than this one, "
-                "and an adapter before it changes the same weight: merge each into its own base"
+                f"{getattr(merge.reader, 'path', 'the adapter')} has {', '.join(undone)} of another base than this "
+                "one, and an adapter before it changes the same weight: merge each into its own base"
             )
         used = {*merge.copies.values(), *(update.weight for update in merge.updates)}
         merge.groups = {weight: group for weight, group in merge.groups.items() if weight in used}
@@ -262,9 +261,8 @@ def _read_peft(
     for update in reader.updates():
         if isinstance(update, LowRank) and reader.is_on_parameter(update):
             placed = reader.on_parameter(update, modules)
-            group = KeyGroup((placed.weight,), (placed.weight,), IDENTITY)
             if placed.weight in merge.base:
-                merge.groups[placed.weight] = group
+                merge.groups[placed.weight] = KeyGroup((placed.weight,), (placed.weight,), IDENTITY)
                 merge.updates.append(placed)
             else:
                 merge.unexpected[placed.a] = placed.weight

@@ -35,6 +35,7 @@ from titan_ckpt.formats.open import detect_format, locate
 from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
+from titan_ckpt.loading.merge import settle_tables
 from titan_ckpt.loading.origin import CommittedStep, Origin, ResumeState, TorchtitanFolder, describe
 from titan_ckpt.loading.plan import LoadPlan
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
@@ -346,8 +347,10 @@ class Restorer:
             of_ranks = self._coordinator.gather_results(
                 "load-other-tables", lambda: [sorted(merge.other_tables(merge.base)) for merge in merges]
             )
-            others = [set().union(*of_adapter) for of_adapter in zip(*of_ranks, strict=True)]
-            settle_tables(merges, others)
+            self._coordinator.together(
+                "load-tables",
+                lambda: settle_tables(merges, [set().union(*each) for each in zip(*of_ranks, strict=True)]),
+            )
         records = [merge.reader.metadata().get(BASE_RECORD) for merge in merges]
         named = _first_source(load_plan)
         loaded = identify_base(self._run.model, named, self._coordinator) if any(records) else {}

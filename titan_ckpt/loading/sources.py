@@ -89,9 +89,9 @@ class PreparedLoad:
         for opened in self._opened:
             if changed := [key for key, place in opened.tables.items() if not self._is_equal(opened, key, *place)]:
                 raise LoadMismatchError(
-                    f"{opened.source.path} has {listed(changed, ', ')} of its base, and this run's base has other values "
-                    "or another shape: name the module in frozen_copies of the [[converters]] table, so that the adapter "
-                    "computes with its own, merge the adapter (merge = true), or take its base"
+                    f"{opened.source.path} has {listed(changed, ', ')} of its base, and this run's base has other "
+                    "values or another shape: name the module in frozen_copies of the [[converters]] table, so that "
+                    "the adapter computes with its own, merge the adapter (merge = true), or take its base"
                 )
 
     def _is_equal(self, opened: _Opened, key: str, group: KeyGroup, shape: Shape) -> bool:
@@ -255,9 +255,9 @@ def _plan(
         check_settings(source.path, reader.metadata(), transforms.key_map, wrapper.hooks)
     tables: dict[str, tuple[KeyGroup, Shape]] = {}
     if isinstance(reader, PeftReader) and (adapter := wrapper.hooks and wrapper.hooks.state_dict_adapter()):
-        names = adapter.key_map(transforms.key_map, reader.tensors)
-        reader.leave_out(names.repeats)
-        tables = _tables(reader, names, transforms.key_map, base, wrapper.tied)
+        owned = adapter.key_map(transforms.key_map, reader.tensors)
+        reader.leave_out(owned.repeats)
+        tables = _tables(reader, owned, transforms.key_map, base, wrapper.tied)
     if source.format == "hf":
         if transforms.check_folder is not None:
             transforms.check_folder(str(source.path), reader.metadata())

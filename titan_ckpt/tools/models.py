@@ -91,9 +91,9 @@ def tables_of(
     for name in [architecture] if architecture else ARCHITECTURES:
         try:
             with torch.device("meta"):
-                known = find_architecture(name)
-                assert known is not None, "it was found above"
-                model = known.make(known.read(dict(read), str(folder / CONFIG)))
+                found = find_architecture(name)
+                assert found is not None, "a name that is none was refused above"
+                model = found.make(found.read(dict(read), str(folder / CONFIG)))
         except ConfigError as error:
             first, *others = error.problems
             more = f" (and {len(others)} more; --model {name} shows them)" if others and not architecture else ""

@@ -227,8 +227,8 @@ class PeftReader(TensorReader):
         names = target_parameters_of(self._config, site, [n for n, _ in _parameters(modules.get(site))])
         if len(names) <= nested:
             raise LoadMismatchError(
-                f"{self.path}: target_parameters has adapters on parameters of {site}, and this run's model has no such "
-                "module: build it by transformers (architecture hf), whose names these are"
+                f"{self.path}: target_parameters has adapters on parameters of {site}, and this run's model has no "
+                "such module: build it by transformers (architecture hf), whose names these are"
             )
         name = names[len(names) - 1 - nested]
         numbers, weight = ModuleNumbers(self._config), f"{site}.{name}"

@@ -8,7 +8,6 @@ Source: peft 0.21.2, tuners/lora/config.py and layer.py; tests/zoo/test_peft_set
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate

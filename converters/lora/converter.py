@@ -72,6 +72,7 @@ class LoRAConverter(ModelConverter):
         self.tied: set[str] = set()
         """The adapted modules that share their weight with another one, which merging would change too."""
         self._stacks: dict[str, Stack] = {}
+        self._following: dict[str, str] = {}
         self.added: list[WeightUpdate] = []
         """Updates beside the pairs: of biases, and rows of tables."""
         self._copied: dict[str, str] = {}
@@ -96,6 +97,7 @@ class LoRAConverter(ModelConverter):
         chosen = [found[fqn] for fqn in names(found, config.target_modules, "weight to adapt")]
         copied = names(leaves, config.modules_to_save, "module with parameters and without parts")
         frozen = select(list(leaves), config.frozen_copies, "module with parameters and without parts")
+        frozen = list(dict.fromkeys(following.get(fqn, fqn) for fqn in frozen))  # PEFT has them for all that share one
         adapted = [site.fqn for site in chosen]
         rows = {
             fqn: update.indices
@@ -116,7 +118,9 @@ class LoRAConverter(ModelConverter):
             problems.append(f"{', '.join(sorted(lost))}: shares its weight, and no module was found that could follow")
         if problems:
             raise ConverterError(f"LoRA: {len(problems)} problem(s){in_lines(problems)}")
-        both = {table for fqn, table in following.items() if config.ensure_weight_tying or (table in rows) > (fqn in rows)}
+        both = {
+            table for fqn, table in following.items() if config.ensure_weight_tying or (table in rows) > (fqn in rows)
+        }
         self.tied |= (tied & {*adapted, *copied, *rows}) - both
         if self.tied:
             shared = ", ".join(sorted(self.tied))
@@ -148,7 +152,9 @@ class LoRAConverter(ModelConverter):
         modules = {clean_fqn(name): module for name, module in model.named_modules()}
         for fqn, leader in following.items():
             if leader in both:
-                follow(modules[fqn], modules[leader])
+                self._following[fqn] = leader
+            if leader in both or leader in frozen:
+                follow(modules[fqn], modules[leader], adapter=leader in both)
         updates = [*self.adapted.values(), *self.added]
         self._owned = {name for update in updates for name in update.tensors} | set(self._copied)
         weights = {update.weight for update in self.adapted.values()} | self._owned
@@ -199,13 +205,13 @@ class LoRAConverter(ModelConverter):
     def state_dict_adapter(self) -> StateDictAdapter:
         """Return the adapter that names the keys as PEFT does."""
         others, added = tuple(self._others), tuple(self.added)
-        return PeftAdapter(self.config, self.adapted, self._copied, others, added, self._stacks)
+        return PeftAdapter(self.config, self.adapted, self._copied, others, added, self._following, self._stacks)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the settings; those of later versions only where they have an effect, so that old steps are equal."""
         (settings,) = super().describe()
         plain = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(LoRAConfig)}
-        return [{n: v for n, v in settings.items() if n not in _LATER or v != _as_json(plain[n])}]
+        return [{n: _as_json(v) for n, v in settings.items() if n not in _LATER or _as_json(v) != _as_json(plain[n])}]
 
     @classmethod
     def updates(
@@ -252,11 +258,15 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
             for block in blocks_of(module.get_parameter(name)) if wanted(f"{fqn}.{name}") else ():
                 block.data.zero_()
         if lengths and wanted(f"{fqn}.{lengths[0]}"):
-            rows = torch.linalg.vector_norm(whole(module.get_parameter("weight")).float(), dim=1)
+            rows = torch.linalg.vector_norm(
+                whole(module.get_parameter("weight")).float(), dim=int(not adapter.transposed)
+            )
             fill(module.get_parameter(lengths[0]), rows)
 
 
 def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_json(item) for name, item in value.items()}
     return list(value) if isinstance(value, tuple) else value
 
 

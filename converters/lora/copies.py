@@ -64,7 +64,8 @@ class SomeCopied(Substituting):
     def substitutes(self) -> dict[str, torch.Tensor]:
         """Return the copies, rounded to the base's dtypes, as an export writes them."""
         values = super().substitutes()
-        for name, copied in self._modules["trained"].named_parameters() if "trained" in self._modules else ():
+        copies = self._modules.get("trained")
+        for name, copied in () if copies is None else copies.named_parameters():
             values[name] = copied.to(_dtype(self._parameters[name]))
         if self.copied_rows:
             table = values.get("weight", self._parameters["weight"])
@@ -79,6 +80,7 @@ class Follower(Substituting):
 
     leader: nn.Module
     """The table. It is no child of this module, so that its parameters have one name."""
+    follows_adapter: bool
 
     def substitutes(self) -> dict[str, torch.Tensor]:
         """Return the copy of the table or the one with trained rows."""
@@ -92,7 +94,7 @@ class Follower(Substituting):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Add the low-rank path of the table, which is (B A)^T, to the module's own forward."""
         base: torch.Tensor = super().forward(x)
-        if not isinstance(self.leader, LoRAEmbedding):
+        if not (self.follows_adapter and isinstance(self.leader, LoRAEmbedding)):
             return base
         a, b = self.leader.lora_a.weight, self.leader.lora_b.weight
         low = F.linear(F.linear(x.to(b.dtype), b.t()), a.t()) * self.leader.adapter.scaling
@@ -117,11 +119,11 @@ def copy_rows(module: nn.Module, rows: Sequence[int], dtype: torch.dtype) -> Non
     vars(module)["copied_rows"] = tuple(rows)
 
 
-def follow(module: nn.Module, leader: nn.Module) -> None:
-    """Let a linear module compute with what becomes of a table whose weight it shares, in place."""
+def follow(module: nn.Module, leader: nn.Module, *, adapter: bool) -> None:
+    """Let a linear module compute with the copy of a table that has its weight, in place, and its adapter if asked."""
     base: Any = type(module)
     module.__class__ = mixed(Follower, base)
-    vars(module)["leader"] = leader
+    vars(module).update(leader=leader, follows_adapter=adapter)
 
 
 def _substituting(module: nn.Module) -> nn.Module:

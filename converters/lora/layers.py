@@ -160,8 +160,16 @@ class LoRAConv1D(nn.Module):
         """Add both paths; see LoRALinear."""
         base: torch.Tensor = super().forward(x)
         dropped = F.dropout(x, self.lora_dropout, self.training)
-        low: torch.Tensor = self.lora_b(self.lora_a(dropped.to(self.lora_a.weight.dtype)))
-        return (base + low * self.adapter.scaling).to(base.dtype)
+        low: torch.Tensor = self.lora_b(self.lora_a(dropped.to(self.lora_a.weight.dtype))) * self.adapter.scaling
+        if self.adapter.magnitude is None:
+            return (base + low).to(base.dtype)
+        weight, factors = self.get_parameter("weight"), (self.lora_a.weight, self.lora_b.weight)
+        with torch.no_grad():
+            merged = self.adapter.combined(weight, *self.adapter.factors(*factors))
+            norms: torch.Tensor = torch.linalg.vector_norm(merged, dim=0)
+        factor = self.get_parameter("lora_magnitude.weight") / norms
+        plain: torch.Tensor = super().forward(dropped) if self.training and self.lora_dropout else base
+        return (base + (factor - 1) * (plain - self.get_parameter("bias")) + factor * low).to(base.dtype)
 
 
 class StackAdapter(nn.Module):

@@ -17,7 +17,7 @@ from typing import Any
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.fused import Target, modules_of, targets_of
 from titan_ckpt.converters.lora.placement import misplaced
-from titan_ckpt.converters.lora.stacks import StackedFactor
+from titan_ckpt.converters.lora.stacks import AlsoTransposed, StackedFactor
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.formats.huggingface.peft import BASE_LAYER, PREFIX, ROWS, ModuleNumbers
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter, trained_rows
@@ -37,7 +37,18 @@ from titan_ckpt.geometry.keymap import (
     TensorOp,
     Unstack,
 )
-from titan_ckpt.weights.low_rank import PARTS, LowRank, Stack, TrainedRows, WeightUpdate, matches
+from titan_ckpt.weights.low_rank import (
+    COPY,
+    PARTS,
+    A,
+    B,
+    LowRank,
+    Stack,
+    TrainedRows,
+    WeightUpdate,
+    lora_tensor,
+    matches,
+)
 
 _OF_ROWS = (Identity, PermuteRotary, PermuteRows, Split)
 """Operations that move whole rows, so that B follows them and A stays."""
@@ -57,6 +68,8 @@ class PeftAdapter:
     """The base's other tensors: nothing that is written may select their modules."""
     added: Sequence[WeightUpdate] = ()
     """Updates beside the pairs."""
+    following: Mapping[str, str] = field(default_factory=dict)
+    """Linear modules that follow a table, whose weight they share -> that table."""
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     """Adapted parameters of stacked experts, in the order of each module's parameters -> their form in PEFT."""
 
@@ -84,7 +97,11 @@ class PeftAdapter:
                 rules.append(KeyRule.of(trained, PREFIX + self._beside_pair(group.keys[0], fqn), group.op))
             else:
                 problems.append(f"{fqn}: stored as {', '.join(group.keys)}, and a copy of it cannot be")
-        rules += [rule for site, path in parameters.items() for rule in _parameter_rules(self.adapted[site], path, self.stacks[site])]
+        rules += [
+            rule
+            for site, path in parameters.items()
+            for rule in _parameter_rules(self.adapted[site], path, self.stacks[site])
+        ]
         for update in self._rows():
             group = base.group_of_fqn(update.weight)
             if isinstance(group.op, Identity):
@@ -92,6 +109,7 @@ class PeftAdapter:
                 rules.append(KeyRule.of(update.rows, PREFIX + module + ROWS))
             else:
                 problems.append(f"{update.weight}: stored as {', '.join(group.keys)}, and rows of it cannot be")
+        rules = [self._repeated(rule, base) for rule in rules] if found is None else rules
         if problems:
             raise KeyMapError(f"{len(problems)} adapter(s) have no name in PEFT\n  " + "\n  ".join(problems))
         return KeyMap(tuple(rules), repeats=tuple(repeats))
@@ -103,7 +121,7 @@ class PeftAdapter:
         """
         paths: dict[str, str] = {}
         if base.identity:
-            for site in reversed(self.stacks):
+            for site in reversed([*self.stacks]):
                 module = site.rpartition(".")[0]
                 path = f"{PREFIX}{module}"
                 while path in paths.values():
@@ -117,6 +135,23 @@ class PeftAdapter:
         """Return the adapted weights that PEFT has as modules."""
         parameters = self._parameters(base, found)
         return targets_of((a for site, a in self.adapted.items() if site not in parameters), base)
+
+    def _heads(self, base: KeyMap) -> dict[str, str]:
+        """Return the tables that PEFT has tied modules to -> such a module's name there."""
+        tied = self.following.items() if self.config.ensure_weight_tying else ()
+        return {table: module for fqn, table in tied for module in modules_of(base.group_of_fqn(f"{fqn}.weight"))}
+
+    def _repeated(self, rule: KeyRule, base: KeyMap) -> KeyRule:
+        """Return the rule by which PEFT stores a tensor of a table once more for the module that is tied to it."""
+        part = lora_tensor(rule.native[0])
+        head = "" if part is None else self._heads(base).get(part.weight.rpartition(".")[0])
+        if part is None or not head:
+            return rule
+        if part.role == COPY and part.weight.endswith(".weight"):
+            inner = BASE_LAYER if BASE_LAYER in rule.file[0] else "."
+            return KeyRule.of(rule.native, [*rule.file, f"{PREFIX}{head}{inner}weight"], Repeat(2))
+        ending = {A: "lora_B.weight", B: "lora_A.weight"}.get(part.role)
+        return KeyRule.of(rule.native, [*rule.file, f"{PREFIX}{head}.{ending}"], AlsoTransposed()) if ending else rule
 
     def _rows(self) -> list[TrainedRows]:
         return [update for update in self.added if isinstance(update, TrainedRows)]
@@ -137,13 +172,15 @@ class PeftAdapter:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""
         config = self.config
         modules = {module: t for t in self._targets(base) for module in t.modules}
+        heads = {module: head for module, t in modules.items() if (head := self._heads(base).get(t.adapters[0].site))}
         stacks = [self.adapted[site] for site in self._parameters(base)]
         in_memory = {m: t.adapters[0].site for m, t in modules.items() if _is_renamed(t.group, base)}
         names = {module: [module, *([in_memory[module]] if module in in_memory else [])] for module in modules}
         by_weight = self._beside_experts(base, [*chain(*names.values())])
         known = {*chain(*names.values()), *self._other_modules(base)}
         every = {parent for module in known for parent in accumulate(module.split("."), lambda a, b: f"{a}.{b}")}
-        keys = {m: [_pattern(key, every) for n in names[m] for key in (n, by_weight.get(n)) if key] for m in modules}
+        named = {m: [*names[m], *([heads[m]] if m in heads else [])] for m in modules}
+        keys = {m: [_pattern(key, every) for n in named[m] for key in (n, by_weight.get(n)) if key] for m in modules}
         alphas = {module: json_number(t.alpha(config.use_rslora)) for module, t in modules.items()}
         parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
         whole = [fqn for fqn in self.copied.values() if not self._is_by_another_setting(fqn)]
@@ -155,7 +192,11 @@ class PeftAdapter:
             "r": config.rank,
             "lora_alpha": json_number(config.alpha),
             "target_modules": _targets({*chain(*names.values())} - by_weight.keys(), every - by_weight.keys()),
-            **({"target_parameters": parameters} if (parameters := sorted([*by_weight.values(), *(s.site for s in stacks)])) else {}),
+            **(
+                {"target_parameters": parameters}
+                if (parameters := sorted([*by_weight.values(), *(s.site for s in stacks)]))
+                else {}
+            ),
             "lora_dropout": config.dropout,
             "bias": config.bias,
             "use_rslora": config.use_rslora,
@@ -222,10 +263,12 @@ class PeftAdapter:
             problems.append(f"use_dora is {dora}, expected {self.config.use_dora}")
         if (bias := bool(found.get("lora_bias"))) != self.config.lora_bias:
             problems.append(f"lora_bias is {bias}, expected {self.config.lora_bias}")
-        for update in self._rows():
-            for module in modules_of(base.group_of_fqn(update.weight)):
-                if (rows := trained_rows(found, module)) != update.indices:
-                    problems.append(f"{module}: trainable_token_indices are {[*rows]}, expected {[*update.indices]}")
+        of_tables = [(m, u.indices) for u in self._rows() for m in modules_of(base.group_of_fqn(u.weight))]
+        problems += [
+            f"{module}: trainable_token_indices are {[*rows]}, expected {[*indices]}"
+            for module, indices in of_tables
+            if (rows := trained_rows(found, module)) != indices
+        ]
         numbers = ModuleNumbers(found)
         wanted = set(found.get("target_parameters") or ())
         stacks = [self.adapted[s] for s in self.stacks if any(s == w or s.endswith(f".{w}") for w in wanted)]
@@ -235,8 +278,8 @@ class PeftAdapter:
                 if rank != stack.rank or not math.isclose(scaling, stack.scaling):
                     cause = f"rank {rank} scaled by {scaling:g}, expected rank {stack.rank} scaled by {stack.scaling:g}"
                     modules.setdefault(cause, []).append(stack.site)
-            others = [a for a in self.adapted.values() if a not in stacks]
-            for target, key in ((t, key) for t in targets_of(others, base) for key in t.modules):
+            of_modules = [adapted for adapted in self.adapted.values() if adapted not in stacks]
+            for target, key in ((t, key) for t in targets_of(of_modules, base) for key in t.modules):
                 if target.adapters[0].operation == "embedding" and targets_parameter(found, key):
                     problems.append(
                         f"{key}: target_parameters adapts its weight as a matrix, and here it is an embedding, whose "

@@ -81,7 +81,7 @@ class Site:
             yield f"{self.fqn}: its weight is {weight.dtype}, and an adapter needs a floating-point base"
         elif rank > capacity:
             yield f"{self.fqn}: rank {rank} is more than its {list(weight.shape)} can hold"
-        elif config.use_dora and operation != "linear":
+        elif config.use_dora and operation not in ("linear", "conv1d"):
             yield f"{self.fqn}: DoRA is for linear modules; leave this {operation} out, or set use_dora = false"
         elif config.use_dora and type(weight.data) is not torch.Tensor:
             yield f"{self.fqn}: DoRA needs plain weights in the forward, and this is a {type(weight.data).__name__}"

@@ -1,6 +1,6 @@
-"""Adapters of stacked experts as PEFT's `target_parameters` has them: one pair of matrices for a parameter.
+"""Factors that PEFT stores in a form of its own: one pair for all experts, and the pair of a tied table twice.
 
-Owns the arrangement of the factors. Source: peft, tuners/lora/layer.py ParamWrapper.
+Owns the arrangement of the factors. Source: peft, tuners/lora/layer.py ParamWrapper; tuners/lora/model.py.
 """
 
 from __future__ import annotations
@@ -53,3 +53,19 @@ class StackedFactor(TensorOp):
 
     def _inner(self, sizes: Shape) -> Shape:
         return sizes[::-1] if self.transpose else sizes
+
+
+class AlsoTransposed(TensorOp):
+    """A matrix that is stored as it is and transposed. A table to read has the first form alone."""
+
+    num_file = 2
+
+    def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [shapes[0], shapes[0][::-1]]
+
+    def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [shapes[0]]
+
+    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+        yield Piece(0, chunk, block)
+        yield Piece(1, Chunk(chunk.offsets[::-1], chunk.sizes[::-1]), block.t())

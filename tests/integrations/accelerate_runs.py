@@ -210,7 +210,10 @@ OF_FSDP2: dict[str, Case] = {
         ("cpu_ram_efficient_loading=False", {"cpu_ram_efficient_loading": False}),
         ("cpu_offload", {"cpu_offload": True}),
         ("activation_checkpointing", {"activation_checkpointing": True}),
-        ("activation_checkpointing_offload", {"activation_checkpointing": True, "activation_checkpointing_offload": True}),
+        (
+            "activation_checkpointing_offload",
+            {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+        ),
         ("ignored_modules", {"ignored_modules": "head"}),
         ("mixed_precision_policy", {"mixed_precision_policy": "bf16"}),
     )

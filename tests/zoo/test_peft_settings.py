@@ -44,9 +44,7 @@ CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2, head_dim=8, tie_word_embeddings=False
-    ),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
     "gpt_oss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=16),
     "gpt2": GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=False),
 }
@@ -68,9 +66,11 @@ def _by_default(model: Any, folder: Path) -> None:
     model.save_pretrained(str(folder))
 
 
-def _table_changed(model: Any, folder: Path) -> None:
+def changed_tables(model: Any, folder: Path) -> None:
     """Save after the tables of the base were changed, as new rows of a resized vocabulary are."""
-    adapted = any("lora_" in name for name, _ in model.named_parameters() if "embed_tokens" in name or "lm_head" in name)
+    adapted = any(
+        "lora_" in name for name, _ in model.named_parameters() if "embed_tokens" in name or "lm_head" in name
+    )
     tables = ("embed_tokens.base_layer", "lm_head.base_layer") if adapted else ("embed_tokens", "lm_head")
     disturb(model, lambda name, _: any(table in name for table in tables))
     disturb(model, is_trained)
@@ -117,7 +117,11 @@ class Case:
     def __str__(self) -> str:
         fields = {**self.settings, **self.edited}
         text = ", ".join(f"{name}={_shown(value)}" for name, value in fields.items()) or "defaults"
-        how = {_converted: ", converted", _by_default: ", tables beside", _table_changed: ", changed tables beside"}
+        how: dict[Any, str] = {
+            _converted: ", converted",
+            _by_default: ", tables beside",
+            changed_tables: ", changed tables beside",
+        }
         return f"{self.base}: {text}{how.get(self.save, '')}"
 
 
@@ -171,7 +175,6 @@ CASES = [
     Case(
         {"use_dora": True},
         base="gpt2",
-        no_converter="DoRA is for linear modules",
         no_shards="use_dora needs whole columns",
     ),
     Case({"target_modules": ["embed_tokens", "q_proj"]}, base="tied", untied=True),
@@ -186,10 +189,10 @@ CASES = [
     Case({"target_modules": ["embed_tokens", "lm_head"]}, save=_by_default),
     Case({"target_modules": ["embed_tokens", "k_proj"]}, base="tied", untied=True, save=_by_default),
     Case({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, base="tied", save=_by_default),
-    Case({"target_modules": ["lm_head", "q_proj"]}, save=_table_changed),
-    Case({"target_modules": ["embed_tokens", "lm_head"]}, save=_table_changed),
-    Case({"target_modules": ["q_proj"]}, save=_table_changed),
-    Case({"target_modules": ["q_proj"]}, base="tied", save=_table_changed),
+    Case({"target_modules": ["lm_head", "q_proj"]}, save=changed_tables),
+    Case({"target_modules": ["embed_tokens", "lm_head"]}, save=changed_tables),
+    Case({"target_modules": ["q_proj"]}, save=changed_tables),
+    Case({"target_modules": ["q_proj"]}, base="tied", save=changed_tables),
     exact(modules_to_save=["self_attn"], target_modules=["down_proj"]),
     exact(modules_to_save=["q_proj"], target_modules=["q_proj", "k_proj"]),
     exact("qwen2", modules_to_save=["q_proj"], target_modules=["down_proj"]),
@@ -295,24 +298,22 @@ def lora_table(adapter: Path, model: nn.Module, *, frozen: bool = False) -> dict
         "modules_to_save": sorted(copies),
         "frozen_copies": sorted(changed),
         "bias": config["bias"],
-        "lora_bias": config["lora_bias"],
+        "lora_bias": bool(config.get("lora_bias")),
         "trainable_token_indices": rows,
-        "ensure_weight_tying": config["ensure_weight_tying"],
+        "ensure_weight_tying": bool(config.get("ensure_weight_tying")),
     }
 
 
-def logits_of(
-    base: Path, adapter: Path, folder: Path, *, merge: bool, untied: bool = False, frozen: bool = False
-) -> torch.Tensor:
+def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool, case: Case) -> torch.Tensor:
     """Return our model's logits with the adapter merged into the base, or loaded into LoRA's modules.
 
     In a process group FSDP2 shards the model. Collective there.
     """
     config = read_config(base / "config.json")
-    model = hf.build({**config, "tie_word_embeddings": False} if untied else config)
+    model = hf.build({**config, "tie_word_embeddings": False} if merge and case.untied else config)
     hooks = None
     if not merge:
-        hooks = from_tables([lora_table(adapter, model, frozen=frozen)])
+        hooks = from_tables([lora_table(adapter, model, frozen=case.save is changed_tables)])
         hooks.convert(model)
     world.shard(model)
     sources = [base, InitialLoadConfig(str(adapter), merge=merge)]
@@ -343,7 +344,7 @@ def verdicts(case: Case, folder: Path) -> dict[str, tuple[str, str]]:
     found = {}
     for way, merge in (("merged", True), ("as LoRA", False)):
         try:
-            ours = logits_of(base, folder / "adapter", folder / way, merge=merge, untied=merge and case.untied, frozen=case.save is _table_changed)
+            ours = logits_of(base, folder / "adapter", folder / way, merge=merge, case=case)
         except CheckpointError as error:
             found[way] = "refused", str(error)
             continue

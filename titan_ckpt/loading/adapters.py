@@ -191,7 +191,11 @@ def _misfits(
         yield from differences(saved, running)
         return
     rows = [{site: record.trained_rows(site) for site in low_rank.tables_of(owned)} for record in records]
-    if settings != _OF_RESULT or rows[0] != rows[1] or any(_effect(records[0], site) != _effect(records[1], site) for site in sites):
+    if (
+        settings != _OF_RESULT
+        or rows[0] != rows[1]
+        or any(_effect(records[0], site) != _effect(records[1], site) for site in sites)
+    ):
         yield from differences([_only(before, settings)], [_only(now, settings)])
     others = [[d for d in descriptions if d["kind"] != low_rank.KIND] for descriptions in (saved, running)]
     if lines := differences(*others):

@@ -6,7 +6,7 @@ no converter for it. The plan decides which folders are merged, and in which ord
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,6 +25,11 @@ from titan_ckpt.loading.adapters import check_mergeable, updates_in
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
 from titan_ckpt.weights.low_rank import LowRank, TrainedRows, WeightUpdate, is_conv1d
 from titan_ckpt.weights.stored_names import MODEL
+
+
+class SharedWeightError(LoadMismatchError):
+    """An adapter acts on one of the modules that share a weight: it can only be merged where each has its own."""
+
 
 _NO_MODULES: Mapping[str, nn.Module] = {}
 _NO_CONFIG: Mapping[str, Any] = {}
@@ -55,6 +60,8 @@ class AdapterMerge:
     the model's table has none; else nothing."""
     report: LoadReport = field(default_factory=lambda: LoadReport(()))
     """The keys that do not fit the model."""
+    beside: set[str] = field(default_factory=set)
+    """Those of `copies` that PEFT has saved of the base, by no setting: they may be as they were."""
     apart: set[str] = field(default_factory=set)
     """Keys of what acts on one of the modules that share a weight, and not on the others."""
 
@@ -65,6 +72,18 @@ class AdapterMerge:
         Each rank computes its own part (weights/low_rank.py).
         """
         self._apply_to(self.base, self.updates, self.copies)
+
+    def other_tables(self, base: StateDict) -> set[str]:
+        """Return those of `beside` of which this rank's part of the base, rounded to its dtype, is not the same."""
+        other: set[str] = set()
+        for key in self.beside & self.copies.keys():
+            for view, chunk in self.views(self.copies[key], base):
+                theirs = torch.empty_like(view)
+                self.reader.read([FilePart(key, chunk, theirs)])
+                if not torch.equal(theirs, view):
+                    other.add(key)
+                    break
+        return other
 
     @property
     def changes(self) -> set[str]:
@@ -155,7 +174,7 @@ def prepare_merge(
         _read_peft(merge, reader, key_map, modules, tied)
     else:
         _read_step(merge, key_map, modules)
-    problems: list[str] = []
+    tied_problems = [_SHARED.format(key, fqn) for key, fqn in merge.unexpected.items() if fqn in shared]
     mismatched: list[Mismatch] = []
     for name, weight, fits in [
         *((update.tensors[0], update.weight, merge.base_shape(update)) for update in merge.updates),
@@ -163,10 +182,10 @@ def prepare_merge(
     ]:
         key = merge.prefix + name
         if names := [fqn for fqn in merge.groups[weight].fqns if fqn in shared and key in merge.apart]:
-            problems.append(_SHARED.format(key, ", ".join(names)))
+            tied_problems.append(_SHARED.format(key, ", ".join(names)))
         elif fits != (shape := merge.shape(weight)):
             mismatched.append(Mismatch(key, f"a weight {list(shape)}", f"one for {list(fits)}"))
-    problems += [_SHARED.format(key, fqn) for key, fqn in merge.unexpected.items() if fqn in shared]
+    problems = [*tied_problems]
     unexpected = tuple(key for key, fqn in merge.unexpected.items() if fqn not in shared)
     for update in merge.updates:
         chunks = (chunk for _, chunk in merge.views(update.weight, base))
@@ -178,9 +197,29 @@ def prepare_merge(
         problems.append(f"none of its {len(merge.updates)} pairs has any effect: A, B or the scale is zero everywhere")
     if problems:
         where = getattr(reader, "path", "the adapter")
-        raise LoadMismatchError(f"{where} cannot be merged into the base\n  " + "\n  ".join(problems))
+        kind = SharedWeightError if problems == tied_problems else LoadMismatchError
+        raise kind(f"{where} cannot be merged into the base\n  " + "\n  ".join(problems))
     merge.report = LoadReport((), unexpected=unexpected, mismatched=tuple(mismatched))
     return merge
+
+
+def settle_tables(merges: Sequence[AdapterMerge], others: Sequence[Collection[str]]) -> None:
+    """Merge no table that is as in the base, which the adapters before may change by then.
+
+    `others`: for each adapter, its tables that are not as in the base on some rank, as `other_tables` returns them.
+    Raises: LoadMismatchError for one of these that adapters before change, because it would undo that.
+    """
+    before: set[str] = set()
+    for merge, other in zip(merges, others, strict=True):
+        merge.copies = {key: name for key, name in merge.copies.items() if key in other or key not in merge.beside}
+        if undone := sorted(key for key in other if before & {*merge.groups[merge.copies[key]].fqns}):
+            raise LoadMismatchError(
+                f"{getattr(merge.reader, 'path', 'the adapter')} has {', '.join(undone)} of another base than this "
+                "one, and an adapter before it changes the same weight: merge each into its own base"
+            )
+        used = {*merge.copies.values(), *(update.weight for update in merge.updates)}
+        merge.groups = {weight: group for weight, group in merge.groups.items() if weight in used}
+        before |= merge.changes
 
 
 def _read_peft(
@@ -222,9 +261,8 @@ def _read_peft(
     for update in reader.updates():
         if isinstance(update, LowRank) and reader.is_on_parameter(update):
             placed = reader.on_parameter(update, modules)
-            group = KeyGroup((placed.weight,), (placed.weight,), IDENTITY)
             if placed.weight in merge.base:
-                merge.groups[placed.weight] = group
+                merge.groups[placed.weight] = KeyGroup((placed.weight,), (placed.weight,), IDENTITY)
                 merge.updates.append(placed)
             else:
                 merge.unexpected[placed.a] = placed.weight
@@ -235,6 +273,7 @@ def _read_peft(
                 update = replace(update, operation="conv1d") if stored_so else update
             merge.updates.append(update)
     merge.copies.update({key: weight for key, weight in reader.copies().items() if finds(key, weight, str)})
+    merge.beside = {*beside}
 
 
 def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> None:

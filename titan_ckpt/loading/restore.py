@@ -32,6 +32,7 @@ from titan_ckpt.formats.native.layout import rank_file_name
 from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
+from titan_ckpt.loading.merge import settle_tables
 from titan_ckpt.loading.origin import (
     CommittedStep,
     Origin,
@@ -317,6 +318,14 @@ class Restorer:
         Raises: BaseMismatchError before an adapter that records another base is merged.
         """
         merges = prepared.merges
+        if merges:
+            of_ranks = self._coordinator.gather_results(
+                "load-other-tables", lambda: [sorted(merge.other_tables(merge.base)) for merge in merges]
+            )
+            self._coordinator.together(
+                "load-tables",
+                lambda: settle_tables(merges, [set().union(*each) for each in zip(*of_ranks, strict=True)]),
+            )
         records = [merge.reader.metadata().get(BASE_RECORD) for merge in merges]
         named = _first_source(load_plan)
         loaded = identify_base(self._run.model, named, self._coordinator) if any(records) else {}

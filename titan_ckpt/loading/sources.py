@@ -89,9 +89,9 @@ class PreparedLoad:
         for opened in self._opened:
             if changed := [key for key, place in opened.tables.items() if not self._is_equal(opened, key, *place)]:
                 raise LoadMismatchError(
-                    f"{opened.source.path} has {listed(changed, ', ')} of its base, and this run's base has other values "
-                    "or another shape: name the module in frozen_copies of the [[converters]] table, so that the adapter "
-                    "computes with its own, merge the adapter (merge = true), or take its base"
+                    f"{opened.source.path} has {listed(changed, ', ')} of its base, and this run's base has other "
+                    "values or another shape: name the module in frozen_copies of the [[converters]] table, so that "
+                    "the adapter computes with its own, merge the adapter (merge = true), or take its base"
                 )
 
     def _is_equal(self, opened: _Opened, key: str, group: KeyGroup, shape: Shape) -> bool:
@@ -265,9 +265,9 @@ def _plan(
         check_settings(source.path, reader.metadata(), transforms.key_map, wrapper.hooks)
     tables: dict[str, tuple[KeyGroup, Shape]] = {}
     if isinstance(reader, PeftReader) and (adapter := wrapper.hooks and wrapper.hooks.state_dict_adapter()):
-        names = adapter.key_map(transforms.key_map, reader.tensors)
-        reader.leave_out(names.repeats)
-        tables = _tables(reader, names, transforms.key_map, base, wrapper.tied)
+        owned = adapter.key_map(transforms.key_map, reader.tensors)
+        reader.leave_out(owned.repeats)
+        tables = _tables(reader, owned, transforms.key_map, base, wrapper.tied)
     if source.format == "hf":
         if transforms.check_folder is not None:
             transforms.check_folder(str(source.path), reader.metadata())
@@ -307,15 +307,19 @@ def _tables(
     """Take out of a folder's tensors what it has of the base and no converter loads; return its place in the base."""
     known = {key for rule in names.rules for key in rule.file}
     tables: dict[str, tuple[KeyGroup, Shape]] = {}
-    for key, name in reader.beside().items():
+    loaded: dict[tuple[str, ...], str] = {}
+    for key, name in sorted(reader.beside().items(), key=lambda item: item[0] not in known):
         with suppress(KeyMapError):
             group = key_map.group_of_key(name)
             fqns = tuple(tied.get(fqn, fqn) for fqn in group.fqns)
-            if key not in known and all(fqn in base for fqn in fqns):
+            if key in known:
+                loaded[fqns] = key
+            elif all(fqn in base for fqn in fqns):
                 keys = tuple(key if other == name else other for other in group.keys)
                 tables[key] = (KeyGroup(fqns, keys, group.op), reader.tensors[key].shape)
+    repeated = {key for key, (group, _) in tables.items() if reader.are_equal(key, loaded.get(group.fqns, ""))}
     reader.pass_by(tables, known)
-    return tables
+    return {key: place for key, place in tables.items() if key not in repeated}
 
 
 def _plan_partly(

@@ -225,11 +225,10 @@ class TrainedRows(WeightUpdate):
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         merged = weight.reshape(chunk.sizes).to(torch.promote_types(weight.dtype, torch.float32), copy=True)
-        (first, *offsets), (count, *sizes) = chunk.offsets, chunk.sizes
-        columns = tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
+        (first, column), (count, width) = chunk.offsets, chunk.sizes
         for row, index in enumerate(self.indices):
             if first <= index < first + count:
-                merged[index - first] = factors[0][(row, *columns)].to(merged)
+                merged[index - first] = factors[0][row, column : column + width].to(merged)
         return merged
 
 
@@ -450,7 +449,7 @@ _LATER: Mapping[str, Any] = {"lora_bias": False, "trainable_token_indices": {}, 
 
 def _faults(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each setting that no run would have recorded."""
-    values = dict.fromkeys(LoRARecord.__slots__) | values
+    values = {name: values.get(name) for name in LoRARecord.__slots__}
     numbers = {name: values[name] for name in ("rank", "alpha")}
     for name in ("rank_pattern", "alpha_pattern"):
         if isinstance(table := values[name], Mapping):

@@ -124,7 +124,7 @@ class PeftReader(TensorReader):
         Raises: LoadMismatchError listing those that differ.
         """
         both = [(key, other) for key, other in repeats if {key, other} <= self._tensors.keys()]
-        if differing := [f"{key} and {other}" for key, other in both if not self._are_equal(key, other)]:
+        if differing := [f"{key} and {other}" for key, other in both if not self.are_equal(key, other)]:
             raise LoadMismatchError(
                 f"{self.path}: the model has one A for weights that it fuses, and these differ: {listed(differing)}. "
                 "Train it with separate weights, or merge the adapter into the base"
@@ -151,9 +151,12 @@ class PeftReader(TensorReader):
             if key.endswith(end) and any(torch.equal(self.whole(key), self.whole(k).t()) for k in tables[other])
         }
         others = [key for key in self.copies() if key not in saved and BASE_LAYER not in key]
-        return frozenset(found | {key for key in others if any(self._are_equal(key, k) for k in saved)})
+        return frozenset(found | {key for key in others if any(self.are_equal(key, k) for k in saved)})
 
-    def _are_equal(self, key: str, other: str) -> bool:
+    def are_equal(self, key: str, other: str) -> bool:
+        """Return whether the folder has both tensors, with the same values."""
+        if not {key, other} <= self._tensors.keys():
+            return False
         return self._tensors[key] == self._tensors[other] and torch.equal(self.whole(key), self.whole(other))
 
     def plan(self, requests: Sequence[FilePart]) -> Fill:
@@ -224,8 +227,8 @@ class PeftReader(TensorReader):
         names = target_parameters_of(self._config, site, [n for n, _ in _parameters(modules.get(site))])
         if len(names) <= nested:
             raise LoadMismatchError(
-                f"{self.path}: target_parameters has adapters on parameters of {site}, and this run's model has no such "
-                "module: build it by transformers (architecture hf), whose names these are"
+                f"{self.path}: target_parameters has adapters on parameters of {site}, and this run's model has no "
+                "such module: build it by transformers (architecture hf), whose names these are"
             )
         name = names[len(names) - 1 - nested]
         numbers, weight = ModuleNumbers(self._config), f"{site}.{name}"

@@ -212,7 +212,8 @@ def settle_tables(merges: Sequence[AdapterMerge], others: Sequence[Collection[st
     before: set[str] = set()
     for merge, other in zip(merges, others, strict=True):
         merge.copies = {key: name for key, name in merge.copies.items() if key in other or key not in merge.beside}
-        if undone := sorted(key for key in other if before & {*merge.groups[merge.copies[key]].fqns}):
+        here = {key: merge.groups[merge.copies[key]] for key in other if key in merge.copies}  # others: on other ranks
+        if undone := sorted(key for key, group in here.items() if before & {*group.fqns}):
             raise LoadMismatchError(
                 f"{getattr(merge.reader, 'path', 'the adapter')} has {', '.join(undone)} of another base than this "
                 "one, and an adapter before it changes the same weight: merge each into its own base"

@@ -236,7 +236,8 @@ class PeftAdapter:
         PEFT takes every module of such a name for one of the experts, which transformers 5 fuses on load.
         Source: peft, utils/transformers_weight_conversion.py _convert_peft_config_moe, which compares last parts.
         """
-        experts = {_last(module) for module in (*modules, *self._other_modules(base)) if _EXPERT.search(module)}
+        adapted = [module for target in targets_of(self.adapted.values(), base) for module in target.modules]
+        experts = {_last(module) for module in (*adapted, *self._other_modules(base)) if _EXPERT.search(module)}
         return {m: f"{m}.weight" for m in modules if _last(m) in experts and not _EXPERT.search(m)}
 
     def _halves_of_experts(self, base: KeyMap) -> Iterator[str]:

@@ -35,7 +35,7 @@ from titan_ckpt.converters.merge import check_adapters, merged, rounded, whole
 from titan_ckpt.converters.protocol import ModelConverter, Stage
 from titan_ckpt.converters.qat.converter import quantized_forward
 from titan_ckpt.converters.targets import in_lines, select
-from titan_ckpt.errors import ConverterError, ExportError, counted
+from titan_ckpt.errors import ConverterError, ExportError, counted, listed
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, fill, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import StateDict, StateDictAdapter
@@ -73,6 +73,7 @@ class LoRAConverter(ModelConverter):
         """The adapted modules that share their weight with another one, which merging would change too."""
         self._stacks: dict[str, Stack] = {}
         self._following: dict[str, str] = {}
+        self._shares = False
         self.added: list[WeightUpdate] = []
         """Updates beside the pairs: of biases, and rows of tables."""
         self._copied: dict[str, str] = {}
@@ -114,17 +115,21 @@ class LoRAConverter(ModelConverter):
         problems += [f"{fqn}: is in frozen_copies and is trained in full" for fqn in frozen if fqn in copied]
         problems += sites.row_misfits(rows, leaves, [*adapted, *copied, *frozen])
         problems += sites.unused_patterns(config, adapted)
-        if config.ensure_weight_tying and (lost := tied & {*adapted, *copied} - {*following.values()}):
+        acting = {*adapted, *copied} if config.ensure_weight_tying else set[str]()
+        if lost := (tied & {*acting, *frozen, *rows}) - {*following, *following.values()}:
             problems.append(f"{', '.join(sorted(lost))}: shares its weight, and no module was found that could follow")
         if problems:
             raise ConverterError(f"LoRA: {len(problems)} problem(s){in_lines(problems)}")
         both = {
             table for fqn, table in following.items() if config.ensure_weight_tying or (table in rows) > (fqn in rows)
         }
+        self._shares = bool(tied & {*adapted, *copied})
         self.tied |= (tied & {*adapted, *copied, *rows}) - both
         if self.tied:
             shared = ", ".join(sorted(self.tied))
             logger.warning("LoRA: %s shares its weight with another module: it cannot be merged", shared)
+        if lacking := [s.fqn for s in chosen if s.update.bias and getattr(s.module, "bias", None) is None]:
+            logger.warning("LoRA: %s: no bias to merge that of B into: export format = peft", listed(lacking, ", "))
         model.requires_grad_(False)
         for site in chosen:
             self.adapted[site.fqn] = site.update
@@ -205,7 +210,9 @@ class LoRAConverter(ModelConverter):
     def state_dict_adapter(self) -> StateDictAdapter:
         """Return the adapter that names the keys as PEFT does."""
         others, added = tuple(self._others), tuple(self.added)
-        return PeftAdapter(self.config, self.adapted, self._copied, others, added, self._following, self._stacks)
+        return PeftAdapter(
+            self.config, self.adapted, self._copied, others, added, self._following, self._stacks, self._shares
+        )
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the settings; those of later versions only where they have an effect, so that old steps are equal."""

@@ -72,6 +72,8 @@ class PeftAdapter:
     """Linear modules that follow a table, whose weight they share -> that table."""
     stacks: Mapping[str, Stack] = field(default_factory=dict)
     """Adapted parameters of stacked experts, in the order of each module's parameters -> their form in PEFT."""
+    shares: bool = False
+    """Whether an adapter or a copy is on a module that shares its weight."""
 
     def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
         """Return the table of the owned keys. If the base's table permutes a weight's rows, B's rows are permuted too.
@@ -234,7 +236,8 @@ class PeftAdapter:
         PEFT takes every module of such a name for one of the experts, which transformers 5 fuses on load.
         Source: peft, utils/transformers_weight_conversion.py _convert_peft_config_moe, which compares last parts.
         """
-        experts = {_last(module) for module in (*modules, *self._other_modules(base)) if _EXPERT.search(module)}
+        adapted = [module for target in targets_of(self.adapted.values(), base) for module in target.modules]
+        experts = {_last(module) for module in (*adapted, *self._other_modules(base)) if _EXPERT.search(module)}
         return {m: f"{m}.weight" for m in modules if _last(m) in experts and not _EXPERT.search(m)}
 
     def _halves_of_experts(self, base: KeyMap) -> Iterator[str]:
@@ -261,6 +264,8 @@ class PeftAdapter:
             return [f"peft_type is {found['peft_type']!r}, and this converter is LoRA"]
         if (dora := bool(found.get("use_dora"))) != self.config.use_dora:
             problems.append(f"use_dora is {dora}, expected {self.config.use_dora}")
+        if self.shares and (tied := bool(found.get("ensure_weight_tying"))) != self.config.ensure_weight_tying:
+            problems.append(f"ensure_weight_tying is {tied}, expected {self.config.ensure_weight_tying}")
         if (bias := bool(found.get("lora_bias"))) != self.config.lora_bias:
             problems.append(f"lora_bias is {bias}, expected {self.config.lora_bias}")
         of_tables = [(m, u.indices) for u in self._rows() for m in modules_of(base.group_of_fqn(u.weight))]

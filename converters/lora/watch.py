@@ -18,7 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
-from titan_ckpt.converters.lora.copies import TrainedCopy
+from titan_ckpt.converters.lora.copies import SomeCopied, TrainedCopy
 from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
 from titan_ckpt.converters.targets import in_lines
 from titan_ckpt.errors import ConverterError
@@ -101,6 +101,10 @@ def _bases(model: nn.Module, tied: Collection[str]) -> Iterator[_Base]:
     """Yield the frozen weights beside which adapters and trained copies stand."""
     for name, module in model.named_modules():
         fqn = clean_fqn(name)
+        if isinstance(module, SomeCopied):
+            copies = module.get_submodule("trained").named_parameters() if hasattr(module, "trained") else ()
+            names = {own for own, _ in copies} | ({"weight"} if module.copied_rows else set())
+            yield from (_Base(f"{fqn}.{own}", module, own) for own in names if own != "weight" or fqn not in tied)
         if isinstance(module, AdaptedStacks):
             yield from (_Base(f"{fqn}.{own}", module, own) for own in module.adapters)
         elif isinstance(module, TrainedCopy) and fqn not in tied:

@@ -15,7 +15,14 @@ from safetensors.torch import save_file
 
 from titan_ckpt.errors import CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
-from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT, Selection, saves, unsupported
+from titan_ckpt.formats.huggingface.peft_fields import (
+    HONOURED,
+    REFUSED,
+    WITHOUT_EFFECT,
+    Selection,
+    is_trained_bias,
+    saves,
+)
 
 KEY = "base_model.model.model.layers.0.self_attn.q_proj"
 INNER = ("self_attn.q_proj", "mlp.down_proj", "mlp.experts.1.up")
@@ -63,10 +70,8 @@ def test_the_docs_list_every_field_with_its_treatment() -> None:
 def test_all_settings_that_cannot_be_honoured_are_listed_in_one_error(tmp_path: Path) -> None:
     """Each with its value and its reason, and with a way out where there is one."""
     config = {
-        "bias": "all",
         "init_lora_weights": "pissa",
         "alora_invocation_tokens": [1],
-        "target_parameters": ["experts.gate_up_proj"],
         "use_bdlora": {"nblocks": 2},
     }
     folder = write(tmp_path / "a", config, [f"{KEY}.base_layer.bias"])
@@ -74,16 +79,17 @@ def test_all_settings_that_cannot_be_honoured_are_listed_in_one_error(tmp_path: 
         reader.require_supported()
     lines = str(raised.value).splitlines()
     assert [line.split(" = ")[0].strip() for line in lines[1:]] == [
-        "alora_invocation_tokens", "init_lora_weights", "bias", "use_bdlora", "target_parameters",
+        "alora_invocation_tokens", "init_lora_weights", "use_bdlora",
     ]  # fmt: skip
     assert "path_initial_model_for_weight_conversion" in lines[2] and "set init_lora_weights to true" in lines[2]
 
 
 def test_biases_of_modules_that_are_saved_whole_are_no_trained_biases() -> None:
-    """A classifier beside the adapter has a bias of its own; that of a target is one that no LoRA holds."""
+    """A classifier beside the adapter has a bias of its own; that of a target is trained by the setting."""
     config = {"bias": "lora_only", "modules_to_save": ["score"]}
-    assert not unsupported(config, ["base_model.model.score.bias", f"{KEY}.lora_A.weight"])
-    assert len(unsupported(config, [f"{KEY}.bias"])) == 1
+    assert not is_trained_bias(config, "base_model.model.score.bias")
+    assert is_trained_bias(config, f"{KEY}.base_layer.bias")
+    assert not is_trained_bias({"bias": "none"}, f"{KEY}.base_layer.bias")
 
 
 def test_tensors_of_a_module_inside_one_that_is_saved_whole_are_its_own() -> None:
@@ -91,16 +97,6 @@ def test_tensors_of_a_module_inside_one_that_is_saved_whole_are_its_own() -> Non
     assert saves({"modules_to_save": ["self_attn"]}, f"{KEY}.weight")
     assert saves({"modules_to_save": ["q_proj"]}, f"{KEY}.weight")
     assert not saves({"modules_to_save": ["mlp", "self"]}, f"{KEY}.weight")
-
-
-def test_copies_that_peft_has_tied_to_named_modules_are_refused_by_the_setting() -> None:
-    """Without the setting's name the tensors of the head would be called damaged."""
-    config = {"ensure_weight_tying": True, "modules_to_save": ["embed_tokens"], "target_modules": ["q_proj"]}
-    named = ["model.layers.0.self_attn.q_proj.lora_A.weight", "model.embed_tokens.weight"]
-    assert not unsupported(config, named)
-    assert [line.split(" = ")[0] for line in unsupported(config, [*named, "lm_head.weight"])] == ["ensure_weight_tying"]
-    of_lora = unsupported(config, [*named, "lm_head.lora_A.weight"])
-    assert [line.split(" = ")[0] for line in of_lora] == ["ensure_weight_tying"]
 
 
 @pytest.mark.parametrize(

@@ -221,8 +221,10 @@ CORRUPT: list[Change] = [
     (lambda f: reconfigure(f, lora_alpha=float("nan")), "NaN|lora_alpha is nan"),
     (lambda f: rewrite(f, lambda t: t.pop(KEY.format("B"))), "has no partner"),
     (with_tensor("model.x.lora_A.weight", 4, 4), "does not start with base_model"),
-    (with_tensor("base_model.model.lm_head.weight", 4, 4), "modules_to_save"),
-    (with_tensor("base_model.model.lm_head.base_layer.weight", 4), "save_embedding_layers=False"),
+    (with_tensor("base_model.model.lm_head.weight", 4), "modules_to_save"),
+    (with_tensor("base_model.model.lm_head.base_layer.weight", 4, 4), "nor a table of the base"),
+    (with_tensor("base_model.model.lm_head.lora_B.bias", 4), "does not say lora_bias"),
+    (with_tensor("base_model.model.lm_head.token_adapter.trainable_tokens_delta", 1, 4), "does not say which"),
     (with_tensor(KEY.format("A"), 4), "expected 4 in dim 0"),
 ]
 

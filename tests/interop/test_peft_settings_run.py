@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from tests.zoo.test_peft_settings import CASES, Case, changed_tables, logits_of,
 from titan_ckpt import ExportConfig
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import from_tables
+from titan_ckpt.converters.stack import stack_adapters
+from titan_ckpt.errors import ConverterError, LoadMismatchError
 from titan_ckpt.models import hf
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, of unusual settings
@@ -126,3 +129,42 @@ def test_the_command_merges_an_adapter_of_peft(name: str, tmp_path: Path) -> Non
     assert main(["merge", *paths]) == 0
     merged = open_base(tmp_path / "merged").eval()
     assert (logits(merged) - theirs).abs().max() <= 2e-5
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith(("gpt_oss", "qwen3_moe"))])
+def test_an_adapter_of_peft_is_converted_and_back(name: str, tmp_path: Path) -> None:
+    """By the command into a step of ours and back: PEFT has the same logits of it."""
+    case = ONE_EACH[name]
+    theirs, _ = references(case, tmp_path)
+    config = ["--config", str(tmp_path / "base"), "--model", "hf"]
+    for source, target, to in (("adapter", "step", "native"), ("step", "again", "peft")):
+        assert main(["convert", str(tmp_path / source), str(tmp_path / target), "--to", to, *config]) == 0
+    again = PeftModel.from_pretrained(open_base(tmp_path / "base"), str(tmp_path / "again")).eval()
+    assert (logits(again) - theirs).abs().max() <= 2e-5
+
+
+def test_an_adapter_that_ties_is_refused_by_a_run_that_does_not(tmp_path: Path) -> None:
+    """The same tensors would act on one module or on both."""
+    case = ONE_EACH["tied: target_modules=['embed_tokens'], ensure_weight_tying=True"]
+    references(case, tmp_path)
+    model = hf.build(tmp_path / "base")
+    hooks = from_tables([lora_table(tmp_path / "adapter", model) | {"ensure_weight_tying": False}])
+    hooks.convert(model)
+    sources = [tmp_path / "base", tmp_path / "adapter"]
+    run = world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=hooks)
+    world.load_fails(run, LoadMismatchError, "ensure_weight_tying is True, expected False")
+
+
+def test_rows_of_a_table_that_the_model_uses_twice_itself_are_refused() -> None:
+    """No module could follow the table."""
+    model = world.llama(dataclasses.replace(world.TINY, tie_embeddings=True))
+    table = {"kind": "lora", "target_modules": ["wq"], "trainable_token_indices": {"tok_embeddings": [1]}}
+    with pytest.raises(ConverterError, match="no module was found that could follow"):
+        from_tables([table]).convert(model)
+
+
+def test_adapters_with_more_than_pairs_are_not_stacked(tmp_path: Path) -> None:
+    """Their rows, biases and tables do not add up."""
+    references(ONE_EACH["llama: trainable_token_indices={'embed_tokens': [3], 'lm_head': [9, 4]}"], tmp_path)
+    with pytest.raises(ConverterError, match=r"more than pairs of modules \(.*trainable_tokens_delta"):
+        stack_adapters([tmp_path / "adapter", tmp_path / "adapter"], tmp_path / "both")

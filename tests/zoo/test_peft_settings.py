@@ -33,7 +33,7 @@ from titan_ckpt.formats.huggingface.reader import read_config
 from titan_ckpt.models import hf
 from titan_ckpt.weights.low_rank import TrainedRows
 
-FLOORS = {"": 64}
+FLOORS = {"": 146}
 """Settings and ways in that are exact at the least."""
 
 SIZES: dict[str, Any] = {

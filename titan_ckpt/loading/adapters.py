@@ -43,7 +43,10 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _MOVING = ("main", "master")
 """Revisions that name another commit tomorrow, and so say nothing."""
 _LISTED = 12
-_OF_RESULT = ("rank", "alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+_OF_RESULT = (
+    "rank", "alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices",
+    "ensure_weight_tying",
+)  # fmt: skip
 """LoRA's settings that decide what its tensors compute; the others decide how they are trained."""
 _OF_SITES = ("target_modules", "modules_to_save")
 _NEXT_STEP = "Give the [[converters]] table the settings that the step was trained with, or take another step"
@@ -193,6 +196,7 @@ def _misfits(
     rows = [{site: record.trained_rows(site) for site in low_rank.tables_of(owned)} for record in records]
     if (
         settings != _OF_RESULT
+        or records[0].ensure_weight_tying != records[1].ensure_weight_tying
         or rows[0] != rows[1]
         or any(_effect(records[0], site) != _effect(records[1], site) for site in sites)
     ):

@@ -23,7 +23,7 @@ from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Transpose
 from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.loading.adapters import check_mergeable, updates_in
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
-from titan_ckpt.weights.low_rank import LowRank, TrainedRows, WeightUpdate, is_conv1d
+from titan_ckpt.weights.low_rank import AddedBias, LowRank, TrainedRows, WeightUpdate, is_conv1d
 from titan_ckpt.weights.stored_names import MODEL
 
 
@@ -62,6 +62,8 @@ class AdapterMerge:
     """The keys that do not fit the model."""
     beside: set[str] = field(default_factory=set)
     """Those of `copies` that PEFT has saved of the base, by no setting: they may be as they were."""
+    unmergeable: list[str] = field(default_factory=list)
+    """A line for each tensor that no weight can hold."""
     apart: set[str] = field(default_factory=set)
     """Keys of what acts on one of the modules that share a weight, and not on the others."""
 
@@ -185,7 +187,7 @@ def prepare_merge(
             tied_problems.append(_SHARED.format(key, ", ".join(names)))
         elif fits != (shape := merge.shape(weight)):
             mismatched.append(Mismatch(key, f"a weight {list(shape)}", f"one for {list(fits)}"))
-    problems = [*tied_problems]
+    problems = tied_problems + merge.unmergeable
     unexpected = tuple(key for key, fqn in merge.unexpected.items() if fqn not in shared)
     for update in merge.updates:
         chunks = (chunk for _, chunk in merge.views(update.weight, base))
@@ -212,7 +214,8 @@ def settle_tables(merges: Sequence[AdapterMerge], others: Sequence[Collection[st
     before: set[str] = set()
     for merge, other in zip(merges, others, strict=True):
         merge.copies = {key: name for key, name in merge.copies.items() if key in other or key not in merge.beside}
-        if undone := sorted(key for key in other if before & {*merge.groups[merge.copies[key]].fqns}):
+        here = {key: merge.groups[merge.copies[key]] for key in other if key in merge.copies}  # others: on other ranks
+        if undone := sorted(key for key, group in here.items() if before & {*group.fqns}):
             raise LoadMismatchError(
                 f"{getattr(merge.reader, 'path', 'the adapter')} has {', '.join(undone)} of another base than this "
                 "one, and an adapter before it changes the same weight: merge each into its own base"
@@ -266,6 +269,13 @@ def _read_peft(
                 merge.updates.append(placed)
             else:
                 merge.unexpected[placed.a] = placed.weight
+        elif isinstance(update, AddedBias) and update.weight.removesuffix("bias") + "weight" in merge.groups:
+            if finds(update.bias, update.weight, AddedBias):
+                merge.updates.append(update)
+            elif merge.unexpected.pop(update.bias, None):
+                merge.unmergeable.append(
+                    f"{update.bias}: its module has no bias, and neither PEFT nor a merge adds one"
+                )
         elif group := finds(update.tensors[0], update.weight, type(update)):
             if isinstance(update, LowRank):
                 by_parameter = targets_parameter(config, update.site)  # then PEFT adds B A to it, whatever it is for

@@ -173,8 +173,15 @@ def lora_settings(reader: PeftReader, table: ModelTable) -> dict[str, Any]:
             sites |= {native.site: native for native in _native_updates(update, fqns, config)}
         else:
             unknown.append(update.a)
-    for key, weight in reader.copies().items():
+    seen: dict[tuple[str, ...], str] = {}
+    for key, weight in sorted(reader.copies().items(), key=lambda copy: copy[1] in table.tied):
         fqns = _native_names(weight, table)
+        if key in beside:
+            fqns = tuple(table.tied.get(fqn, fqn) for fqn in fqns)
+            if reader.are_equal(key, seen.get(fqns, "")):
+                reader.pass_by({key})  # the table of a module that shares its weight, once more
+                continue
+            seen[fqns] = key
         unknown += [] if fqns else [key]
         if not is_trained_bias(config, key):
             (frozen if key in beside else copied).update({fqn.rpartition(".")[0]: None for fqn in fqns})

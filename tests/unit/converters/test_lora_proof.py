@@ -68,18 +68,17 @@ def test_a_scale_that_has_no_value_yet_is_followed() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gpt2_conv1d_is_a_linear_module(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_gpt2_conv1d_is_a_linear_module(dtype: torch.dtype, use_dora: bool) -> None:
     """Its weight is (in, out), also where it is square: the merged module computes what the adapted one does."""
     for rows, columns in ((8, 8), (12, 8)):
-        model, converters = adapted(conv1d(rows, columns).to(dtype), dropout=0.5)
+        model, converters = adapted(conv1d(rows, columns).to(dtype), dropout=0.5, use_dora=use_dora)
         exported = conv1d(rows, columns).to(dtype)
         exported.load_state_dict({"weight": merged(model, converters), "bias": model["m"].bias})
         x = torch.randn(2, 3, columns, dtype=dtype)
         expected = exported(x).float()
         difference = (model.eval()["m"](x).float() - expected).abs().max()
         assert difference <= 8 * torch.finfo(dtype).eps * expected.abs().max()
-    with pytest.raises(ConverterError, match="m: DoRA is for linear modules; leave this conv1d out"):
-        adapted(conv1d(8, 8), use_dora=True)
 
 
 class Scaled(nn.Linear):

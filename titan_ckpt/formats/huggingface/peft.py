@@ -113,8 +113,7 @@ class PeftReader(TensorReader):
             raise NotACheckpointError(f"{path}: no {WEIGHTS} beside {CONFIG}{hint}")
         self._files = SafetensorsFiles([read_header(path / WEIGHTS)])
         self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
-        names = [key.removeprefix(PREFIX) for key in self._tensors]
-        self._unsupported = unsupported(self._config, names)  # such adapters may have tensors of other names
+        self._unsupported = unsupported(self._config)  # such adapters may have tensors of other names
         if faults := [] if self._unsupported else check_adapter(self._tensors, self._config):
             raise CorruptCheckpointError(f"{path / WEIGHTS}: {listed(faults)}. {_AGAIN}", str(path / WEIGHTS))
 

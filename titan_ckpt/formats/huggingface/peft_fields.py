@@ -9,7 +9,7 @@ Source: peft 0.21.2, tuners/lora/config.py and layer.py; tests/zoo/test_peft_set
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -76,6 +76,8 @@ _CHANGES_BASE = (
 _TYPES: Mapping[str, tuple[type, ...]] = {
     "use_rslora": (bool,),
     "use_dora": (bool,),
+    "lora_bias": (bool,),
+    "ensure_weight_tying": (bool,),
     "target_modules": (list, str),
     "exclude_modules": (list, str),
     "layers_to_transform": (list, int),
@@ -92,11 +94,8 @@ _TEXTS = ("target_modules", "exclude_modules")
 """Fields that are a list of names, or a text that is a regular expression."""
 
 
-def unsupported(config: Mapping[str, Any], keys: Collection[str]) -> list[str]:
-    """Return one line for each field whose value this package cannot honour.
-
-    `keys`: the names of the tensors, without PEFT's prefix.
-    """
+def unsupported(config: Mapping[str, Any]) -> list[str]:
+    """Return one line for each field whose value this package cannot honour."""
     known = HONOURED.keys() | WITHOUT_EFFECT.keys()
     lines = [f"{name} = {config[name]!r:.80}: {why}" for name, why in REFUSED.items() if config.get(name)]
     lines += [f"{name} = {config[name]!r:.80}: {why}" for name, why in _refused_values(config)]
@@ -116,6 +115,14 @@ def wrong_types(config: Mapping[str, Any]) -> Iterator[str]:
         item = int if name == "layers_to_transform" else str
         if value is not None and not (isinstance(value, types) and all(isinstance(entry, item) for entry in entries)):
             yield f"{name} is {value!r:.80}, expected {' or '.join(kind.__name__ for kind in types)}"
+    if config.get("bias") not in (None, "none", "all", "lora_only"):
+        yield f"bias is {config['bias']!r:.80}, expected none, all or lora_only"
+    rows = config.get("trainable_token_indices")
+    lists = [*rows.values()] if isinstance(rows, dict) else [rows or []]
+    if not all(
+        isinstance(r, list) and all(type(i) is int and i >= 0 for i in r) and len({*r}) == len(r) for r in lists
+    ):
+        yield f"trainable_token_indices is {rows!r:.80}, expected different rows, from 0, or a map from tables to these"
     for name in _TEXTS:
         text = config.get(name)
         if isinstance(text, str) and not _whole_names(text) and (fault := pattern_fault(f"^(?:{text})")):

@@ -1,0 +1,110 @@
+"""Tables that PEFT saves beside an adapter: equal to the base, changed, and in two adapters that are merged in turn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import world
+from tests.interop.folders import disturb, gap, logits, theirs, tuned
+from titan_ckpt import InitialLoadConfig
+from titan_ckpt.converters import ModelConverters, from_tables
+from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.models import hf
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
+}  # fmt: skip
+TABLE = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["lm_head", "q_proj"]}
+
+pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+
+
+def adapter(base: Path, folder: Path, *, seed: int, changed: bool = False) -> Any:
+    """Return PEFT's model with an adapter on the output matrix, saved as by default, with the whole table beside it."""
+    from transformers import AutoModelForCausalLM
+
+    model = tuned(AutoModelForCausalLM.from_pretrained(base), None, "lm_head", "q_proj", seed=seed)
+    if changed:
+        disturb(model, lambda name, _: "lm_head.base_layer" in name)
+    model.save_pretrained(str(folder))
+    return model
+
+
+def loaded(tmp_path: Path, *adapters: str, merge: bool, **settings: Any) -> Any:
+    model = hf.build(tmp_path / "base")
+    hooks: ModelConverters | None = None if merge else from_tables([TABLE | settings])
+    if hooks is not None:
+        hooks.convert(model)
+    sources = [tmp_path / "base", *(InitialLoadConfig(str(tmp_path / name), merge=merge) for name in adapters)]
+    world.load(world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=hooks))
+    return model.eval()
+
+
+def test_a_changed_table_is_refused_unless_the_adapter_holds_it(tmp_path: Path) -> None:
+    """PEFT would compute with it; as a frozen copy it does so here, too, and the base stays what it is."""
+    theirs(LLAMA, tmp_path / "base")
+    expected = adapter(tmp_path / "base", tmp_path / "a", seed=1, changed=True)
+    with pytest.raises(LoadMismatchError, match=r"lm_head\.base_layer\.weight of its base.*frozen_copies"):
+        loaded(tmp_path, "a", merge=False)
+    model = loaded(tmp_path, "a", merge=False, frozen_copies=["lm_head"])
+    assert gap(model, expected) == 0
+    assert not model.get_parameter("lm_head.trained.weight").requires_grad
+    assert gap(loaded(tmp_path, "a", merge=True), expected) <= 2e-5
+
+
+def test_the_table_of_a_second_adapter_does_not_undo_the_first(tmp_path: Path) -> None:
+    """Both have the base's table beside them, and the merged weight has both products."""
+    theirs(LLAMA, tmp_path / "base")
+    for name, seed in (("a", 1), ("b", 2)):
+        adapter(tmp_path / "base", tmp_path / name, seed=seed)
+    merged = [loaded(tmp_path, *names, merge=True).get_parameter("lm_head.weight") for names in ("a", "b", "ab")]
+    base = loaded(tmp_path, merge=True).get_parameter("lm_head.weight")
+    assert torch.allclose(merged[2] - base, merged[0] + merged[1] - 2 * base, atol=1e-6)
+    assert (merged[0] - base).abs().max() > 1e-2 < (merged[1] - base).abs().max()
+
+
+def test_a_changed_table_after_an_adapter_that_changes_it_is_refused(tmp_path: Path) -> None:
+    """It would undo what was merged before."""
+    theirs(LLAMA, tmp_path / "base")
+    adapter(tmp_path / "base", tmp_path / "a", seed=1)
+    adapter(tmp_path / "base", tmp_path / "b", seed=2, changed=True)
+    with pytest.raises(LoadMismatchError, match=r"of another base than this one, and an adapter before it"):
+        loaded(tmp_path, "a", "b", merge=True)
+
+
+def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    """PEFT's own answer to it is an error of sizes."""
+    theirs(LLAMA, tmp_path / "base")
+    theirs(LLAMA | {"vocab_size": 104}, tmp_path / "larger")
+    adapter(tmp_path / "larger", tmp_path / "a", seed=1)
+    for merge in (True, False):
+        with pytest.raises(LoadMismatchError, match=r"lm_head"):
+            loaded(tmp_path, "a", merge=merge)
+
+
+def test_an_adapter_on_a_resized_vocabulary_goes_on(tmp_path: Path) -> None:
+    """The base has fewer rows than the adapter's tables, whose own rows count."""
+    from transformers import AutoModelForCausalLM
+
+    theirs(LLAMA, tmp_path / "base")
+    resized: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    resized.resize_token_embeddings(104)
+    peft = tuned(resized, None, "q_proj")
+    peft.save_pretrained(str(tmp_path / "a"))
+    config = {**LLAMA, "vocab_size": 104}
+    for merge in (True, False):
+        model = hf.build(config)
+        table = TABLE | {"target_modules": ["q_proj"], "frozen_copies": ["lm_head", "embed_tokens"]}
+        hooks = None if merge else from_tables([table])
+        if hooks is not None:
+            hooks.convert(model)
+        tables = ("model.embed_tokens.weight", "lm_head.weight")
+        base = InitialLoadConfig(str(tmp_path / "base"), initialize=tables)
+        sources = [base, InitialLoadConfig(str(tmp_path / "a"), merge=merge)]
+        world.load(world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=hooks))
+        assert (logits(model.eval()) - logits(peft.eval())).abs().max() <= 2e-5, merge

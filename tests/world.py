@@ -30,7 +30,7 @@ from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk, blocks_of, local_tensor
+from titan_ckpt.geometry.chunks import Chunk, as_bytes, blocks_of, local_tensor
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.loading.restore import LoadResult
@@ -253,7 +253,7 @@ def differing(a: Any, b: Any, path: str = "state") -> list[str]:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """Return a tensor's bytes in row-major order, of a shard those that this rank has."""
-    return local_tensor(tensor).detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return as_bytes(local_tensor(tensor)).numpy().tobytes()
 
 
 def contents(folder: Path) -> dict[str, bytes]:

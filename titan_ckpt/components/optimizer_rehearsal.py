@@ -29,7 +29,7 @@ from titan_ckpt.components.unsaved_state import class_name, faults, stored_by_co
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
-from titan_ckpt.geometry.chunks import info_of, local_tensor
+from titan_ckpt.geometry.chunks import as_bytes, info_of, local_tensor
 from titan_ckpt.geometry.nested import memory_order
 from titan_ckpt.rng import generators_kept
 from titan_ckpt.weights.inner_tensors import is_made_of_others
@@ -377,9 +377,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
     if isinstance(a, torch.Tensor):
         alike = a.dtype is b.dtype and a.shape == b.shape and memory_order(a) == memory_order(b)
-        return alike and bool(
-            (a.contiguous().view(-1).view(torch.uint8) == b.contiguous().view(-1).view(torch.uint8)).all()
-        )
+        return alike and torch.equal(as_bytes(a), as_bytes(b))
     if isinstance(a, Optimizer):
         return _equal(_content(a), _content(b))
     if isinstance(a, Mapping):

@@ -26,7 +26,7 @@ from torch import nn
 
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, is_own, variables_of
 from titan_ckpt.errors import SaveError, listed
-from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.geometry.chunks import as_bytes, local_tensor
 from titan_ckpt.rng import get_random, is_random
 
 _ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
@@ -189,8 +189,8 @@ def _of_tensor(value: torch.Tensor) -> Any:
     version = None if value.is_inference() else value._version  # noqa: SLF001 - torch has no other name for it
     if type(local) is not torch.Tensor or local.layout is not torch.strided or local.is_meta or local.is_nested:
         return _Same(value), version
-    part = _some(local.resolve_conj().resolve_neg().reshape(-1), _COMPARED).contiguous()
-    digest = xxhash.xxh3_128_digest(part.view(torch.uint8).cpu().numpy())
+    part = _some(local.resolve_conj().resolve_neg().reshape(-1), _COMPARED)
+    digest = xxhash.xxh3_128_digest(as_bytes(part).cpu().numpy().data)
     return value.dtype, value.shape, digest, None if part.numel() == local.numel() else version
 
 

@@ -19,7 +19,7 @@ import xxhash
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ReplicaMismatchError, counted, listed
-from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.geometry.chunks import as_bytes, local_tensor
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def digest_of(value: torch.Tensor, name: str = "", budget: int | None = None, st
     """Return a digest of this rank's values of a tensor, or of about `budget` bytes of them, as `_pieces` chooses."""
     hasher = xxhash.xxh3_128()
     for piece in _pieces(name, local_tensor(value).detach(), budget, step):
-        hasher.update(piece.contiguous().view(-1).view(torch.uint8).cpu().numpy().data)
+        hasher.update(as_bytes(piece).cpu().numpy().data)
     return hasher.hexdigest()
 
 

@@ -210,8 +210,9 @@ class _Encoder:
             )
         if num_bytes > MAX_INLINE_BYTES:
             return self._refuse(path, f"a tensor of {num_bytes} bytes, at most {MAX_INLINE_BYTES} are kept in JSON")
-        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-        data = flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+        flat = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        run = flat.as_strided((flat.numel(),), (1,))  # a slice of one element has any stride
+        data = run.view(torch.uint8).numpy().tobytes()
         order = None if value.is_contiguous() else _memory_order(value.shape, value.stride())
         return {"$tensor": [name, list(value.shape), to_base64(data), *([] if order is None else [order])]}
 

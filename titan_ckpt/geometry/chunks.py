@@ -152,6 +152,16 @@ def plain(value: torch.Tensor) -> torch.Tensor:
     return value.detach() if value.requires_grad else value
 
 
+def as_bytes(value: torch.Tensor) -> torch.Tensor:
+    """Return this rank's values as a flat tensor of bytes, in row-major order; a view if they lie so in memory.
+
+    A contiguous tensor may have any stride in a dim of size 1, such as a slice `p[::11]` of one element, and not every
+    stride can be viewed as bytes.
+    """
+    flat = value.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
 def is_plain_memory(tensor: torch.Tensor) -> bool:
     """Return whether the tensor's values are one run of bytes in host memory, in row-major order."""
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()

@@ -29,7 +29,7 @@ from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.run import FolderExport
-from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, info_of
+from titan_ckpt.geometry.chunks import LazyTensor, as_bytes, blocks_of, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import check_named_base, holds_adapter_alone
@@ -356,6 +356,6 @@ def _fill(fd: int, offset: int, value: torch.Tensor | LazyTensor, count: progres
         if not block.data.numel():
             continue
         start = block.chunk.offsets[0] * row_bytes if info.shape else 0
-        data = block.data.contiguous().view(-1).view(torch.uint8).numpy()
+        data = as_bytes(block.data).numpy()
         posix.pwrite_all(fd, data, offset + start)
         count(data.nbytes)

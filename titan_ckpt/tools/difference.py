@@ -18,7 +18,7 @@ import xxhash
 from titan_ckpt import progress
 from titan_ckpt.errors import counted
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import LazyTensor
+from titan_ckpt.geometry.chunks import LazyTensor, as_bytes
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.tools.adapters import effects
 from titan_ckpt.tools.inspecting import numbers_of
@@ -218,7 +218,7 @@ def _same_info(
     equal = True
     for one, other in zip(a.blocks(), b.blocks(), strict=True):
         first = digest.partial_digest(a.info, one.chunk, one.data)
-        same = torch.equal(_bytes(one.data), _bytes(other.data))
+        same = torch.equal(as_bytes(one.data), as_bytes(other.data))
         equal &= same
         second = first if same else digest.partial_digest(b.info, other.chunk, other.data)
         sums = [digest.add(sums[0], first), digest.add(sums[1], second)]
@@ -244,10 +244,6 @@ def _joined(digests: Mapping[str, str]) -> str | None:
     return xxhash.xxh3_128_hexdigest(lines.encode()) if digests else None
 
 
-def _bytes(value: torch.Tensor) -> torch.Tensor:
-    return value.contiguous().view(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
-
-
 def _figures(a: LazyTensor, b: LazyTensor) -> tuple[int, float, float, float | None]:
     """Return the number of elements that differ, the largest and the mean difference, and the cosine.
 
@@ -259,7 +255,7 @@ def _figures(a: LazyTensor, b: LazyTensor) -> tuple[int, float, float, float | N
         same = (x == y) | (x.isnan() & y.isnan())
         if one.dtype == other.dtype:  # then the bits decide: -0.0 is not 0.0
             width = one.dtype.itemsize
-            same = (_bytes(one).view(-1, width) == _bytes(other).view(-1, width)).all(1)
+            same = (as_bytes(one).view(-1, width) == as_bytes(other).view(-1, width)).all(1)
             same = same if len(same) == len(x) else same.repeat_interleave(2)  # a complex number is two
         distance = torch.where(same, 0.0, (x - y).abs())
         count += int((~same).sum())

@@ -14,6 +14,7 @@ from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ConfigError, CorruptCheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.geometry.chunks import as_bytes
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.hf import transformers_config
 
@@ -94,7 +95,7 @@ def _shown(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         if value.numel() == 1:
             return str(value.item())
-        digest = xxhash.xxh3_64_hexdigest(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest = xxhash.xxh3_64_hexdigest(as_bytes(value).numpy().tobytes())
         return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {digest}"
     text = str(value) if not isinstance(value, str) else value
     return (

@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.geometry.chunks import as_bytes, local_tensor
 
 
 class WriteRecorder(TorchDispatchMode):
@@ -94,7 +94,7 @@ def is_same(a: Any, b: Any) -> bool:
     a, b = local_tensor(a), local_tensor(b)
     if a.shape != b.shape or a.dtype != b.dtype:
         return False
-    return torch.equal(*(t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)))
+    return torch.equal(as_bytes(a), as_bytes(b))
 
 
 def _parts(value: torch.Tensor) -> list[torch.Tensor]:

@@ -17,7 +17,7 @@ from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer
 from titan_ckpt.disk.memory import round_up
 from titan_ckpt.formats.native.layout import BLOCK_BYTES, RankFileLayout, lay_out, rank_file_name
-from titan_ckpt.geometry.chunks import Chunk, LazyTensor, blocks_of, info_of
+from titan_ckpt.geometry.chunks import Chunk, LazyTensor, as_bytes, blocks_of, info_of
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
@@ -100,7 +100,7 @@ def write_stream(folder: Place, tensors: Mapping[str, torch.Tensor | LazyTensor]
         nonlocal rest
         filled = 0
         while filled < stop - start:
-            values = rest if len(rest) else next(blocks).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+            values = rest if len(rest) else as_bytes(next(blocks).cpu())
             taken = min(len(values), stop - start - filled)
             bounce.tensor[filled : filled + taken] = values[:taken]
             rest = values[taken:]

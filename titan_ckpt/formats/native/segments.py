@@ -17,7 +17,7 @@ import torch
 
 from titan_ckpt.disk import cuda
 from titan_ckpt.disk.memory import Buffer, move_bytes
-from titan_ckpt.geometry.chunks import is_plain_memory
+from titan_ckpt.geometry.chunks import as_bytes, is_plain_memory
 
 _PACKED_BYTES = 256 << 10
 """Device tensors smaller than this are packed before they are copied to the host."""
@@ -133,7 +133,7 @@ class Segments:
                 continue
             if not is_plain_memory(tensor):
                 return None
-            views.append(tensor.detach().reshape(-1).view(torch.uint8).numpy()[begin - low : end - low].data)
+            views.append(as_bytes(tensor).numpy()[begin - low : end - low].data)
         return views
 
     def _fill_each(self, first: int, last: int, start: int, stop: int, target: Buffer, at: int) -> None:
@@ -189,8 +189,7 @@ class Segments:
         return same_device and self._end(i) - self._starts[packed[0]] <= _PACK_BYTES
 
     def _enqueue_packed(self, packed: list[int], target: Buffer, shift: int) -> None:
-        values = [self._tensors[i].detach().resolve_conj().resolve_neg().reshape(-1) for i in packed]
-        block = torch.cat([value.contiguous().view(torch.uint8) for value in values])
+        block = torch.cat([as_bytes(self._tensors[i].detach().resolve_conj().resolve_neg()) for i in packed])
         target.tensor[shift + self._starts[packed[0]] : shift + self._end(packed[-1])].copy_(
             block, non_blocking=block.is_cuda
         )

@@ -51,6 +51,11 @@ def merged(update: WeightUpdate, tensors: Mapping[str, torch.Tensor | LazyTensor
     def norms(base: torch.Tensor | LazyTensor, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
         if not isinstance(update, LowRank) or update.magnitude is None:
             return None
+        if update.transposed:  # its features are columns, and the parts that are merged at a time are rows
+            left, right, _ = given
+            values = update.merged(whole(weight), Chunk.whole(info_of(weight).shape), (left, right))
+            lengths: torch.Tensor = torch.linalg.vector_norm(values, dim=0)
+            return lengths
         held = _has_whole_rows(weight) and _has_whole_rows(base)
         return None if held else _row_norms(update, weight, given)
 

@@ -15,7 +15,7 @@ import torch
 
 from titan_ckpt.converters.lora.peft import json_number
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import BaseMismatchError, ConverterError
+from titan_ckpt.errors import BaseMismatchError, ConverterError, listed
 from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader, unselected
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.weights.identity import BASE_RECORD
@@ -45,7 +45,14 @@ def stack_adapters(folders: Sequence[Path], out: Path) -> None:
             raise ConverterError(
                 f"{', '.join(dora)}: DoRA scales whole rows by its own norm, so its effects do not add up"
             )
-        found = [adapter.updates() for adapter in adapters]
+        for adapter in adapters:
+            others = [u.tensors[0] for u in adapter.updates() if not isinstance(u, LowRank)] + [*adapter.beside()]
+            if others or any(map(adapter.is_on_parameter, adapter.pairs())):
+                raise ConverterError(
+                    f"{adapter.path} has more than pairs of modules ({listed(others or ['target_parameters'], ', ')}), "
+                    "which do not add up: merge the adapters into their base one after the other"
+                )
+        found = [adapter.pairs() for adapter in adapters]
         names = {update.site: update.a for updates in found for update in updates}
         if other := next((u.a for updates in found for u in updates if u.a != names[u.site]), None):
             raise ConverterError(

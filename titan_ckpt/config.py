@@ -74,10 +74,8 @@ class SaveConfig(Checked):
     tensors at every save; full: all."""
     on_failure: Literal["raise", "warn"] = "raise"
     """If the disk or the store refuses a save or an interval export (full, quota, read-only, I/O error, expired
-    credentials): end the run, or warn and go on to the next one that is due. The last save and the last exports always
-    raise."""
-    max_failures_in_row: PositiveInt = 3
-    """With on_failure = "warn", one more failed save in a row ends the run."""
+    credentials): end the run, or warn and go on to the next one that is due. The fourth failure in a row, and those of
+    the last save and the last exports, always raise."""
     timeout_seconds: PositiveSeconds = 1800.0
     """A rank that has waited this long for its peers, or for a writer process that does nothing, fails and names
     them."""
@@ -106,13 +104,9 @@ class StopConfig(Checked):
     """Save and stop before the run has lasted this long; absent: no limit."""
     at_unix_seconds: PositiveSeconds | None = None
     """Save and stop before this moment, such as a scheduler's SLURM_JOB_END_TIME; absent: no limit."""
-    exit_code: Annotated[int, Check("an exit code from 0 to 255", lambda n: 0 <= n <= 255)] = 75
-    """Exit code of `titan-ckpt train` if it was stopped before its last step and everything is saved, so that a
-    scheduler starts it again; not under torchrun, which calls every code but 0 a failure."""
     save_on_exception: bool = True
-    """If the loop raises on all ranks, save the last completed step."""
-    exception_seconds: PositiveSeconds = 20.0
-    """A rank that has raised waits this long for the others to raise too, because a save needs all ranks."""
+    """If the loop raises on all ranks, save the last completed step; a rank that has raised waits for the others, 20
+    seconds at most and no longer than grace_seconds."""
     hang_seconds: PositiveSeconds | None = 600.0
     """After this time without progress, all processes are asked; if one does not answer, the others name it and end."""
 

@@ -21,6 +21,9 @@ DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, err
 """Errors of a disk or a store that may pass. EACCES: credentials or a Kerberos ticket have expired; a right that
 was always missing is found before the first step."""
 
+_MOST_IN_ROW = 3
+"""Failures in a row after which a run goes on; a disk that refuses more does not get better by itself."""
+
 Outcome = Literal["done", "disk", "peer", "other"]
 """How a save or an export ended on one rank: well, or because of the disk, of another rank, or of anything else."""
 
@@ -29,7 +32,7 @@ class Failures:
     """The failures of one run, counted alike on every rank."""
 
     def __init__(self, config: SaveConfig | None, coordinator: Coordinator) -> None:
-        """Take on_failure and max_failures_in_row; without a config, every failure ends the run."""
+        """Take on_failure; without a config, every failure ends the run."""
         self._config = config
         self._coordinator = coordinator
         self._in_row: Counter[str] = Counter()
@@ -56,9 +59,9 @@ class Failures:
             return (error or of_peers) if failed else None
         assert error is not None, "all ranks failed"
         self._in_row[what] += 1
-        count, most = self._in_row[what], self._config.max_failures_in_row
-        logger.warning("step %d is not %s (%d in a row, %d are accepted): %s", step, what, count, most, error)
-        return error if count > most else None
+        count = self._in_row[what]
+        logger.warning("step %d is not %s (%d in a row, %d are accepted): %s", step, what, count, _MOST_IN_ROW, error)
+        return error if count > _MOST_IN_ROW else None
 
 
 def outcome_of(error: BaseException | None) -> Outcome:

@@ -99,7 +99,7 @@ class CheckpointManager:
         transformers has those of StateDictTransforms.from_transformers.
         Raises: ConfigError for a folder that is a URI, if `external_weights` and `config.components` do not agree, for
         streams that would lose examples, and for adapters and optimizers of PEFT that were not proved to continue
-        exactly; StateEncodingError for tensors of the model that no checkpoint can hold.
+        exactly; StateEncodingError for tensors of the model and for `states` that no checkpoint can hold.
         """
         exports = any(export.format == "hf" for export in config.export)
         if sd_transforms is None and model_converters is None and (exports or config.initial_load):
@@ -126,6 +126,8 @@ class CheckpointManager:
             rank=coordinator.rank, world_size=coordinator.world_size, left_out=config.left_out(),
             own_settings=own_settings,
         )  # fmt: skip
+        if config.save is not None and self._run.states:
+            coordinator.together("states", self._run.check_states)  # a state may be collective
         self.watch = self._run.watch
         """What no step holds and must not change; an integration adds to it."""
         telemetry = self.base_folder if config.save or config.export else None  # a run that only loads writes nothing

@@ -90,6 +90,8 @@ class Mismatch:
     found: str
     kind: Literal["shape", "dtype", "cast"] = "shape"
     """The difference: the shape; the dtype alone; the dtype alone, and `cast` would convert it."""
+    shape: tuple[int, ...] | None = field(default=None, compare=False)
+    """The other shape, if the source has the whole tensor."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
 from typing import Any, ClassVar
 
 import torch
@@ -18,7 +19,14 @@ from torch import nn
 
 from titan_ckpt.converters.lora import sites
 from titan_ckpt.converters.lora.config import LoRAConfig
-from titan_ckpt.converters.lora.copies import TrainedCopy, attach_copy
+from titan_ckpt.converters.lora.copies import (
+    SomeCopied,
+    TrainedCopy,
+    attach_copy,
+    copy_parameters,
+    copy_rows,
+    follow,
+)
 from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear, attach
 from titan_ckpt.converters.lora.peft import PeftAdapter
 from titan_ckpt.converters.lora.proof import prove
@@ -31,10 +39,23 @@ from titan_ckpt.errors import ConverterError, ExportError, counted
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, fill, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import StateDict, StateDictAdapter
-from titan_ckpt.weights.low_rank import LoRARecord, LowRank, StoredUpdates
+from titan_ckpt.weights.low_rank import (
+    BIAS,
+    ROWS,
+    LoRARecord,
+    LowRank,
+    Stack,
+    StoredUpdates,
+    TrainedRows,
+    WeightUpdate,
+    stack_of,
+)
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
+_ADAPTED = (LoRALinear, LoRAEmbedding, LoRAConv1D, AdaptedStacks)
+_LATER = ("frozen_copies", "bias", "lora_bias", "trainable_token_indices", "ensure_weight_tying")
+"""Settings that an earlier version does not have."""
 
 
 class LoRAConverter(ModelConverter):
@@ -50,6 +71,10 @@ class LoRAConverter(ModelConverter):
         """The adapter of each adapted module, by the module's fqn."""
         self.tied: set[str] = set()
         """The adapted modules that share their weight with another one, which merging would change too."""
+        self._stacks: dict[str, Stack] = {}
+        self._following: dict[str, str] = {}
+        self.added: list[WeightUpdate] = []
+        """Updates beside the pairs: of biases, and rows of tables."""
         self._copied: dict[str, str] = {}
         """The fqn of a trained copy's tensor -> the fqn of the base's tensor."""
         self._owned: set[str] = set()
@@ -61,38 +86,78 @@ class LoRAConverter(ModelConverter):
 
         Raises: ConverterError listing unmatched names, weights that cannot be adapted, and ranks that are too large.
         """
-        found = sites.find_sites(model, self.config)
-        chosen = [found[fqn] for fqn in select(list(found), self.config.target_modules, "weight to adapt")]
-        leaves = sites.leaf_modules(model)
-        copied = select(list(leaves), self.config.modules_to_save, "module with parameters and without parts")
-        tied, adapted = sites.tied_modules(model), [site.fqn for site in chosen]
-        misfits = {site.fqn: [*site.misfits(self.config)] for site in chosen}
-        proof = prove([site for site in chosen if not misfits[site.fqn]], self.config)
+        config, found, leaves = self.config, sites.find_sites(model, self.config), sites.leaf_modules(model)
+        tied, following = sites.tied_modules(model), sites.followers(model)
+        dtype, record = config.torch_dtype, LoRARecord.of(asdict(config))
+        leaders = following if config.ensure_weight_tying else {}
+
+        def names(among: Mapping[str, Any], targets: Sequence[str], what: str) -> list[str]:
+            return list(dict.fromkeys(leaders.get(fqn, fqn) for fqn in select(list(among), targets, what)))
+
+        chosen = [found[fqn] for fqn in names(found, config.target_modules, "weight to adapt")]
+        copied = names(leaves, config.modules_to_save, "module with parameters and without parts")
+        frozen = select(list(leaves), config.frozen_copies, "module with parameters and without parts")
+        frozen = list(dict.fromkeys(following.get(fqn, fqn) for fqn in frozen))  # PEFT has them for all that share one
+        adapted = [site.fqn for site in chosen]
+        rows = {
+            fqn: update.indices
+            for fqn in select(list(leaves), [*config.trainable_token_indices], "table")
+            if (update := record.trained_rows(fqn)) is not None
+        }
+        rows = {fqn: indices for fqn, indices in rows.items() if rows.get(following.get(fqn, "")) != indices}
+        biased = sites.biases_of(model, config.bias, adapted, copied)
+        misfits = {site.fqn: [*site.misfits(config)] for site in chosen}
+        proof = prove([site for site in chosen if not misfits[site.fqn]], config)
         problems = [problem for problems in misfits.values() for problem in problems] + proof.problems
-        problems += sites.copy_misfits({fqn: leaves[fqn] for fqn in copied}, adapted, tied)
-        problems += sites.unused_patterns(self.config, adapted)
+        problems += sites.copy_misfits({fqn: leaves[fqn] for fqn in copied}, adapted)
+        problems += sites.copy_misfits({fqn: leaves[fqn] for fqn in frozen} | biased, [])
+        problems += [f"{fqn}: is in frozen_copies and is trained in full" for fqn in frozen if fqn in copied]
+        problems += sites.row_misfits(rows, leaves, [*adapted, *copied, *frozen])
+        problems += sites.unused_patterns(config, adapted)
+        if config.ensure_weight_tying and (lost := tied & {*adapted, *copied} - {*following.values()}):
+            problems.append(f"{', '.join(sorted(lost))}: shares its weight, and no module was found that could follow")
         if problems:
             raise ConverterError(f"LoRA: {len(problems)} problem(s){in_lines(problems)}")
-        self.tied |= tied & {*adapted}
-        if shared := [fqn for fqn in adapted if fqn in tied]:
-            logger.warning("LoRA: %s shares its weight with another module: it cannot be merged", ", ".join(shared))
+        both = {
+            table for fqn, table in following.items() if config.ensure_weight_tying or (table in rows) > (fqn in rows)
+        }
+        self.tied |= (tied & {*adapted, *copied, *rows}) - both
+        if self.tied:
+            shared = ", ".join(sorted(self.tied))
+            logger.warning("LoRA: %s shares its weight with another module: it cannot be merged", shared)
         model.requires_grad_(False)
         for site in chosen:
             self.adapted[site.fqn] = site.update
+            if site.update.operation == "stack":
+                self._stacks[site.fqn] = stack_of(site.module, site.parameter)
             attach(
                 site.module,
                 site.update,
-                self.config.torch_dtype,
-                dropout=self.config.dropout,
+                dtype,
+                dropout=config.dropout,
                 scaled_by=proof.scaled_by.get(site.fqn, ""),
                 quantized=quantized_forward(site.module),
             )
+            self.added += [site.update.added_bias] if site.update.added_bias else []
         for fqn in copied:
-            names = [*leaves[fqn].state_dict()]
-            attach_copy(leaves[fqn], self.config.torch_dtype)
-            self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in names}
-        self._owned = {name for adapted in self.adapted.values() for name in adapted.tensors} | set(self._copied)
-        weights = {adapted.weight for adapted in self.adapted.values()} | self._owned
+            self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in leaves[fqn].state_dict()}
+            attach_copy(leaves[fqn], dtype)
+        for fqn, module in {**biased, **{fqn: leaves[fqn] for fqn in frozen}}.items():
+            own = [name for name, _ in module.named_parameters(recurse=False)] if fqn in frozen else ["bias"]
+            self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in own}
+            copy_parameters(module, own, dtype, trained=fqn not in frozen)
+        for fqn, indices in rows.items():
+            self.added.append(TrainedRows(f"{fqn}.weight", f"{fqn}.{ROWS}.weight", indices))
+            copy_rows(leaves[fqn], indices, dtype)
+        modules = {clean_fqn(name): module for name, module in model.named_modules()}
+        for fqn, leader in following.items():
+            if leader in both:
+                self._following[fqn] = leader
+            if leader in both or leader in frozen:
+                follow(modules[fqn], modules[leader], adapter=leader in both)
+        updates = [*self.adapted.values(), *self.added]
+        self._owned = {name for update in updates for name in update.tensors} | set(self._copied)
+        weights = {update.weight for update in self.adapted.values()} | self._owned
         self._others += [fqn for name in model.state_dict() if (fqn := clean_fqn(name)) not in weights]
         self.initialize([model])
         FirstForward(model, tied)
@@ -111,27 +176,42 @@ class LoRAConverter(ModelConverter):
         """
         if not last_step:
             return dict(state_dict)
-        adapters = {a.weight: a for a in self.adapted.values() if a.a in state_dict}
-        if tied := [a.site for a in adapters.values() if a.site in self.tied]:
+        updates: dict[str, list[WeightUpdate]] = {}
+        for update in (*self.adapted.values(), *self.added):
+            if update.tensors[0] in state_dict:
+                updates.setdefault(update.weight, []).append(update)
+        copies = {base: trained for trained, base in self._copied.items() if trained in state_dict}
+        changed = {*updates, *copies}
+        if tied := sorted(self.tied & {fqn.rpartition(".")[0] for fqn in changed}):
             raise ExportError(
                 f"{', '.join(tied)} shares its weight with another module, and merging the adapter would change both. "
                 'Export the adapter alone (format = "peft"), or train without this target'
             )
-        check_adapters(self.adapted, state_dict, copies=self._copied)
-        copies = {base: trained for trained, base in self._copied.items() if trained in state_dict}
+        if absent := sorted(changed - state_dict.keys()):
+            raise ExportError(
+                f"{', '.join(absent)}: the model has no such tensor to merge the adapter into, such as a bias for that "
+                'of B. Export the adapter alone (format = "peft")'
+            )
+        check_adapters(self.adapted, state_dict, copies=[*self._copied, *(n for u in self.added for n in u.tensors)])
         out: StateDict = {}
         for fqn, value in state_dict.items():
-            if fqn in adapters:
-                out[fqn] = merged(adapters[fqn], state_dict)
-            elif fqn in copies:
-                out[fqn] = rounded(state_dict[copies[fqn]], info_of(value).dtype)
-            elif fqn not in self._owned:
-                out[fqn] = value
+            if fqn in self._owned:
+                continue
+            out[fqn] = rounded(state_dict[copies[fqn]], info_of(value).dtype) if fqn in copies else value
+            for update in updates.get(fqn, ()):
+                out[fqn] = merged(update, {**state_dict, fqn: out[fqn]})
         return out
 
     def state_dict_adapter(self) -> StateDictAdapter:
         """Return the adapter that names the keys as PEFT does."""
-        return PeftAdapter(self.config, self.adapted, self._copied, tuple(self._others))
+        others, added = tuple(self._others), tuple(self.added)
+        return PeftAdapter(self.config, self.adapted, self._copied, others, added, self._following, self._stacks)
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return the settings; those of later versions only where they have an effect, so that old steps are equal."""
+        (settings,) = super().describe()
+        plain = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(LoRAConfig)}
+        return [{n: _as_json(v) for n, v in settings.items() if n not in _LATER or _as_json(v) != _as_json(plain[n])}]
 
     @classmethod
     def updates(
@@ -149,20 +229,22 @@ class LoRAConverter(ModelConverter):
         wanted = self.key_filter if fqns is None else set(fqns).__contains__
         for part in model_parts:
             for name, module in part.named_modules():
-                if isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D | AdaptedStacks | TrainedCopy):
+                if isinstance(module, (*_ADAPTED, TrainedCopy, SomeCopied)):
                     initialize_adapter(module, clean_fqn(name), wanted, self.config.seed)
 
 
 @torch.no_grad()
 def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool], seed: int) -> None:
     """Set the tensors of an adapted module whose fqn is `wanted` to their initial values, under any sharding."""
-    if isinstance(module, TrainedCopy):
+    if trained := dict(module.named_children()).get("trained"):
         base = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-        for name, value in (*module.trained.named_parameters(), *module.trained.named_buffers()):
+        for name, value in (*trained.named_parameters(), *trained.named_buffers()):
             if wanted(f"{fqn}.trained.{name}"):
                 fill(value, whole(base[name]))
+    if isinstance(module, SomeCopied) and module.copied_rows and wanted(f"{fqn}.trained_rows.weight"):
+        fill(module.get_parameter("trained_rows.weight"), whole(module.get_parameter("weight"))[[*module.copied_rows]])
+    if not isinstance(module, _ADAPTED):
         return
-    assert isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D | AdaptedStacks)
     for adapter in module.adapters.values() if isinstance(module, AdaptedStacks) else [module.adapter]:
         adapted = adapter.site.rpartition(".")[0] if adapter.operation == "stack" else adapter.site
         a, b, *lengths = (name.removeprefix(f"{adapted}.") for name in adapter.tensors)
@@ -172,12 +254,20 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
             weight, generator = module.get_parameter(random), _generator(name, seed)
             draw = torch.randn if embedding else _linear_values
             fill(weight, draw(weight.shape, generator=generator))
-        if wanted(f"{fqn}.{zero}"):
-            for block in blocks_of(module.get_parameter(zero)):
+        for name in (zero, *([BIAS] if adapter.bias else [])):
+            for block in blocks_of(module.get_parameter(name)) if wanted(f"{fqn}.{name}") else ():
                 block.data.zero_()
         if lengths and wanted(f"{fqn}.{lengths[0]}"):
-            rows = torch.linalg.vector_norm(whole(module.get_parameter("weight")).float(), dim=1)
+            rows = torch.linalg.vector_norm(
+                whole(module.get_parameter("weight")).float(), dim=int(not adapter.transposed)
+            )
             fill(module.get_parameter(lengths[0]), rows)
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _as_json(item) for name, item in value.items()}
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _linear_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:

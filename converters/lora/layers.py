@@ -22,13 +22,18 @@ from titan_ckpt.weights.low_rank import LowRank, spread
 class Factor(nn.Module):
     """Matrix A or B. It is no nn.Linear, so that a model's own initialization leaves it as it is."""
 
-    def __init__(self, num_out: int, num_in: int, device: torch.device, dtype: torch.dtype) -> None:
+    bias: nn.Parameter | None
+
+    def __init__(
+        self, num_out: int, num_in: int, device: torch.device, dtype: torch.dtype, *, bias: bool = False
+    ) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(num_out, num_in, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(num_out, device=device, dtype=dtype)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Multiply by the weight. Shape: (..., num_in) in, (..., num_out) out."""
-        return F.linear(x, self.weight)
+        """Multiply by the weight and add the bias. Shape: (..., num_in) in, (..., num_out) out."""
+        return F.linear(x, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
         """Draw values as for a linear module."""
@@ -41,6 +46,8 @@ class LoRAUp(Factor):
     def reset_parameters(self) -> None:
         """Fill with zeros."""
         nn.init.zeros_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
 class Magnitude(nn.Module):
@@ -72,7 +79,7 @@ class LoRALinear(nn.Linear):
         dropped = F.dropout(input, self.lora_dropout, self.training)
         inner = self.lora_a(dropped.to(self.lora_a.weight.dtype))
         rows = self.adapter.rows
-        low = F.linear(inner, spread(self.lora_b.weight, rows)) if rows else self.lora_b(inner)
+        low = F.linear(inner, spread(self.lora_b.weight, rows), self.lora_b.bias) if rows else self.lora_b(inner)
         low = low * self.adapter.scaling
         if self.adapter.magnitude is None:
             return (base + low).to(base.dtype)
@@ -153,8 +160,16 @@ class LoRAConv1D(nn.Module):
         """Add both paths; see LoRALinear."""
         base: torch.Tensor = super().forward(x)
         dropped = F.dropout(x, self.lora_dropout, self.training)
-        low: torch.Tensor = self.lora_b(self.lora_a(dropped.to(self.lora_a.weight.dtype)))
-        return (base + low * self.adapter.scaling).to(base.dtype)
+        low: torch.Tensor = self.lora_b(self.lora_a(dropped.to(self.lora_a.weight.dtype))) * self.adapter.scaling
+        if self.adapter.magnitude is None:
+            return (base + low).to(base.dtype)
+        weight, factors = self.get_parameter("weight"), (self.lora_a.weight, self.lora_b.weight)
+        with torch.no_grad():
+            merged = self.adapter.combined(weight, *self.adapter.factors(*factors))
+            norms: torch.Tensor = torch.linalg.vector_norm(merged, dim=0)
+        factor = self.get_parameter("lora_magnitude.weight") / norms
+        plain: torch.Tensor = super().forward(dropped) if self.training and self.lora_dropout else base
+        return (base + (factor - 1) * (plain - self.get_parameter("bias")) + factor * low).to(base.dtype)
 
 
 class StackAdapter(nn.Module):
@@ -172,7 +187,26 @@ class StackAdapter(nn.Module):
         nn.init.zeros_(self.lora_b)
 
 
-class AdaptedStacks(nn.Module):
+class Substituting(nn.Module):
+    """A module that computes with other values in place of some of its parameters, however it uses them."""
+
+    def substitutes(self) -> dict[str, torch.Tensor]:
+        """Return name of a parameter -> the value with which the next forward computes."""
+        return {}
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward with the substitutes in place of its parameters."""
+        values = self.substitutes()
+        # an instance attribute hides the registered parameter only from the lookup `self.name`
+        self.__dict__.update(values)
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            for name in values:
+                del self.__dict__[name]
+
+
+class AdaptedStacks(Substituting):
     """A module with stacked experts' weights that computes with merged weights.
 
     How the module uses its stacks is unknown, so they are merged before each forward. This takes the memory of one
@@ -182,16 +216,9 @@ class AdaptedStacks(nn.Module):
     adapters: dict[str, LowRank]
     """Name of the stacked parameter -> its adapter."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward with the merged stacks in place of its parameters."""
-        merged = {name: self._merged(name, adapter) for name, adapter in self.adapters.items()}
-        # an instance attribute hides the registered parameter only from the lookup `self.name`
-        self.__dict__.update(merged)
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            for name in merged:
-                del self.__dict__[name]
+    def substitutes(self) -> dict[str, torch.Tensor]:
+        """Return the merged stacks."""
+        return super().substitutes() | {name: self._merged(name, adapter) for name, adapter in self.adapters.items()}
 
     def _merged(self, name: str, adapter: LowRank) -> torch.Tensor:
         weight, factors = self._parameters[name], self.get_submodule(f"lora_{name}")
@@ -221,7 +248,7 @@ def attach(
     module.__class__ = mixed(kind, base)
     module.lora_a = Factor(adapter.rank * max(1, len(adapter.rows)), num_in, **where)
     up = Factor if adapter.operation == "embedding" else LoRAUp
-    module.lora_b = up(num_out, adapter.rank, **where)
+    module.lora_b = up(num_out, adapter.rank, **where, bias=adapter.bias is not None)
     if adapter.magnitude is not None:
         module.lora_magnitude = Magnitude(num_out, **where)
     if quantized is not None:

@@ -10,16 +10,17 @@ import contextlib
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.fused import Target, modules_of, targets_of
 from titan_ckpt.converters.lora.placement import misplaced
+from titan_ckpt.converters.lora.stacks import AlsoTransposed, StackedFactor
 from titan_ckpt.errors import ConfigError, KeyMapError
-from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
-from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
+from titan_ckpt.formats.huggingface.peft import BASE_LAYER, PREFIX, ROWS, ModuleNumbers
+from titan_ckpt.formats.huggingface.peft_fields import targets_parameter, trained_rows
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import (
     IDENTITY,
@@ -36,7 +37,18 @@ from titan_ckpt.geometry.keymap import (
     TensorOp,
     Unstack,
 )
-from titan_ckpt.weights.low_rank import PARTS, LowRank
+from titan_ckpt.weights.low_rank import (
+    COPY,
+    PARTS,
+    A,
+    B,
+    LowRank,
+    Stack,
+    TrainedRows,
+    WeightUpdate,
+    lora_tensor,
+    matches,
+)
 
 _OF_ROWS = (Identity, PermuteRotary, PermuteRows, Split)
 """Operations that move whole rows, so that B follows them and A stays."""
@@ -54,6 +66,12 @@ class PeftAdapter:
     copied: Mapping[str, str]
     others: Sequence[str]
     """The base's other tensors: nothing that is written may select their modules."""
+    added: Sequence[WeightUpdate] = ()
+    """Updates beside the pairs."""
+    following: Mapping[str, str] = field(default_factory=dict)
+    """Linear modules that follow a table, whose weight they share -> that table."""
+    stacks: Mapping[str, Stack] = field(default_factory=dict)
+    """Adapted parameters of stacked experts, in the order of each module's parameters -> their form in PEFT."""
 
     def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
         """Return the table of the owned keys. If the base's table permutes a weight's rows, B's rows are permuted too.
@@ -66,7 +84,8 @@ class PeftAdapter:
         rules: list[KeyRule] = []
         repeats: list[tuple[str, str]] = []
         problems: list[str] = []
-        for target in targets_of(self.adapted.values(), base):
+        parameters = self._parameters(base, found)
+        for target in self._targets(base, found):
             try:
                 made = _rules(target, found)
                 rules += made if found is None else [_first_of_equals(rule, repeats) for rule in made]
@@ -75,42 +94,123 @@ class PeftAdapter:
         for trained, fqn in self.copied.items():
             group = base.group_of_fqn(fqn)
             if len(group.keys) == len(group.fqns) == 1:
-                rules.append(KeyRule.of(trained, PREFIX + group.keys[0], group.op))
+                rules.append(KeyRule.of(trained, PREFIX + self._beside_pair(group.keys[0], fqn), group.op))
             else:
                 problems.append(f"{fqn}: stored as {', '.join(group.keys)}, and a copy of it cannot be")
+        rules += [
+            rule
+            for site, path in parameters.items()
+            for rule in _parameter_rules(self.adapted[site], path, self.stacks[site])
+        ]
+        for update in self._rows():
+            group = base.group_of_fqn(update.weight)
+            if isinstance(group.op, Identity):
+                (module,) = modules_of(group)
+                rules.append(KeyRule.of(update.rows, PREFIX + module + ROWS))
+            else:
+                problems.append(f"{update.weight}: stored as {', '.join(group.keys)}, and rows of it cannot be")
+        rules = [self._repeated(rule, base) for rule in rules] if found is None else rules
         if problems:
             raise KeyMapError(f"{len(problems)} adapter(s) have no name in PEFT\n  " + "\n  ".join(problems))
         return KeyMap(tuple(rules), repeats=tuple(repeats))
 
+    def _parameters(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> dict[str, str]:
+        """Return the parameters of stacked experts that are PEFT's target_parameters -> the path of their pair.
+
+        These are all in a model with transformers' own names; a folder may have a pair for each expert instead.
+        """
+        paths: dict[str, str] = {}
+        if base.identity:
+            for site in reversed([*self.stacks]):
+                module = site.rpartition(".")[0]
+                path = f"{PREFIX}{module}"
+                while path in paths.values():
+                    path += BASE_LAYER.rstrip(".")
+                paths[site] = path
+        if found is not None and not any(f"{path}.lora_A.weight" in found for path in paths.values()):
+            return {}
+        return {site: paths[site] for site in self.stacks if site in paths}
+
+    def _targets(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> list[Target]:
+        """Return the adapted weights that PEFT has as modules."""
+        parameters = self._parameters(base, found)
+        return targets_of((a for site, a in self.adapted.items() if site not in parameters), base)
+
+    def _heads(self, base: KeyMap) -> dict[str, str]:
+        """Return the tables that PEFT has tied modules to -> such a module's name there."""
+        tied = self.following.items() if self.config.ensure_weight_tying else ()
+        return {table: module for fqn, table in tied for module in modules_of(base.group_of_fqn(f"{fqn}.weight"))}
+
+    def _repeated(self, rule: KeyRule, base: KeyMap) -> KeyRule:
+        """Return the rule by which PEFT stores a tensor of a table once more for the module that is tied to it."""
+        part = lora_tensor(rule.native[0])
+        head = "" if part is None else self._heads(base).get(part.weight.rpartition(".")[0])
+        if part is None or not head:
+            return rule
+        if part.role == COPY and part.weight.endswith(".weight"):
+            inner = BASE_LAYER if BASE_LAYER in rule.file[0] else "."
+            return KeyRule.of(rule.native, [*rule.file, f"{PREFIX}{head}{inner}weight"], Repeat(2))
+        ending = {A: "lora_B.weight", B: "lora_A.weight"}.get(part.role)
+        return KeyRule.of(rule.native, [*rule.file, f"{PREFIX}{head}.{ending}"], AlsoTransposed()) if ending else rule
+
+    def _rows(self) -> list[TrainedRows]:
+        return [update for update in self.added if isinstance(update, TrainedRows)]
+
+    def _is_by_another_setting(self, fqn: str) -> bool:
+        """Return whether a copied tensor is one that `modules_to_save` does not name."""
+        module, _, parameter = fqn.rpartition(".")
+        is_bias = parameter == "bias" and self.config.bias != "none"
+        by_name = any(matches(module, name) for name in self.config.modules_to_save)
+        return (is_bias and not by_name) or any(matches(module, name) for name in self.config.frozen_copies)
+
+    def _beside_pair(self, key: str, fqn: str) -> str:
+        """Return PEFT's name of a tensor of the base, which stands below the adapter if its module has one."""
+        module, _, parameter = key.rpartition(".")
+        return f"{module}{BASE_LAYER}{parameter}" if fqn.rpartition(".")[0] in self.adapted else key
+
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""
         config = self.config
-        modules = {module: t for t in targets_of(self.adapted.values(), base) for module in t.modules}
+        modules = {module: t for t in self._targets(base) for module in t.modules}
+        heads = {module: head for module, t in modules.items() if (head := self._heads(base).get(t.adapters[0].site))}
+        stacks = [self.adapted[site] for site in self._parameters(base)]
         in_memory = {m: t.adapters[0].site for m, t in modules.items() if _is_renamed(t.group, base)}
         names = {module: [module, *([in_memory[module]] if module in in_memory else [])] for module in modules}
         by_weight = self._beside_experts(base, [*chain(*names.values())])
         known = {*chain(*names.values()), *self._other_modules(base)}
         every = {parent for module in known for parent in accumulate(module.split("."), lambda a, b: f"{a}.{b}")}
-        keys = {m: [_pattern(key, every) for n in names[m] for key in (n, by_weight.get(n)) if key] for m in modules}
+        named = {m: [*names[m], *([heads[m]] if m in heads else [])] for m in modules}
+        keys = {m: [_pattern(key, every) for n in named[m] for key in (n, by_weight.get(n)) if key] for m in modules}
         alphas = {module: json_number(t.alpha(config.use_rslora)) for module, t in modules.items()}
         parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
-        copied = {key for fqn in self.copied.values() for key in modules_of(base.group_of_fqn(fqn))}
+        whole = [fqn for fqn in self.copied.values() if not self._is_by_another_setting(fqn)]
+        copied = {key for fqn in whole for key in modules_of(base.group_of_fqn(fqn))}
+        rows = {key: [*u.indices] for u in self._rows() for key in modules_of(base.group_of_fqn(u.weight))}
         return {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
             "r": config.rank,
             "lora_alpha": json_number(config.alpha),
             "target_modules": _targets({*chain(*names.values())} - by_weight.keys(), every - by_weight.keys()),
-            **({"target_parameters": sorted(by_weight.values())} if by_weight else {}),
+            **(
+                {"target_parameters": parameters}
+                if (parameters := sorted([*by_weight.values(), *(s.site for s in stacks)]))
+                else {}
+            ),
             "lora_dropout": config.dropout,
-            "bias": "none",
+            "bias": config.bias,
             "use_rslora": config.use_rslora,
             "use_dora": config.use_dora,
             "fan_in_fan_out": any(adapted.operation == "conv1d" for adapted in self.adapted.values()),
             "inference_mode": True,
-            "rank_pattern": {key: t.rank for m, t in modules.items() if t.rank != config.rank for key in keys[m]},
-            "alpha_pattern": {key: alpha for m, alpha in alphas.items() if alpha != config.alpha for key in keys[m]},
+            "rank_pattern": {key: t.rank for m, t in modules.items() if t.rank != config.rank for key in keys[m]}
+            | {stack.site: stack.rank for stack in stacks if stack.rank != config.rank},
+            "alpha_pattern": {key: alpha for m, alpha in alphas.items() if alpha != config.alpha for key in keys[m]}
+            | {stack.site: json_number(stack.alpha) for stack in stacks if stack.alpha != config.alpha},
             "modules_to_save": sorted(copied) or None,
+            **({"lora_bias": True} if config.lora_bias else {}),
+            **({"trainable_token_indices": rows} if rows else {}),
+            **({"ensure_weight_tying": True} if config.ensure_weight_tying else {}),
             **({PARTS: parts} if parts else {}),
         }
 
@@ -139,7 +239,7 @@ class PeftAdapter:
 
     def _halves_of_experts(self, base: KeyMap) -> Iterator[str]:
         """Yield a line if one of two projections of experts is adapted that transformers 5 fuses."""
-        modules = [m for t in targets_of(self.adapted.values(), base) for m in t.modules]
+        modules = [m for t in self._targets(base) for m in t.modules]
         adapted = {_last(module) for module in modules if _EXPERT.search(module)}
         for fused in _FUSED:
             if missing := sorted(fused - adapted) if fused & adapted else []:
@@ -161,9 +261,25 @@ class PeftAdapter:
             return [f"peft_type is {found['peft_type']!r}, and this converter is LoRA"]
         if (dora := bool(found.get("use_dora"))) != self.config.use_dora:
             problems.append(f"use_dora is {dora}, expected {self.config.use_dora}")
+        if (bias := bool(found.get("lora_bias"))) != self.config.lora_bias:
+            problems.append(f"lora_bias is {bias}, expected {self.config.lora_bias}")
+        of_tables = [(m, u.indices) for u in self._rows() for m in modules_of(base.group_of_fqn(u.weight))]
+        problems += [
+            f"{module}: trainable_token_indices are {[*rows]}, expected {[*indices]}"
+            for module, indices in of_tables
+            if (rows := trained_rows(found, module)) != indices
+        ]
         numbers = ModuleNumbers(found)
+        wanted = set(found.get("target_parameters") or ())
+        stacks = [self.adapted[s] for s in self.stacks if any(s == w or s.endswith(f".{w}") for w in wanted)]
         try:
-            for target, key in ((t, key) for t in targets_of(self.adapted.values(), base) for key in t.modules):
+            for stack in stacks:
+                rank, scaling = numbers.rank(stack.site), numbers.scaling(stack.site)
+                if rank != stack.rank or not math.isclose(scaling, stack.scaling):
+                    cause = f"rank {rank} scaled by {scaling:g}, expected rank {stack.rank} scaled by {stack.scaling:g}"
+                    modules.setdefault(cause, []).append(stack.site)
+            of_modules = [adapted for adapted in self.adapted.values() if adapted not in stacks]
+            for target, key in ((t, key) for t in targets_of(of_modules, base) for key in t.modules):
                 if target.adapters[0].operation == "embedding" and targets_parameter(found, key):
                     problems.append(
                         f"{key}: target_parameters adapts its weight as a matrix, and here it is an embedding, whose "
@@ -203,10 +319,18 @@ def _rules(target: Target, found: Mapping[str, TensorInfo] | None) -> Iterator[K
         files = f"{', '.join(group.keys[:2])}{', ...' if len(group.keys) > 2 else ''}"
         what = f"{adapted.site}: stored as {files} ({type(group.op).__name__})"
         raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.site,))
-    parts = zip(*(adapted.tensors for adapted in target.adapters), strict=True)
-    endings = ((a, of_a), (b, of_b), ("lora_magnitude_vector", group.op))
+    names_of = [(*each.tensors, *([each.bias] if each.bias else [])) for each in target.adapters]
+    parts = zip(*names_of, strict=True)
+    endings = ((a, of_a), (b, of_b), ("lora_B.bias" if adapted.bias else "lora_magnitude_vector", group.op))
     for names, (ending, op) in zip(parts, endings, strict=False):
         yield KeyRule.of(names, [f"{PREFIX}{module}.{ending}" for module in target.modules], op)
+
+
+def _parameter_rules(adapted: LowRank, path: str, stack: Stack) -> Iterator[KeyRule]:
+    """Yield rules for the factors of stacked experts, which PEFT has as one pair of matrices."""
+    names = reversed(adapted.tensors) if stack.in_first else adapted.tensors
+    for name, ending, by_rows in zip(names, ("lora_A.weight", "lora_B.weight"), (True, False), strict=True):
+        yield KeyRule.of(name, f"{path}.{ending}", StackedFactor(stack.experts, by_rows, stack.in_first))
 
 
 def _parts_of_a(adapted: LowRank, num_keys: int) -> TensorOp:

@@ -36,7 +36,7 @@ def misplaced(
     try:
         with generators_kept(), torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the lines that are returned say more
-            base = hf.build(hf_config)
+            base = hf.build_named(hf_config)
             peft_config: Any = PeftConfig.from_peft_type(**config)  # type: ignore[no-untyped-call]
             model: Any = get_peft_model(base, peft_config, low_cpu_mem_usage=True)
             empty = {key: torch.empty(list(shape)) for key, shape in shapes.items()}

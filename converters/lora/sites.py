@@ -5,7 +5,7 @@ Owns the inspection of a model before it is changed. Changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -18,10 +18,20 @@ from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.copies import TrainedCopy
 from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
 from titan_ckpt.converters.qat.converter import quantized_forward
+from titan_ckpt.errors import ConverterError, listed
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.weights import low_rank
-from titan_ckpt.weights.low_rank import LoRARecord, LowRank, Operation, StoredUpdates, fused_rows, is_conv1d, matches
+from titan_ckpt.weights.low_rank import (
+    LoRARecord,
+    LowRank,
+    Operation,
+    StoredUpdates,
+    WeightUpdate,
+    fused_rows,
+    is_conv1d,
+    matches,
+)
 from titan_ckpt.weights.names import clean_fqn
 
 _OUT = "leave it out of target_modules"
@@ -71,10 +81,12 @@ class Site:
             yield f"{self.fqn}: its weight is {weight.dtype}, and an adapter needs a floating-point base"
         elif rank > capacity:
             yield f"{self.fqn}: rank {rank} is more than its {list(weight.shape)} can hold"
-        elif config.use_dora and operation != "linear":
+        elif config.use_dora and operation not in ("linear", "conv1d"):
             yield f"{self.fqn}: DoRA is for linear modules; leave this {operation} out, or set use_dora = false"
         elif config.use_dora and type(weight.data) is not torch.Tensor:
             yield f"{self.fqn}: DoRA needs plain weights in the forward, and this is a {type(weight.data).__name__}"
+        elif config.lora_bias and operation not in ("linear", "conv1d"):
+            yield f"{self.fqn}: lora_bias is for linear modules; leave this {operation} out, or set lora_bias = false"
         elif isinstance(self.module, NonDynamicallyQuantizableLinear):
             yield f"{self.fqn}: MultiheadAttention uses this weight itself, and an adapter would do nothing; {_OUT}"
         elif getattr(self.module, "max_norm", None) is not None:
@@ -115,7 +127,7 @@ def stored_updates(
     record: LoRARecord, tensors: Mapping[str, TensorInfo], modules: Mapping[str, nn.Module], table: KeyMap
 ) -> StoredUpdates:
     """Return the adapters and the trained copies among the tensors of a step."""
-    updates: list[LowRank] = []
+    updates: list[WeightUpdate] = []
     copies: dict[str, str] = {}
     for name, info in tensors.items():
         part = low_rank.lora_tensor(name)
@@ -128,7 +140,10 @@ def stored_updates(
             b = tensors[update.b].shape if update.b in tensors else ()
             of_parts = len(info.shape) == len(b) == 2 and info.shape[0] != b[1] and info.shape[0] == len(rows) * b[1]
             updates.append(replace(update, rows=rows if of_parts else ()))
-    return StoredUpdates(updates, copies)
+            updates += [update.added_bias] if update.added_bias else []
+        elif part is not None and part.role == low_rank.ROWS and (rows_of := record.trained_rows(part.site)):
+            updates.append(rows_of)
+    return StoredUpdates(updates, copies, tied=record.ensure_weight_tying)
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -159,15 +174,67 @@ def _replaced_forward(module: nn.Module) -> str:
     return "its forward was replaced on the module itself, as accelerate does; convert the model before that"
 
 
-def copy_misfits(copied: Mapping[str, nn.Module], adapted: Sequence[str], tied: set[str]) -> Iterator[str]:
+def copy_misfits(copied: Mapping[str, nn.Module], adapted: Sequence[str]) -> Iterator[str]:
     """Yield the reasons why modules cannot be trained as copies."""
     for fqn, module in copied.items():
         if reason := _replaced_forward(module):
             yield f"{fqn}: {reason}"
         if fqn in adapted:
             yield f"{fqn}: is in target_modules and in modules_to_save"
-        if fqn in tied:
-            yield f"{fqn}: shares its weight, so no copy can stand for it"
+
+
+def followers(model: nn.Module) -> dict[str, str]:
+    """Return the linear modules that share the weight of a table -> that table."""
+    modules = {clean_fqn(name): module for name, module in model.named_modules(remove_duplicate=False)}
+    tables = {id(m.weight): fqn for fqn, m in modules.items() if isinstance(m, nn.Embedding)}
+    return {
+        fqn: tables[id(module.weight)]
+        for fqn, module in modules.items()
+        if isinstance(module, nn.Linear) and id(module.weight) in tables
+    }
+
+
+def biases_of(model: nn.Module, chosen: str, adapted: Collection[str], copied: Collection[str]) -> dict[str, nn.Module]:
+    """Return the modules of which the biases are trained, by fqn. `copied`: those that are trained in full.
+
+    Raises: ConverterError for parameters that PEFT takes for biases and that have a name of their own.
+    """
+    if chosen == "none":
+        return {}
+    found: dict[str, nn.Module] = {}
+    others: list[str] = []
+    for name, module in model.named_modules():
+        fqn = clean_fqn(name)
+        if fqn in copied or (chosen == "lora_only" and fqn not in adapted):
+            continue
+        names = [name for name, _ in module.named_parameters(recurse=False) if "bias" in name]
+        others += [f"{fqn}.{name}" for name in names if name != "bias"]
+        if "bias" in names:
+            found[fqn] = module
+    if others:
+        raise ConverterError(
+            f"LoRA: bias = {chosen!r} trains parameters called bias, and PEFT would also train {listed(others, ', ')}: "
+            "name their modules in modules_to_save, and set bias to none or lora_only"
+        )
+    return found
+
+
+def row_misfits(
+    rows: Mapping[str, Sequence[int]], modules: Mapping[str, nn.Module], taken: Collection[str]
+) -> Iterator[str]:
+    """Yield the reasons why rows of tables cannot be trained. `taken`: modules with an adapter or a copy."""
+    for fqn, indices in rows.items():
+        weight = getattr(modules[fqn], "weight", None)
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or is_conv1d(modules[fqn]):
+            yield f"{fqn}: trainable_token_indices is for embeddings and output matrices"
+        elif max(indices) >= len(weight):
+            yield f"{fqn}: trainable_token_indices has row {max(indices)}, and the table has {len(weight)}"
+        elif isinstance(weight, DTensor):
+            yield f"{fqn}: is sharded already; convert the model first, then parallelize it"
+        elif fqn in taken:
+            yield f"{fqn}: its rows are in trainable_token_indices, and it has an adapter or a copy; choose one of them"
+        elif reason := _replaced_forward(modules[fqn]):
+            yield f"{fqn}: {reason}"
 
 
 def unused_patterns(config: LoRAConfig, adapted: Sequence[str]) -> Iterator[str]:

@@ -103,7 +103,7 @@ def _bases(model: nn.Module, tied: Collection[str]) -> Iterator[_Base]:
         fqn = clean_fqn(name)
         if isinstance(module, AdaptedStacks):
             yield from (_Base(f"{fqn}.{own}", module, own) for own in module.adapters)
-        elif isinstance(module, TrainedCopy):
+        elif isinstance(module, TrainedCopy) and fqn not in tied:
             yield from (_Base(f"{fqn}.{own}", module, own) for own, _ in module.named_parameters(recurse=False))
         elif isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D) and fqn not in tied:
             yield _Base(f"{fqn}.weight", module, "weight")

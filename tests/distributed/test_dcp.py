@@ -172,9 +172,9 @@ def test_an_error_of_dcp_in_a_users_code_is_told_to_all_ranks(tmp_path: Path) ->
     own = pytest.raises(CheckpointException)
     for given in (
         {"components": ("optimizer",), "external_weights": fill_with_dcp_on_rank_1},
-        {"states": {"s": LoadsWhenItIsSaved()}},  # every state is asked for before the first step
+        {"states": {"s": LoadsWhenItIsSaved()}},  # every state is asked for when the manager is made
     ):
-        with manager(tmp_path, Net(), **given) as m, own if dist.get_rank() else told:
+        with own if dist.get_rank() else told, manager(tmp_path, Net(), **given) as m:
             m.load()
 
 

@@ -36,7 +36,7 @@ def test_a_rank_that_dies_once_costs_only_the_steps_since_the_last_save(
     """torchrun --max-restarts resumes at step 4, and the course is that of one process in which nobody died."""
     monkeypatch.chdir(tmp_path)
     Path("dying.py").write_text(CALLBACK)
-    checkpoint = {"save": {"interval": 4}, "stop": {"exception_seconds": 1}}
+    checkpoint = {"save": {"interval": 4}, "stop": {"grace_seconds": 1}}
     tables: dict[str, Any] = {"checkpoint": checkpoint, "optimizer": {"lr": 3e-4}}
     training = {"steps": 8, "batch_size": 2}
     write_toml(Path(), output_folder="ranks", training=training, callbacks=["dying:DieOnce"], **tables)

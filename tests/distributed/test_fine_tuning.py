@@ -81,7 +81,7 @@ def meet_bad_rows(root: Path) -> None:
             root / str(streaming),
             data={**data, "sequence_length": 100, "tokenizer": {"folder": str(root / "tokenizer")}},
             training={"batch_size": 1},
-            checkpoint={"stop": {"exception_seconds": 0.2}},
+            checkpoint={"stop": {"grace_seconds": 0.2}},
         )
         try:
             Trainer(config).run()

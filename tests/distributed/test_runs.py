@@ -139,9 +139,7 @@ class Gathers(TorchDispatchMode):
 RESHARD: dict[str, tuple[dict[str, Any], int]] = {
     "default": ({}, 3 * (2 * 3 + 1)),
     "always": ({"reshard_after_forward": "always"}, 3 * (2 * 3 + 2)),
-    "never": ({"reshard_after_forward": "never"}, 3 * 4),
-    "between": ({"reshard_between_micro_batches": False}, 4 + 3 * 3),
-    "once": ({"reshard_after_forward": "never", "reshard_between_micro_batches": False}, 4),
+    "never": ({"reshard_after_forward": "never"}, 4),
 }
 """Settings, and how often a step of three micro-batches gathers the parameters of three layers and what is around."""
 
@@ -168,7 +166,7 @@ def stopped(folder: Path) -> Any:
     return settings(
         folder,
         training={"steps": 3, "batch_size": 1, "accumulation": 3},
-        parallel={"reshard_after_forward": "never", "reshard_between_micro_batches": False},
+        parallel={"reshard_after_forward": "never"},
         checkpoint={"save": {"interval": 10}},
         data={"sequence_length": 8},
         schedule=CONSTANT,

@@ -162,7 +162,7 @@ def test_a_rank_that_is_silent_for_less_than_the_grace_costs_nothing(tmp_path: P
 
 def test_a_dead_a_raising_and_a_hung_rank_stop_the_others_in_time(tmp_path: Path) -> None:
     """The others end within the bounds, though they wait in C, and name who raised and who hangs."""
-    stop: dict[str, Any] = {"exception_seconds": 2}
+    stop: dict[str, Any] = {"grace_seconds": 2}
     with Job(tmp_path / "dead", 2, slow=0.01, checkpoint={"stop": stop}) as job:
         job.wait_for("step 2", rank=1)
         job.ranks[0].kill()

@@ -177,6 +177,12 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "augmentations": lambda: DataLoader(Augmented(10), 2),
     "a sampler around another": lambda: DataLoader(Plain(10), 2, sampler=Around()),
     "stateful": lambda: StatefulDataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(3)),
+    "stateful, a sampler of torch": lambda: StatefulDataLoader(Plain(9), 2, sampler=RandomSampler(Plain(9))),
+    "stateful, a worker": lambda: StatefulDataLoader(Plain(10), 2, sampler=RandomSampler(Plain(10)), **KEPT),
+    "a shuffled stream, workers": lambda: DataLoader(shuffled(), 2, num_workers=2),
+    "a shuffled stream, a worker that is kept": lambda: DataLoader(shuffled(), 2, **KEPT),
+    "a stream, workers": lambda: DataLoader(numbers(), 1, num_workers=2),
+    "a shuffled stream that is mapped": lambda: DataLoader(shuffled().map(noisy), 2),
 }
 
 
@@ -312,7 +318,7 @@ def plain(batch: Any) -> Any:
 
 
 def shuffled() -> Any:
-    return HuggingFaceDataset.from_dict({"a": [*range(40)]}).to_iterable_dataset().shuffle(buffer_size=16)
+    return HuggingFaceDataset.from_dict({"a": [*range(40)]}).to_iterable_dataset(3).shuffle(7, buffer_size=16)
 
 
 def numbers(first: int = 0) -> Any:

@@ -23,6 +23,8 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     LlamaForSequenceClassification,
+    MarianConfig,
+    MarianMTModel,
     PrinterCallback,
     ProgressCallback,
     Seq2SeqTrainer,
@@ -76,7 +78,7 @@ def plain(
     """Return a Trainer."""
     made = [callback() if isinstance(callback, type | partial) else callback for callback in callbacks]
     given = {name: own.pop(name) for name in GIVEN if name in own}
-    network = None if "model_init" in given else model()
+    network = None if "model_init" in given else own.pop("network", model)()
     samples = Tokens(18) if data is None else data()
     arguments_of = Seq2SeqTrainingArguments if kind is Seq2SeqTrainer else TrainingArguments
     args = arguments_of(**settings(folder, **{"metric_for_best_model": "loss", **own}))
@@ -144,6 +146,17 @@ def config_of(kind: type[Any]) -> Any:
     return getattr(import_module(owner.__module__), f"{owner.__name__.removesuffix('Trainer')}Config")
 
 
+def translator() -> Any:
+    """Return an encoder and a decoder with dropout, whose positions are in no folder."""
+    torch.manual_seed(0)
+    shape: Any = {
+        "vocab_size": 32, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2, "encoder_ffn_dim": 32, "decoder_ffn_dim": 32, "pad_token_id": 0,
+        "eos_token_id": 2, "decoder_start_token_id": 0, "max_position_embeddings": 32,
+    }  # fmt: skip
+    return MarianMTModel(MarianConfig(**shape))
+
+
 def reward_model() -> Any:
     """Return a model with one score."""
     torch.manual_seed(0)
@@ -160,7 +173,7 @@ GROUPS: dict[str, Any] = {"num_generations": 2, "steps_per_generation": 4, "num_
 _T, _E = "trl.trainer.", "trl.experimental."
 TRAINERS: dict[str, Case] = {
     "transformers.trainer.Trainer": plain,
-    "transformers.trainer_seq2seq.Seq2SeqTrainer": partial(plain, kind=Seq2SeqTrainer),
+    "transformers.trainer_seq2seq.Seq2SeqTrainer": partial(plain, kind=Seq2SeqTrainer, network=translator),
     **{
         name: partial(of_trl, name=name, data=data, **more)
         for name, data, more in (

@@ -52,6 +52,35 @@ def test_a_plan_names_every_source_and_what_would_fail(
     assert "stepp" in capsys.readouterr().err
 
 
+def test_a_plan_resumes_the_run_that_a_source_names(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With training_state: a step of another run, with its base if it is an adapter's; what is no step is a problem."""
+    toml = tmp_path / "run.toml"
+    start = f'output_folder = "{tmp_path / "run"}"\nmodel = {{ flavor = "debug-0.5m" }}\n'
+
+    def plan(*paths: Path) -> tuple[int, dict[str, Any]]:
+        sources = "".join(f'[[checkpoint.initial_load]]\npath = "{path}"\n' for path in paths)
+        toml.write_text(start + sources + "training_state = true\n")
+        code = main(["plan", str(toml), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    step = root / "lora/checkpoints/step-1"
+    code, found = plan(root / "hf", step)
+    assert (code, found["step"], found["action"]) == (0, 1, "resume step 1 (adapter)")
+    assert [(s["role"], s["format"]) for s in found["sources"]] == [("weights", "hf"), ("adapter", "native")]
+    shutil.copytree(step, tmp_path / "other/step-1")
+    (tmp_path / "other/step-1").rename(tmp_path / "other/renamed")
+    for paths, problem in {
+        (tmp_path / "other/renamed",): "is not named step-N",
+        (root / "hf",): "holds no training state",
+        (step,): "no base is configured",
+    }.items():
+        code, found = plan(*paths)
+        assert (code, found["action"]) == (1, "the load would fail")
+        assert problem in found["problems"][0]
+
+
 def test_a_plan_names_the_extras_that_the_run_needs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

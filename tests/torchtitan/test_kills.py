@@ -30,7 +30,7 @@ Case = dict[str, Any]
 
 
 def _config(assets: Path, folder: Path, case: Case) -> Any:
-    stop = StopConfig(exception_seconds=1.0)  # the other ranks of a killed one wait for it this long
+    stop = StopConfig(grace_seconds=1.0)  # the other ranks of a killed one wait for it this long
     return config(assets, folder, steps=STEPS, layers=2, interval=1, keep_latest_k=2, stop=stop, **case)
 
 

@@ -82,7 +82,6 @@ class _Fault:
         ({"initial_load_path": "/nowhere/at/all"}, {}, "checkpoint.initial_load_path: /nowhere/at/all is no folder"),
         ({"exclude_from_loading": ["optimiser"]}, {}, "exclude_from_loading: the run has no 'optimiser'; it has"),
         ({"initial_load_in_hf": True}, {}, "initial_load_in_hf: no initial_load_path and no hf_assets_path"),
-        ({"stop": StopConfig(exit_code=3)}, {}, "checkpoint.stop.exit_code: torchtitan's program exits with 0"),
         ({"load_step": -2}, {}, "load_step: -2 is no step"),
         ({"create_seed_checkpoint": True, "load_only": True}, {}, "create_seed_checkpoint: load_only permits no save"),
         ({"export_dtype": "int3"}, {}, "export_dtype: 'int3'; expected one of float16, float32, bfloat16"),

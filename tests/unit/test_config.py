@@ -175,6 +175,10 @@ def test_faults_in_unions_name_the_kinds() -> None:
             "save.timeout_seconds: expected a positive number (seconds), found inf",
         ),
         (
+            {"save": {"interval": 5, "timeout_seconds": 1 << 1024}},
+            f"save.timeout_seconds: expected a positive number (seconds), found {1 << 1024}",
+        ),
+        (
             {"save": {"interval": 5, "timeout_seconds": float("nan")}},
             "save.timeout_seconds: expected a positive number (seconds), found nan",
         ),

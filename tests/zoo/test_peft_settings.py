@@ -17,7 +17,7 @@ import torch.distributed as dist
 from peft import EvaConfig, LoraConfig, LoraRuntimeConfig, get_peft_model, initialize_lora_eva_weights
 from peft.tuners.lora.config import BdLoraConfig, KasaConfig, LoraGAConfig, MontecloraConfig, VeloraConfig
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, GPT2Config, GptOssConfig, LlamaConfig, Qwen2Config, Qwen3MoeConfig
 
 from tests import world
 from tests.interop.folders import disturb, logits
@@ -28,8 +28,10 @@ from titan_ckpt import InitialLoadConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers, PeftReader
-from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT
+from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT, saves, targets_stacks
+from titan_ckpt.formats.huggingface.reader import read_config
 from titan_ckpt.models import hf
+from titan_ckpt.weights.low_rank import TrainedRows
 
 FLOORS = {"": 64}
 """Settings and ways in that are exact at the least."""
@@ -42,6 +44,8 @@ CONFIGS: dict[str, Any] = {
     "llama": LlamaConfig(**SIZES),
     "tied": LlamaConfig(**SIZES, tie_word_embeddings=True),
     "qwen2": Qwen2Config(**SIZES, tie_word_embeddings=False),
+    "qwen3_moe": Qwen3MoeConfig(**SIZES, moe_intermediate_size=24, num_experts=4, num_experts_per_tok=2),
+    "gpt_oss": GptOssConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, head_dim=8, sliding_window=16),
     "gpt2": GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=2, n_head=4, tie_word_embeddings=False),
 }
 TARGETS = {"llama": ["q_proj", "k_proj", "down_proj"], "gpt2": ["c_attn", "c_proj", "c_fc"]}
@@ -54,6 +58,23 @@ def is_trained(_: str, parameter: nn.Parameter) -> bool:
 
 def _as_made(model: Any, folder: Path) -> None:
     model.save_pretrained(str(folder), save_embedding_layers=False)
+
+
+def _by_default(model: Any, folder: Path) -> None:
+    """Save as people do: tables that have adapters are saved beside them."""
+    disturb(model, is_trained)
+    model.save_pretrained(str(folder))
+
+
+def changed_tables(model: Any, folder: Path) -> None:
+    """Save after the tables of the base were changed, as new rows of a resized vocabulary are."""
+    adapted = any(
+        "lora_" in name for name, _ in model.named_parameters() if "embed_tokens" in name or "lm_head" in name
+    )
+    tables = ("embed_tokens.base_layer", "lm_head.base_layer") if adapted else ("embed_tokens", "lm_head")
+    disturb(model, lambda name, _: any(table in name for table in tables))
+    disturb(model, is_trained)
+    model.save_pretrained(str(folder), save_embedding_layers=True)
 
 
 def _converted(model: Any, folder: Path) -> None:
@@ -78,6 +99,8 @@ class Case:
     """Why no [[converters]] table can hold the adapter, so that it can only be merged."""
     no_merge: str = ""
     """Why it cannot be merged."""
+    untied: bool = False
+    """It is merged into a model that does not share the weight."""
     no_shards: str = ""
     """Why it cannot be merged into a weight whose rows FSDP2 has divided among ranks."""
 
@@ -94,8 +117,12 @@ class Case:
     def __str__(self) -> str:
         fields = {**self.settings, **self.edited}
         text = ", ".join(f"{name}={_shown(value)}" for name, value in fields.items()) or "defaults"
-        how = ", converted" if self.save is _converted else ""
-        return f"{self.base}: {text}{how}"
+        how: dict[Any, str] = {
+            _converted: ", converted",
+            _by_default: ", tables beside",
+            changed_tables: ", changed tables beside",
+        }
+        return f"{self.base}: {text}{how.get(self.save, '')}"
 
 
 def _shown(value: Any) -> str:
@@ -119,8 +146,6 @@ def edited(refused: str | None = None, **fields: Any) -> Case:
     return Case({}, refused, fields)
 
 
-SHARED = "is another module's weight too, which a merge would change"
-NO_COPY = "shares its weight, so no copy can stand for it"
 CASES = [
     exact(),
     exact(r=2, lora_alpha=3),
@@ -150,28 +175,35 @@ CASES = [
     Case(
         {"use_dora": True},
         base="gpt2",
-        no_converter="DoRA is for linear modules",
         no_shards="use_dora needs whole columns",
     ),
-    Case({"target_modules": ["embed_tokens", "q_proj"]}, base="tied", no_merge=SHARED),
-    Case({"target_modules": ["lm_head", "q_proj"]}, base="tied", no_merge=SHARED),
-    Case({"modules_to_save": ["embed_tokens"]}, base="tied", no_merge=SHARED, no_converter=NO_COPY),
-    Case({"modules_to_save": ["lm_head"]}, base="tied", no_merge=SHARED, no_converter=NO_COPY),
-    Case(
-        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
-        "ensure_weight_tying",
-        base="tied",
-        no_converter=NO_COPY,
-    ),
-    refused(by="ensure_weight_tying", base="tied", target_modules=["embed_tokens"], ensure_weight_tying=True),
+    Case({"target_modules": ["embed_tokens", "q_proj"]}, base="tied", untied=True),
+    Case({"target_modules": ["lm_head", "q_proj"]}, base="tied", untied=True),
+    Case({"modules_to_save": ["embed_tokens"]}, base="tied", untied=True),
+    Case({"modules_to_save": ["lm_head"]}, base="tied", untied=True),
+    exact("tied", modules_to_save=["embed_tokens"], ensure_weight_tying=True),
+    exact("tied", modules_to_save=["lm_head"], ensure_weight_tying=True),
+    exact("tied", target_modules=["embed_tokens"], ensure_weight_tying=True),
+    exact("tied", target_modules=["embed_tokens", "lm_head", "q_proj"], ensure_weight_tying=True),
+    Case({"target_modules": ["lm_head", "q_proj"]}, save=_by_default),
+    Case({"target_modules": ["embed_tokens", "lm_head"]}, save=_by_default),
+    Case({"target_modules": ["embed_tokens", "k_proj"]}, base="tied", untied=True, save=_by_default),
+    Case({"target_modules": ["embed_tokens"], "ensure_weight_tying": True}, base="tied", save=_by_default),
+    Case({"target_modules": ["lm_head", "q_proj"]}, save=changed_tables),
+    Case({"target_modules": ["embed_tokens", "lm_head"]}, save=changed_tables),
+    Case({"target_modules": ["q_proj"]}, save=changed_tables),
+    Case({"target_modules": ["q_proj"]}, base="tied", save=changed_tables),
     exact(modules_to_save=["self_attn"], target_modules=["down_proj"]),
     exact(modules_to_save=["q_proj"], target_modules=["q_proj", "k_proj"]),
     exact("qwen2", modules_to_save=["q_proj"], target_modules=["down_proj"]),
     exact(bias="all"),
     exact(bias="lora_only"),
-    refused(bias="all", base="qwen2"),
-    refused(bias="lora_only", base="qwen2"),
-    refused(lora_bias=True, base="qwen2"),
+    exact("qwen2", bias="all"),
+    exact("qwen2", bias="lora_only"),
+    exact("gpt2", bias="all"),
+    exact("qwen2", lora_bias=True, target_modules=["q_proj", "v_proj"]),
+    exact("gpt2", lora_bias=True, bias="lora_only"),
+    Case({"lora_bias": True}, base="qwen2", no_merge="lora_B.bias"),
     exact(init_lora_weights=False),
     exact(init_lora_weights="gaussian"),
     exact(init_lora_weights="orthogonal"),
@@ -188,8 +220,11 @@ CASES = [
     edited("init_lora_weights", init_lora_weights="corda", corda_config={"corda_method": "kpm"}),
     edited("init_lora_weights", init_lora_weights="a_later_one"),
     edited(loftq_config={"loftq_bits": 4}, corda_config={"verbose": True}),
-    refused(trainable_token_indices=[1, 2]),
-    refused(trainable_token_indices={"embed_tokens": [3]}),
+    exact(trainable_token_indices=[1, 2]),
+    exact(trainable_token_indices={"embed_tokens": [3]}),
+    exact(trainable_token_indices={"embed_tokens": [3], "lm_head": [9, 4]}),
+    exact("tied", trainable_token_indices=[1, 2]),
+    Case({"trainable_token_indices": {"lm_head": [5]}}, base="tied", untied=True),
     refused(alora_invocation_tokens=[1, 2], task_type="CAUSAL_LM"),
     refused(layer_replication=[(0, 2), (0, 2)]),
     refused(kasa_config=KasaConfig()),
@@ -200,7 +235,16 @@ CASES = [
     exact(use_qalora=True, qalora_group_size=8),
     edited("arrow_config", arrow_config={"top_k": 2}),
     edited("megatron_config", megatron_config={"hidden_size": 32}),
-    edited("target_parameters", target_parameters=["mlp.experts.gate_up_proj"]),
+    exact("qwen3_moe", target_modules=["q_proj"], target_parameters=["mlp.experts.gate_up_proj"]),
+    exact("qwen3_moe", target_modules=["q_proj"], target_parameters=["experts.down_proj", "experts.gate_up_proj"]),
+    exact(
+        "qwen3_moe",
+        target_modules=["q_proj"],
+        target_parameters=["experts.down_proj", "experts.gate_up_proj"],
+        rank_pattern={"experts.down_proj": 2},
+        use_rslora=True,
+    ),
+    exact("gpt_oss", target_modules=["q_proj"], target_parameters=["experts.down_proj", "experts.gate_up_proj"]),
     edited("a_later_field", a_later_field={"scale": 2}),
     edited(a_later_field=None, auto_mapping={"parent_library": "transformers"}, peft_version="99.0"),
 ]
@@ -231,14 +275,20 @@ def made(case: Case, base: Path, folder: Path) -> Any:
     return model
 
 
-def lora_table(adapter: Path, model: nn.Module) -> dict[str, Any]:
+def lora_table(adapter: Path, model: nn.Module, *, frozen: bool = False) -> dict[str, Any]:
     """Return the [[converters]] table that a user would write for an adapter of PEFT."""
     with PeftReader(adapter) as reader:
+        reader.pass_by()
         config, numbers = reader.metadata(), ModuleNumbers(reader.metadata())
         names = [key.removeprefix(PREFIX) for key in reader.tensors]
-    present = dict(model.named_modules())
+        beside = reader.beside()
+        present = dict(model.named_modules())
+        stacks = {reader.on_parameter(u, present).weight for u in reader.pairs() if reader.is_on_parameter(u)}
+        rows = {u.weight.removesuffix(".weight"): [*u.indices] for u in reader.updates() if isinstance(u, TrainedRows)}
     modules = {module for name in names if ".lora_" in name and (module := name.partition(".lora_")[0]) in present}
-    copies = {name.rpartition(".")[0] for name in names if ".lora_" not in name and config["modules_to_save"]}
+    modules = {name for name in modules if not targets_stacks(config, name)} | stacks
+    copies = {name.rpartition(".")[0] for name in names if ".lora_" not in name and saves(config, name)}
+    changed = {name.rpartition(".")[0] for name in beside.values()} if frozen else set()
     return {
         "kind": "lora",
         "target_modules": sorted(modules),
@@ -246,18 +296,24 @@ def lora_table(adapter: Path, model: nn.Module) -> dict[str, Any]:
         "rank_pattern": {name: numbers.rank(name) for name in modules},
         "alpha_pattern": {name: numbers.scaling(name) * numbers.rank(name) for name in modules},
         "modules_to_save": sorted(copies),
+        "frozen_copies": sorted(changed),
+        "bias": config["bias"],
+        "lora_bias": bool(config.get("lora_bias")),
+        "trainable_token_indices": rows,
+        "ensure_weight_tying": bool(config.get("ensure_weight_tying")),
     }
 
 
-def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool) -> torch.Tensor:
+def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool, case: Case) -> torch.Tensor:
     """Return our model's logits with the adapter merged into the base, or loaded into LoRA's modules.
 
     In a process group FSDP2 shards the model. Collective there.
     """
-    model = hf.build(base)
+    config = read_config(base / "config.json")
+    model = hf.build({**config, "tie_word_embeddings": False} if merge and case.untied else config)
     hooks = None
     if not merge:
-        hooks = from_tables([lora_table(adapter, model)])
+        hooks = from_tables([lora_table(adapter, model, frozen=case.save is changed_tables)])
         hooks.convert(model)
     world.shard(model)
     sources = [base, InitialLoadConfig(str(adapter), merge=merge)]
@@ -288,7 +344,7 @@ def verdicts(case: Case, folder: Path) -> dict[str, tuple[str, str]]:
     found = {}
     for way, merge in (("merged", True), ("as LoRA", False)):
         try:
-            ours = logits_of(base, folder / "adapter", folder / way, merge=merge)
+            ours = logits_of(base, folder / "adapter", folder / way, merge=merge, case=case)
         except CheckpointError as error:
             found[way] = "refused", str(error)
             continue

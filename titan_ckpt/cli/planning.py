@@ -21,7 +21,7 @@ from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.toml import from_dict, read_toml
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.loading.origin import CommittedStep, Origin, TorchtitanFolder, describe
+from titan_ckpt.loading.origin import CommittedStep, Origin, TorchtitanFolder, check_run, describe, look_at_run
 from titan_ckpt.loading.plan import LoadPlan, LoadSource
 from titan_ckpt.models.registry import read_config
 from titan_ckpt.stores.bucket import open_location
@@ -117,7 +117,20 @@ def _origin(settings: CheckpointConfig, found: Survey, folder: Place, notes: lis
         raise CheckpointNotFoundError(
             f"{folder} holds no checkpoint that can be loaded, but content that looks like one; the run would stop"
         )
+    if settings.initial_load and settings.initial_load[-1].training_state:
+        path, run = look_at_run(settings)
+        origin = run if isinstance(run, TorchtitanFolder) else _step(path, run)
+        check_run(settings, path, origin)
+        return origin
     return Origin()
+
+
+def _step(path: Place, number: int) -> CommittedStep:
+    found = open_steps(path.parent).survey()
+    for step in found.steps:
+        if step.step == number:
+            return CommittedStep(step.path, step.manifest)
+    raise CheckpointNotFoundError(f"{path} is no committed step{found.explain()}")
 
 
 def _opened(source: LoadSource) -> PlannedSource:

@@ -7,6 +7,7 @@ has not finished. snapshot.py takes their state. Knows no files.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, get_args
@@ -120,6 +121,8 @@ class RunState:
         self._dataloader = None if "dataloader" in left_out else dataloader
         self.states = {} if "states" in left_out else states or {}
         self.half_loaded = HalfLoaded()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        """The shapes of the model's buffers before a load."""
         self.watch = Watch()
         """Compares what objects keep in attributes: no step holds it, so it must not change."""
         self.extra = None if "model" in left_out else ExtraState(model)
@@ -135,12 +138,13 @@ class RunState:
             )
         if self.trained is not None and "states" not in left_out:
             self.trained.check_scalers(self.states.values())
+        users = [UserState(name, state) for name, state in self.states.items()]
         schedulers = [Schedulers(self._lr_schedulers, self.trained, own_settings)] if self._lr_schedulers else []
         positions = [DataPosition(self._dataloader, rank, world_size)] if self._dataloader is not None else []
         self.items: list[Item] = [
             *filter(None, (self.extra, self.trained)),
             *schedulers,
-            *(UserState(name, state) for name, state in self.states.items()),
+            *users,
             *positions,
             *([] if "rng" in left_out else [Generators()]),
         ]
@@ -182,6 +186,11 @@ class RunState:
         has = dict.fromkeys(item.component for item in self.items)
         return (*(name for name in _ORDER if name in has), *(name for name in has if name not in _ORDER))
 
+    def check_states(self) -> None:
+        """Check the user's states, as far as they have any yet. Raises: StateEncodingError."""
+        with generators_kept():
+            _refuse([fault for item in self.items if isinstance(item, UserState) for fault in item.faults(())])
+
     @gc_paused()
     def rehearse(self, allow: Collection[str] = ()) -> None:
         """Check before the first step that the model has memory, and that all other state can be saved and resumed.
@@ -191,10 +200,9 @@ class RunState:
         """
         if self.extra is not None:
             require_memory(self.model.memory())
+            self._shapes = {fqn: tuple(value.shape) for fqn, value in self.model.buffers().items()}
         with generators_kept():
-            faults = [fault for item in self.items for fault in item.faults(allow)]
-        if faults:
-            raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
+            _refuse([fault for item in self.items for fault in item.faults(allow)])
 
     @gc_paused()
     def watch_modules(self, allow: Collection[str] = ()) -> None:
@@ -209,9 +217,25 @@ class RunState:
         Raises: StateEncodingError; SaveError.
         """
         self.watch.refuse(step)
+        self._check_shapes()
         for item in self.items:
             if item.is_stepped:
                 typed_json.encode(item.value({}), item.key)
+
+    def _check_shapes(self) -> None:
+        """Check that a new process can take the buffers whose shape the first step has changed."""
+        now = self.model.buffers() if self._shapes else {}
+        changed = {f: shape for f, shape in self._shapes.items() if f in now and tuple(now[f].shape) != shape}
+        if not changed:
+            return
+        known = self.model.shaped_by_loading(changed)
+        if lost := [f"{f} {list(s)} -> {list(now[f].shape)}" for f, s in changed.items() if f not in known]:
+            raise StateEncodingError(
+                f"the first step has changed the shape of {counted(len(lost), 'buffer')} of the model: "
+                f"{listed(lost, ', ', ' ')}. A new process builds the first shape, so no load could fill it: call the "
+                "model once before load(), or resize buffers in their module's _load_from_state_dict()",
+                lost[0],
+            )
 
     def restored(self, exclude: Collection[str]) -> list[Item]:
         """Return the items that a load restores which leaves these components out.
@@ -276,6 +300,24 @@ class RunState:
         return warnings
 
 
+def _refuse(faults: Sequence[str]) -> None:
+    if faults:
+        raise StateEncodingError(f"{len(faults)} object(s) of this run cannot be saved: " + "\n".join(faults))
+
+
 def _is_stateful(value: Any) -> bool:
     methods = (getattr(value, method, None) for method in ("state_dict", "load_state_dict"))
-    return not isinstance(value, type) and all(map(callable, methods))
+    return not isinstance(value, type) and all(map(_takes, methods, ((), ({},))))
+
+
+def _takes(method: Any, arguments: tuple[Any, ...]) -> bool:
+    """Return whether a method can be called so, as far as its signature says it."""
+    if not callable(method):
+        return False
+    try:
+        inspect.signature(method).bind(*arguments)
+    except TypeError:
+        return False
+    except ValueError:  # builtins have none
+        return True
+    return True

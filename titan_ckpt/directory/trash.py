@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import stat
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,8 +54,8 @@ def empty(place: Path) -> list[str]:
     return [f"{error.filename}: {error.strerror}" for error in stays]
 
 
-def set_aside(root: Path, above: int, check: Callable[[], None]) -> list[str]:
-    """Rename every step above `above`, newest first, to `step-N.abandoned-<id>`; return the new names.
+def set_aside(root: Path, above: int, check: Callable[[], None]) -> Iterator[str]:
+    """Rename every step above `above`, newest first, to `step-N.abandoned-<id>`; yield each new name.
 
     Damaged steps are renamed too: they belong to the branch that a rollback left. Folders without a manifest are not
     ours. `check`: as in `recover`.
@@ -63,14 +63,12 @@ def set_aside(root: Path, above: int, check: Callable[[], None]) -> list[str]:
     folders = [(step, root / step_name(step)) for step in reversed(listed_steps(root)) if step > above]
     ours = [folder for _, folder in folders if posix.is_real_folder(folder) and (folder / MANIFEST_NAME).is_file()]
     check()
-    renamed = []
     for folder in ours:
         aside = f"{folder.name}.abandoned-{uuid.uuid4().hex[:8]}"
         posix.rename_noreplace(folder, root / aside)
-        renamed.append(aside)
-    if renamed:
+        yield aside
+    if ours:
         posix.fsync_folder(root)
-    return renamed
 
 
 def recover(root: Path, check: Callable[[], None]) -> list[str]:

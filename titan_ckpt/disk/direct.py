@@ -68,14 +68,15 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
     as_here = cuda.as_here()
     errors: list[BaseException] = []
     busy: set[int] = set()
-    changed = threading.Condition()
+    lock = threading.Lock()  # entered itself: an interrupt in `Condition.__enter__` leaves it taken
+    changed = threading.Condition(lock)
 
     def work() -> None:
         thread = threading.get_ident()
         try:
             as_here()
             while True:
-                with changed:
+                with lock:
                     item = end if errors else next(todo, end)
                     if item is end:
                         return
@@ -84,7 +85,7 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
         except BaseException as error:
             errors.append(error)
         finally:
-            with changed:
+            with lock:
                 busy.discard(thread)
                 changed.notify_all()
 
@@ -103,7 +104,7 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
     except BaseException as error:  # an interrupt, after which `join` takes threads for ended that still run
         errors.append(error)
         while busy - {threading.get_ident()}:  # whatever interrupts this: they use what the caller then closes
-            with suppress(BaseException), changed:
+            with suppress(BaseException), lock:
                 changed.wait(1.0)
     if errors:
         raise errors[0]

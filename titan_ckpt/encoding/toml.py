@@ -17,9 +17,9 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 import os
 import re
+import sys
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -247,7 +247,8 @@ def _convert(kind: Any, value: Any) -> Any:
     if kind is Path:
         return Path(value) if isinstance(value, (str, Path)) and str(value) else _BAD
     if kind is float:
-        finite = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        most = sys.float_info.max  # an int may be larger
+        finite = isinstance(value, (int, float)) and not isinstance(value, bool) and -most <= value <= most
         return float(value) if finite else _BAD
     return value if type(value) is kind else _BAD
 

@@ -395,7 +395,8 @@ class KeyMap:
     repeats: tuple[tuple[str, str], ...] = ()
     """(File key, file key that it repeats) of tied tensors that a folder has twice; both must be equal."""
     nameless: frozenset[str] = frozenset()
-    """Native names of buffers that these files have no name for: an export leaves them out, a load as they are."""
+    """Native names of tensors that these files have no name for, such as those that the model computes: a load leaves
+    them as they are, and an export leaves them out."""
     verified: bool = False
     """Names come from the library that opens the folder, so an export need not guess whether config.json fits them."""
 

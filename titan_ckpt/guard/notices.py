@@ -102,7 +102,8 @@ class NoticeBoard:
         # All ranks poll one store: together at most some thousand times a second.
         self._interval = max(0.25, line.world_size / 4000)
         self._posts: deque[Notice] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  # entered itself: an interrupt in `Condition.__enter__` leaves it taken
+        self._changed = threading.Condition(self._lock)
         self._closing = False
         self._ticks = 0
         self._last_tick = time.monotonic()
@@ -134,7 +135,7 @@ class NoticeBoard:
 
         Raises: PeerError naming the ranks whose watchers do not answer.
         """
-        with self._changed:
+        with self._lock:
             self._ticks += 1
             self._last_tick = time.monotonic()
             while self._held:
@@ -147,7 +148,7 @@ class NoticeBoard:
 
     def close(self) -> None:
         """Stop listening, without waiting for other ranks."""
-        with self._changed:
+        with self._lock:
             self._closing = True
             self._changed.notify_all()
         for pipe, thread in zip((self._wake, self._signals), self._threads, strict=True):
@@ -199,7 +200,7 @@ class NoticeBoard:
         1 Hold this rank's ticks. 2 Exchange how many ticks every rank has made. 3 Release the ticks: the first that no
         rank has made yet returns the notice.
         """
-        with self._changed:
+        with self._lock:
             self._held = notice.kind != "roll call"
             made = self._ticks
         tag = f"{notice.kind} after {notice.reason}"
@@ -213,7 +214,7 @@ class NoticeBoard:
         if notice.kind == "roll call":
             self._report(notice.reason, ticks)
             return
-        with self._changed:
+        with self._lock:
             self._due.append((max(ticks) + 1, notice))
             self._held = False
             self._changed.notify_all()
@@ -221,7 +222,7 @@ class NoticeBoard:
     def _ask_if_hung(self) -> None:
         silent = time.monotonic() - self._last_tick
         if self._hang_seconds is not None and silent > self._hang_seconds and not self._held:
-            with self._changed:
+            with self._lock:
                 self._last_tick = time.monotonic()  # ask again after the same time
             self.post("roll call", f"no progress for {silent:.0f} s")
 
@@ -233,7 +234,7 @@ class NoticeBoard:
 
     def _fail(self, error: PeerError, ends: bool = False) -> None:
         """Let the next tick raise `error`. `ends`: end the process, which waits in a collective for a dead rank."""
-        with self._changed:
+        with self._lock:
             self._error, self._held = error, False
             self._changed.notify_all()
         if ends:

@@ -33,6 +33,8 @@ SAME_SIGNAL_SECONDS = 2.0
 """Two signals within this time count as one: a launcher forwards a signal that its ranks receive as well."""
 ANSWER_SECONDS = 60.0
 """Time in which a rank's watcher must answer. It does nothing else, but waits while C code keeps the interpreter."""
+_MOST_SECONDS_AFTER_EXCEPTION = 20.0
+"""Time for which a rank that has raised waits for the others, if they get so much grace."""
 TIME_IS_UP = "the time of [checkpoint.stop] is up"
 
 
@@ -336,7 +338,7 @@ class RunGuard:
 
     def _save_after(self, value: BaseException) -> None:
         """Save the last completed step, if all ranks have raised with the same one in memory, whole. Never raises."""
-        bound = self._config.exception_seconds
+        bound = min(_MOST_SECONDS_AFTER_EXCEPTION, self._config.grace_seconds)
         if self._line.world_size > 1:
             logger.warning(
                 "rank %d has raised %s: it waits up to %g s for the other ranks, to save the last completed step",

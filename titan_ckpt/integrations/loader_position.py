@@ -4,14 +4,17 @@ Owns the position in one epoch: the number of batches, and the random states tha
 no trainer: a loop of one's own iterates over it as it is, and subclasses do what their trainer does around a batch.
 
 Batches of a map-style dataset are skipped by their indices alone. An IterableDataset, and a loader that has state_dict
-and load_state_dict itself, such as torchdata's StatefulDataLoader, are asked for their own position. Random numbers
-that worker processes draw are not restored.
+and load_state_dict itself, such as torchdata's StatefulDataLoader, are asked for their own position. A stream of
+datasets whose state leaves its position out is read again from the start of its epoch. Random numbers that worker
+processes draw are not restored.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from itertools import chain, islice
 from typing import Any
 
@@ -19,13 +22,14 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.known.loaders import samplers_of, stateful_faults
-from titan_ckpt.components.known.streams import begin_once, stream_faults
-from titan_ckpt.components.unsaved_state import LIBRARIES
+from titan_ckpt.components.known.loaders import is_of_torchdata, samplers_of, stateful_faults
+from titan_ckpt.components.known.streams import begin_once, is_shuffled, seeds_of, stream_faults
+from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.data_order import OrderWatch, has_state, sampler_faults
 from titan_ckpt.rng import RandomState, get_random, held_generators, set_random
 
+_log = logging.getLogger(__name__)
 _END, _UNREAD = object(), object()
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
@@ -70,6 +74,13 @@ class PositionedLoader:
         self._allow = allow
         self._goes_on = False
         """Whether this epoch has more batches than its length says."""
+        self._ahead: dict[str, Any] | None = None
+        """The position after the batch that was returned, when one more was read to know whether it is the last."""
+        self._is_last = False
+        self._read_again = self._why_read_again()
+        """Why a resume reads the epoch from its start; "" if it does not."""
+        if is_of_torchdata(self.inner) and not self._gives_state:
+            self.inner.load_state_dict({})  # accelerate has made its iterator, and with it an order
         self._of_data = self._look_for_generators()
         faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
         if faults:
@@ -91,6 +102,11 @@ class PositionedLoader:
         """Do what the trainer does after the last batch."""
 
     @property
+    def looks_ahead(self) -> bool:
+        """Return whether a batch waits for the next one to be read, because the loop asks whether it is the last."""
+        return False
+
+    @property
     def num_batches_at_once(self) -> int:
         """Return how many of the sampler's batches all ranks read together, while each of them reads one."""
         return self.dp_world_size
@@ -108,16 +124,24 @@ class PositionedLoader:
     @property
     def at_end(self) -> bool:
         """Return whether every batch of this epoch was returned; False while the length is unknown."""
+        if self._is_last:
+            return True
         return not self._goes_on and self.num_batches > 0 and self.num_batches == length_of(self.loader)
 
     def next_epoch(self) -> None:
         """Leave the rest of this epoch out."""
-        self.epoch, self.num_batches, self._goes_on = self.epoch + 1, 0, False
+        self.epoch, self.num_batches = self.epoch + 1, 0
+        self._goes_on = self._is_last = False
+        self._ahead = None
+
+    def leave_epoch(self) -> None:
+        """Begin anew, because the loop has left the rest of an epoch out."""
+        self.next_epoch()
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
-        if self.num_batches and not resumed:  # the loop has left the rest of an epoch out
-            self.next_epoch()
+        if self.num_batches and not resumed:
+            self.leave_epoch()
         self.num_batches = resumed["batches"] if resumed else 0
         if resumed and self._is_random_restored:
             resumed = {**resumed, "now": self._get_random()}  # hooks of the epoch may have drawn
@@ -127,11 +151,17 @@ class PositionedLoader:
         self.begin_epoch()
         batches = self._begin(resumed)
         batch = next(batches, _END)
+        if resumed and resumed["ahead"]:
+            self._set_random(resumed["now"])
         self._of_data = self._look_for_generators()  # an epoch or the first batch may have made them
         while batch is not _END:
             self.num_batches += 1
             following = _UNREAD
-            if self.at_end and (has_state(self.inner) or not isinstance(self.inner.dataset, IterableDataset)):
+            if self.looks_ahead:
+                self._ahead = self._place()
+                following = next(batches, _END)
+                self._is_last = following is _END
+            elif self.at_end and (self._gives_state or not isinstance(self.inner.dataset, IterableDataset)):
                 # its sampler may draw once more, and a loader with a state knows its end then
                 following = next(batches, _END)
                 self._goes_on = following is not _END  # a length may be an estimate
@@ -143,6 +173,23 @@ class PositionedLoader:
     def _begin(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
         """Yield the batches that follow, with the random states that the save has found."""
         source = self._source
+        now = resumed and (resumed["ahead"] or resumed["now"])
+        if resumed and self.num_batches and hasattr(self._stream, "_ex_iterable"):
+            self._stream.set_epoch(resumed["stream_epoch"])
+        if self._read_again:
+            within = resumed is not None and self.num_batches > 0
+            if resumed and within:
+                why = f"{self._read_again}: {self.num_batches} batches of epoch {self.epoch}"
+                _log.warning(f"data: {why} are read again, and not trained on")
+                self._set_random(resumed["start"])
+            self._start = self._get_random()
+            batches = iter(self.inner)
+            for _ in islice(batches, self.num_batches):
+                pass
+            if resumed and now and (within or resumed["is_kept"]):
+                self._set_random(now)
+            yield from batches
+            return
         if source is None:
             self._pending = resumed
             with _through(self.inner, self._in_order):
@@ -153,8 +200,8 @@ class PositionedLoader:
         if resumed and resumed["source"] is not None:
             source.load_state_dict(resumed["source"])
         batches = iter(self.inner)
-        if resumed and self.num_batches:
-            self._set_random(resumed["now"])
+        if now and self.num_batches:
+            self._set_random(now)
         elif resumed and self._keeps_state and source is dataset:
             self._set_random(resumed["now"])
             if next(batches, _END) is not _END:  # else that was the end of the epoch before
@@ -207,19 +254,30 @@ class PositionedLoader:
         """Return the position after the batches that were returned."""
         done = self.at_end
         within = not done and self.num_batches > 0
-        source = self._source
-        if not within and not self._keeps_state:
-            source = None  # the next epoch begins afresh
+        place = self._ahead if within and self._ahead else self._place(next_epoch=not within)
         return {
             "epoch": self.epoch + done,
             "batches": 0 if done else self.num_batches,
             "start": self._start if within else None,
             "now": self._get_random(),
+            "ahead": place if place is self._ahead else None,
             "at_once": self.num_batches_at_once if self._is_divided else None,
             "is_kept": getattr(self.inner, "persistent_workers", False) and self._start is not None,
-            "source": None if source is None else source.state_dict(),
-            "of_data": [get_random(generator) for generator in self._of_data],
+            "source": place["source"],
+            "stream_epoch": int(getattr(self._stream, "_epoch", 0)),
+            "of_data": place["of_data"],
             "facts": self._facts(),
+        }
+
+    def _place(self, *, next_epoch: bool = False) -> dict[str, Any]:
+        """Return what reading the next batch changes: the random states, and the state of a stream."""
+        source = self._source
+        if next_epoch and not self._keeps_state:
+            source = None  # it begins afresh
+        return {
+            **self._get_random(),
+            "source": None if source is None else deepcopy(source.state_dict()),
+            "of_data": [get_random(generator) for generator in self._of_data],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -271,10 +329,37 @@ class PositionedLoader:
 
     @property
     def _source(self) -> Any:
-        """Return the object that knows its own position: the loader or its dataset; None if indices are counted."""
-        if has_state(self.inner):
+        """Return the object that knows its own position: the loader or its dataset; None if batches are counted."""
+        if self._read_again:
+            return None
+        if self._gives_state:
             return self.inner
         return self.inner.dataset if isinstance(self.inner.dataset, IterableDataset) else None
+
+    @property
+    def _gives_state(self) -> bool:
+        """Return whether the loader is asked for its position; torchdata's over a dataset with a length is not."""
+        data = getattr(self.inner, "dataset", None)
+        is_counted = is_of_torchdata(self.inner) and not isinstance(data, IterableDataset) and not has_state(data)
+        return has_state(self.inner) and not is_counted and not self._read_again
+
+    @property
+    def _stream(self) -> Any:
+        """Return the dataset, of which accelerate may have given this rank a part by a dataset around it."""
+        data: Any = getattr(self.inner, "dataset", None)
+        return data.dataset if class_name(data) == "accelerate.data_loader.IterableDatasetShard" else data
+
+    def _why_read_again(self) -> str:
+        stream = self._stream
+        if not hasattr(stream, "_ex_iterable") or not isinstance(self.inner, DataLoader):
+            return ""
+        if is_shuffled(stream):
+            return "the state of a stream leaves out the buffer of shuffle()"
+        if stream is not self.inner.dataset:
+            return f"the stream has fewer shards ({stream.num_shards}) than ranks, so each rank reads all of it"
+        if self.inner.num_workers and not has_state(self.inner):
+            return "worker processes keep their positions to themselves"
+        return ""
 
     @property
     def _keeps_state(self) -> bool:
@@ -291,13 +376,15 @@ class PositionedLoader:
         return not random
 
     def _order_faults(self) -> Iterator[str]:
-        yield from stream_faults(getattr(self.inner, "dataset", None), self._allow)
-        yield from stateful_faults(self.inner, self._allow)
-        if not has_state(self.inner):
+        data = getattr(self.inner, "dataset", None)
+        yield from stream_faults(data, self._allow, is_read_again=bool(self._read_again))
+        if self._gives_state:
+            yield from stateful_faults(self.inner, self._allow)
+        else:
             yield from sampler_faults(samplers_of(self.inner), self._allow)
 
     def _fault(self) -> str | None:
-        if has_state(self.inner):
+        if has_state(self.inner) or self._read_again:
             return None
         if not isinstance(self.inner, DataLoader):
             return (
@@ -322,7 +409,7 @@ class PositionedLoader:
 
     def _look_for_generators(self) -> list[Any]:
         """Return the generators that the data draws from, which a step holds."""
-        return held_generators(getattr(self.inner, "dataset", None))
+        return held_generators(self._stream)
 
     def _facts(self) -> dict[str, Any]:
         samplers = samplers_of(self.inner)
@@ -330,10 +417,11 @@ class PositionedLoader:
         sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
         size = sizes[0] if sizes else getattr(self.inner, "batch_size", None)
         return {
+            **({"workers": self.inner.num_workers} if self._read_again else {}),
             "length": length_of(self.loader),
             "samples": length_of(getattr(self.inner, "dataset", None)),
             "batch_size": size,
-            "seed": [seed for seed in seeds if isinstance(seed, int)],
+            "seed": [*(seed for seed in seeds if isinstance(seed, int)), *seeds_of(self._stream)],
             "number of random generators in the dataset (made in its constructor)": len(self._of_data),
             "shuffle": [s.shuffle for s in samplers if isinstance(getattr(s, "shuffle", None), bool)],
             "samplers": [type(sampler).__qualname__ for sampler in samplers],
@@ -356,7 +444,7 @@ class PositionedLoader:
 
     def _stateful_samplers(self) -> list[Any]:
         """Return the samplers that give their state, which is set as it was before an epoch's order was drawn."""
-        return [] if has_state(self.inner) else [sampler for sampler in samplers_of(self.inner) if has_state(sampler)]
+        return [] if self._gives_state else [sampler for sampler in samplers_of(self.inner) if has_state(sampler)]
 
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that decide the order; one that is seeded anew for each epoch is none of them."""

@@ -7,7 +7,7 @@ hooks change beside weights. Knows no trainer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.manager import CheckpointManager
 
 
@@ -75,7 +76,24 @@ class LoopCheckpoint:
 def extend(value: Any, methods: type) -> None:
     """Put `methods` before those of an object's class, in place; the class keeps its name."""
     own = type(value)
-    value.__class__ = type(own.__name__, (methods, own), {"__module__": own.__module__})
+    extended = type(own.__name__, (methods, own), {"__module__": own.__module__})
+    object.__dict__["__class__"].__set__(value, extended)  # accelerate's loaders have a property of this name
+
+
+class Iterated:
+    """The method of a trainer's wrapper around a loader that is different when the loader has a position."""
+
+    titan_ckpt: PositionedLoader
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.titan_ckpt)
+
+
+def iterate_over(wrapper: Any, position: PositionedLoader, methods: type = Iterated) -> None:
+    """Let a trainer's wrapper iterate over a PositionedLoader, in place, because the loop holds the wrapper already."""
+    wrapper.titan_ckpt = position
+    if not isinstance(wrapper, methods):  # else an earlier manager in this process has changed it
+        extend(wrapper, methods)
 
 
 class Groups:

@@ -43,7 +43,7 @@ _WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 _MOVING = ("main", "master")
 """Revisions that name another commit tomorrow, and so say nothing."""
 _LISTED = 12
-_OF_RESULT = ("rank", "alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+_OF_RESULT = ("rank", "alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
 """LoRA's settings that decide what its tensors compute; the others decide how they are trained."""
 _OF_SITES = ("target_modules", "modules_to_save")
 _NEXT_STEP = "Give the [[converters]] table the settings that the step was trained with, or take another step"
@@ -98,7 +98,9 @@ def updates_in(
             'adapter in the run that trained it (format = "peft"), and take that'
         )
     copies = {name: weight for part in found for name, weight in part.copies.items()}
-    return StoredUpdates([update for part in found for update in part.updates], copies)
+    return StoredUpdates(
+        [update for part in found for update in part.updates], copies, tied=all(part.tied for part in found)
+    )
 
 
 def check_mergeable(reader: TensorReader) -> None:
@@ -185,10 +187,15 @@ def _misfits(
         records = [LoRARecord.of(description) for description in (before, now) if description is not None]
     except ValueError:  # a converter of somebody else's that has the same name
         records = []
-    if not sites or before is None or now is None or len(records) < 2:
+    if not (sites or low_rank.tables_of(owned)) or before is None or now is None or len(records) < 2:
         yield from differences(saved, running)
         return
-    if settings != _OF_RESULT or any(_effect(records[0], site) != _effect(records[1], site) for site in sites):
+    rows = [{site: record.trained_rows(site) for site in low_rank.tables_of(owned)} for record in records]
+    if (
+        settings != _OF_RESULT
+        or rows[0] != rows[1]
+        or any(_effect(records[0], site) != _effect(records[1], site) for site in sites)
+    ):
         yield from differences([_only(before, settings)], [_only(now, settings)])
     others = [[d for d in descriptions if d["kind"] != low_rank.KIND] for descriptions in (saved, running)]
     if lines := differences(*others):

@@ -6,7 +6,7 @@ no converter for it. The plan decides which folders are merged, and in which ord
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -23,12 +23,20 @@ from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Transpose
 from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.loading.adapters import check_mergeable, updates_in
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
-from titan_ckpt.weights.low_rank import WeightUpdate, is_conv1d
+from titan_ckpt.weights.low_rank import LowRank, TrainedRows, WeightUpdate, is_conv1d
 from titan_ckpt.weights.stored_names import MODEL
+
+
+class SharedWeightError(LoadMismatchError):
+    """An adapter acts on one of the modules that share a weight: it can only be merged where each has its own."""
+
 
 _NO_MODULES: Mapping[str, nn.Module] = {}
 _NO_CONFIG: Mapping[str, Any] = {}
-_SHARED = "{}: {} is another module's weight too, which a merge would change"
+_SHARED = (
+    "{}: {} is another module's weight too, which a merge would change: merge it into a model of the same base that "
+    "is built with tie_word_embeddings = false"
+)
 
 
 @dataclass(slots=True)
@@ -52,6 +60,10 @@ class AdapterMerge:
     the model's table has none; else nothing."""
     report: LoadReport = field(default_factory=lambda: LoadReport(()))
     """The keys that do not fit the model."""
+    beside: set[str] = field(default_factory=set)
+    """Those of `copies` that PEFT has saved of the base, by no setting: they may be as they were."""
+    apart: set[str] = field(default_factory=set)
+    """Keys of what acts on one of the modules that share a weight, and not on the others."""
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -60,6 +72,18 @@ class AdapterMerge:
         Each rank computes its own part (weights/low_rank.py).
         """
         self._apply_to(self.base, self.updates, self.copies)
+
+    def other_tables(self, base: StateDict) -> set[str]:
+        """Return those of `beside` of which this rank's part of the base, rounded to its dtype, is not the same."""
+        other: set[str] = set()
+        for key in self.beside & self.copies.keys():
+            for view, chunk in self.views(self.copies[key], base):
+                theirs = torch.empty_like(view)
+                self.reader.read([FilePart(key, chunk, theirs)])
+                if not torch.equal(theirs, view):
+                    other.add(key)
+                    break
+        return other
 
     @property
     def changes(self) -> set[str]:
@@ -142,24 +166,26 @@ def prepare_merge(
     check_mergeable(reader)
     shared = {*tied, *tied.values()}
     if hf_config.get("tie_word_embeddings"):  # a model may use one weight twice without sharing it
-        shared |= {TIED[0]} | {fqn for fqn in base if TIED[1] in key_map.group_of_fqn(fqn).keys}
+        embeddings = [fqn for fqn in base if TIED[1] in key_map.group_of_fqn(fqn).keys]
+        shared |= {TIED[0], *embeddings}
+        tied = {**({TIED[0]: embeddings[0]} if embeddings and TIED[0] not in base else {}), **tied}
     merge = AdapterMerge(reader, base)
     if isinstance(reader, PeftReader):
-        _read_peft(merge, reader, key_map, modules)
+        _read_peft(merge, reader, key_map, modules, tied)
     else:
         _read_step(merge, key_map, modules)
-    problems: list[str] = []
+    tied_problems = [_SHARED.format(key, fqn) for key, fqn in merge.unexpected.items() if fqn in shared]
     mismatched: list[Mismatch] = []
     for name, weight, fits in [
         *((update.tensors[0], update.weight, merge.base_shape(update)) for update in merge.updates),
         *((name, weight, merge.tensor_shape(name)) for name, weight in merge.copies.items()),
     ]:
         key = merge.prefix + name
-        if names := [fqn for fqn in merge.groups[weight].fqns if fqn in shared]:
-            problems.append(_SHARED.format(key, ", ".join(names)))
+        if names := [fqn for fqn in merge.groups[weight].fqns if fqn in shared and key in merge.apart]:
+            tied_problems.append(_SHARED.format(key, ", ".join(names)))
         elif fits != (shape := merge.shape(weight)):
             mismatched.append(Mismatch(key, f"a weight {list(shape)}", f"one for {list(fits)}"))
-    problems += [_SHARED.format(key, fqn) for key, fqn in merge.unexpected.items() if fqn in shared]
+    problems = [*tied_problems]
     unexpected = tuple(key for key, fqn in merge.unexpected.items() if fqn not in shared)
     for update in merge.updates:
         chunks = (chunk for _, chunk in merge.views(update.weight, base))
@@ -171,34 +197,83 @@ def prepare_merge(
         problems.append(f"none of its {len(merge.updates)} pairs has any effect: A, B or the scale is zero everywhere")
     if problems:
         where = getattr(reader, "path", "the adapter")
-        raise LoadMismatchError(f"{where} cannot be merged into the base\n  " + "\n  ".join(problems))
+        kind = SharedWeightError if problems == tied_problems else LoadMismatchError
+        raise kind(f"{where} cannot be merged into the base\n  " + "\n  ".join(problems))
     merge.report = LoadReport((), unexpected=unexpected, mismatched=tuple(mismatched))
     return merge
 
 
-def _read_peft(merge: AdapterMerge, reader: PeftReader, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> None:
-    """Find the place of every tensor of a PEFT folder."""
-    reader.require_supported()
-    config = reader.metadata()
+def settle_tables(merges: Sequence[AdapterMerge], others: Sequence[Collection[str]]) -> None:
+    """Merge no table that is as in the base, which the adapters before may change by then.
 
-    def finds(key: str, weight: str) -> KeyGroup | None:
+    `others`: for each adapter, its tables that are not as in the base on some rank, as `other_tables` returns them.
+    Raises: LoadMismatchError for one of these that adapters before change, because it would undo that.
+    """
+    before: set[str] = set()
+    for merge, other in zip(merges, others, strict=True):
+        merge.copies = {key: name for key, name in merge.copies.items() if key in other or key not in merge.beside}
+        if undone := sorted(key for key in other if before & {*merge.groups[merge.copies[key]].fqns}):
+            raise LoadMismatchError(
+                f"{getattr(merge.reader, 'path', 'the adapter')} has {', '.join(undone)} of another base than this "
+                "one, and an adapter before it changes the same weight: merge each into its own base"
+            )
+        used = {*merge.copies.values(), *(update.weight for update in merge.updates)}
+        merge.groups = {weight: group for weight, group in merge.groups.items() if weight in used}
+        before |= merge.changes
+
+
+def _read_peft(
+    merge: AdapterMerge,
+    reader: PeftReader,
+    key_map: KeyMap,
+    modules: Mapping[str, nn.Module],
+    tied: Mapping[str, str],
+) -> None:
+    """Find the place of every tensor of a PEFT folder.
+
+    Of two that PEFT keeps equal, because their modules share a weight, the first is taken.
+    """
+    reader.require_supported()
+    config, beside = reader.metadata(), reader.beside()
+    taken: set[tuple[type, str]] = set()
+
+    def finds(key: str, weight: str, kind: type) -> KeyGroup | None:
         try:
             group = key_map.group_of_key(weight)
         except KeyMapError:
-            merge.unexpected[key] = weight
-            return None
+            if weight not in tied:
+                merge.unexpected[key] = weight
+                return None
+            group = KeyGroup((weight,), (weight,), IDENTITY)
+        alone = group.fqns
+        group = replace(group, fqns=tuple(tied.get(fqn, fqn) for fqn in alone))
         if any(fqn not in merge.base for fqn in group.fqns):
-            merge.unexpected[key] = group.fqns[0]
+            merge.unexpected[key] = alone[0]
             return None
+        if not (reader.keeps_tied(key, is_alias=group.fqns != alone) or key in beside):
+            merge.apart.add(key)
+        elif (kind, group.fqns[0]) in taken:
+            return None
+        taken.add((kind, group.fqns[0]))
         merge.groups[weight] = group
         return group
 
     for update in reader.updates():
-        if group := finds(update.a, update.weight):
-            by_parameter = targets_parameter(config, update.site)  # then PEFT adds B A to it, whatever it is for
-            stored_so = not update.transposed and not by_parameter and _is_stored_transposed(group, modules)
-            merge.updates.append(replace(update, operation="conv1d") if stored_so else update)
-    merge.copies.update({key: weight for key, weight in reader.copies().items() if finds(key, weight)})
+        if isinstance(update, LowRank) and reader.is_on_parameter(update):
+            placed = reader.on_parameter(update, modules)
+            if placed.weight in merge.base:
+                merge.groups[placed.weight] = KeyGroup((placed.weight,), (placed.weight,), IDENTITY)
+                merge.updates.append(placed)
+            else:
+                merge.unexpected[placed.a] = placed.weight
+        elif group := finds(update.tensors[0], update.weight, type(update)):
+            if isinstance(update, LowRank):
+                by_parameter = targets_parameter(config, update.site)  # then PEFT adds B A to it, whatever it is for
+                stored_so = not update.transposed and not by_parameter and _is_stored_transposed(group, modules)
+                update = replace(update, operation="conv1d") if stored_so else update
+            merge.updates.append(update)
+    merge.copies.update({key: weight for key, weight in reader.copies().items() if finds(key, weight, str)})
+    merge.beside = {*beside}
 
 
 def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> None:
@@ -215,6 +290,8 @@ def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Mo
                 merge.unexpected[MODEL + name] = ""
             continue
         merge.groups[weight] = KeyGroup((weight,), (weight,), IDENTITY)
+        if not (stored.tied or isinstance(update, TrainedRows)):
+            merge.apart.add(MODEL + name)
         if update is None:
             merge.copies[name] = weight
         elif name == update.tensors[0]:

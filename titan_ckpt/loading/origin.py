@@ -20,10 +20,16 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import DATA_RANK, LAYOUT
 from titan_ckpt.config import CheckpointConfig, Component, InitialLoadConfig
 from titan_ckpt.directory.manifest import Manifest
-from titan_ckpt.directory.names import read_committed
+from titan_ckpt.directory.names import may_be_resumed, read_committed, step_of
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, NotACheckpointError
+from titan_ckpt.errors import (
+    CheckpointNotFoundError,
+    ConfigError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    NotACheckpointError,
+)
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.gc_paused import gc_paused
@@ -287,6 +293,42 @@ def step_of_folder(reader: DcpReader, path: Place) -> int:
             str(path),
         )
     return step
+
+
+def look_at_run(config: CheckpointConfig) -> tuple[Place, int | TorchtitanFolder]:
+    """Return where the run is that the last initial source names by training_state: torchtitan's, or step N of ours.
+
+    Raises: NotACheckpointError; CheckpointNotFoundError; CorruptCheckpointError; OSError.
+    """
+    source = config.initial_load[-1]
+    path = open_source(source.path, config.store, source.revision)
+    found = locate(path)
+    if (source.format or detect_format(found)) != "native":
+        return path, TorchtitanFolder.look(found, source)
+    if not may_be_resumed(found):
+        raise NotACheckpointError(
+            f"{path} is a copy of a step's folder, of which a bucket gives the weights alone: leave training_state "
+            "out, copy the folder to a mounted file system, or name a step where its run has saved it"
+        )
+    step = step_of(path.name)
+    if step is None:
+        raise NotACheckpointError(f"{path} is not named step-N, as a step is: give it its name back to resume it")
+    return path, step
+
+
+def check_run(config: CheckpointConfig, path: Place, run: Origin) -> None:
+    """Check that a run which an initial source names can be resumed, and beside the sources before it.
+
+    Raises: LoadMismatchError.
+    """
+    if not run.is_whole:
+        raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
+    is_adapter = run.manifest is not None and run.manifest.kind == "adapter"
+    if len(config.initial_load) > 1 and not is_adapter:
+        raise LoadMismatchError(
+            f"{path} holds a whole {'run' if run.manifest is None else 'model'}: leave the sources before it out of "
+            "checkpoint.initial_load; only a step that holds an adapter alone needs its base there"
+        )
 
 
 def describe(

@@ -16,7 +16,6 @@ from titan_ckpt.components.files import RUN_STATE, rank_state_name
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
-from titan_ckpt.directory.names import may_be_resumed, step_of
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.encoding.hub import snapshot_of
@@ -26,20 +25,25 @@ from titan_ckpt.errors import (
     CommitConflictError,
     CorruptCheckpointError,
     LoadMismatchError,
-    NotACheckpointError,
     counted,
     listed,
 )
 from titan_ckpt.formats.native.layout import rank_file_name
-from titan_ckpt.formats.open import detect_format, locate
 from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
-from titan_ckpt.loading.origin import CommittedStep, Origin, ResumeState, TorchtitanFolder, describe
+from titan_ckpt.loading.merge import settle_tables
+from titan_ckpt.loading.origin import (
+    CommittedStep,
+    Origin,
+    ResumeState,
+    TorchtitanFolder,
+    check_run,
+    describe,
+    look_at_run,
+)
 from titan_ckpt.loading.plan import LoadPlan
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
-from titan_ckpt.stores.bucket import open_source
-from titan_ckpt.stores.store import Place
 from titan_ckpt.types import LoadReport
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, identify_base
 from titan_ckpt.weights.initialize import empty_tensors, initialize, mark_filled
@@ -106,7 +110,7 @@ class Restorer:
     def _restore(self, step: int | None) -> Restored:
         resumed = self._resume_newest() if step is None else self._resume_by_number(step)
         if resumed is None and self._config.initial_load and self._config.initial_load[-1].training_state:
-            resumed = self._resume_source(self._config.initial_load[-1])
+            resumed = self._resume_source()
         return resumed or self._load(Origin())
 
     def _resume_by_number(self, step: int) -> Restored:
@@ -182,6 +186,7 @@ class Restorer:
             state = origin.open_state(load_plan, self._run, self._coordinator, prepared)
             self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
+            self._coordinator.together("load-tables", prepared.check_tables)
             if state is None and self._config.save is not None and not self._config.external:
                 self._prove(prepared)
             base = self._identify_base(load_plan, prepared, origin)
@@ -224,53 +229,25 @@ class Restorer:
         self._directory.resume_from(step)
         return restored
 
-    def _resume_source(self, source: InitialLoadConfig) -> Restored:
-        """Resume the step that an initial source names, another run's or torchtitan's. Collective.
+    def _resume_source(self) -> Restored:
+        """Resume the step that the last initial source names, another run's or torchtitan's. Collective.
 
         Raises: as CheckpointManager.load.
         """
-
-        def look() -> tuple[Place, Place, TorchtitanFolder | None]:
-            path = open_source(source.path, self._config.store, source.revision)
-            found = locate(path)
-            if (source.format or detect_format(found)) == "native":
-                return path, found, None
-            self._require_alone(path, "whole run")
-            return path, found, TorchtitanFolder.look(found, source)
-
-        path, found, folder = self._coordinator.together("source-format", look)
-        origin: Origin = self._committed_elsewhere(path, found) if folder is None else folder
-        if not origin.is_whole:
-            raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
+        path, found = self._coordinator.together("source-format", lambda: look_at_run(self._config))
+        origin: Origin
+        if isinstance(found, TorchtitanFolder):
+            origin = found
+        else:
+            origin = self._committed(CheckpointDirectory(path.parent, self._coordinator), found)
+        check_run(self._config, path, origin)
         return self._load(origin)
-
-    def _committed_elsewhere(self, path: Place, found: Place) -> CommittedStep:
-        """Return a step in the folder of another run. Collective."""
-        if not may_be_resumed(found):
-            raise NotACheckpointError(
-                f"{path} is a copy of a step's folder, of which a bucket gives the weights alone: leave training_state "
-                "out, copy the folder to a mounted file system, or name a step where its run has saved it"
-            )
-        step = step_of(path.name)
-        if step is None:
-            raise NotACheckpointError(f"{path} is not named step-N, as a step is: give it its name back to resume it")
-        origin = self._committed(CheckpointDirectory(path.parent, self._coordinator), step)
-        if origin.is_whole and origin.manifest.kind != "adapter":
-            self._require_alone(origin.path, "whole model")
-        return origin
 
     def _committed(self, directory: CheckpointDirectory, step: int, as_listed: bool = False) -> CommittedStep:
         rank = self._coordinator.rank
         files = (RUN_STATE, rank_state_name(rank), rank_file_name(rank), rank_file_name(0))
         manifest, path = directory.committed(step, files, as_listed=as_listed)
         return CommittedStep(path, manifest)
-
-    def _require_alone(self, path: Place, what: str) -> None:
-        if len(self._config.initial_load) > 1:
-            raise LoadMismatchError(
-                f"{path} holds a {what}: leave the sources before it out of checkpoint.initial_load; only a step that "
-                "holds an adapter alone needs its base there"
-            )
 
     def _apply(self, state: ResumeState) -> None:
         """Give the state to its owners, when every tensor is right, and log the ranks' warnings once. Collective."""
@@ -341,6 +318,14 @@ class Restorer:
         Raises: BaseMismatchError before an adapter that records another base is merged.
         """
         merges = prepared.merges
+        if merges:
+            of_ranks = self._coordinator.gather_results(
+                "load-other-tables", lambda: [sorted(merge.other_tables(merge.base)) for merge in merges]
+            )
+            self._coordinator.together(
+                "load-tables",
+                lambda: settle_tables(merges, [set().union(*each) for each in zip(*of_ranks, strict=True)]),
+            )
         records = [merge.reader.metadata().get(BASE_RECORD) for merge in merges]
         named = _first_source(load_plan)
         loaded = identify_base(self._run.model, named, self._coordinator) if any(records) else {}

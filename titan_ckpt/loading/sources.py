@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
+import torch
+
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ConverterError, LoadMismatchError, counted, listed
+from titan_ckpt.errors import ConverterError, KeyMapError, LoadMismatchError, counted, listed
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
-from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
+from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import TensorInfo
-from titan_ckpt.geometry.keymap import selected
-from titan_ckpt.geometry.requests import Fill, TensorReader
+from titan_ckpt.geometry.chunks import Shape, TensorInfo, blocks_of, info_of
+from titan_ckpt.geometry.keymap import KeyGroup, KeyMap, selected
+from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.loading.adapters import check_fits, check_named_base, check_settings
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.model_config import check_model_config
@@ -49,6 +51,8 @@ class _Opened:
     plan: ReadPlan
     merge: AdapterMerge | None = None
     partial: Partial = field(default_factory=Partial)
+    tables: Mapping[str, tuple[KeyGroup, Shape]] = field(default_factory=dict)
+    """Keys of an adapter's folder that repeat tensors of the base -> their place in it, and their shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,32 @@ class PreparedLoad:
         for opened in self._opened:
             if opened.partial.requests:
                 opened.reader.read(opened.partial.requests)
+
+    def check_tables(self) -> None:
+        """Check that what an adapter's folder has of the base is what the base is. Raises: LoadMismatchError."""
+        for opened in self._opened:
+            if changed := [key for key, place in opened.tables.items() if not self._is_equal(opened, key, *place)]:
+                raise LoadMismatchError(
+                    f"{opened.source.path} has {listed(changed, ', ')} of its base, and this run's base has other "
+                    "values or another shape: name the module in frozen_copies of the [[converters]] table, so that "
+                    "the adapter computes with its own, merge the adapter (merge = true), or take its base"
+                )
+
+    def _is_equal(self, opened: _Opened, key: str, group: KeyGroup, shape: Shape) -> bool:
+        """Return whether this rank's part of the base has these values, rounded to its dtype."""
+        live = [self.state.tensors[fqn] for fqn in group.fqns]
+        shapes = [info_of(value).shape for value in live]
+        if group.op.file_shapes(shapes)[group.keys.index(key)] != shape:
+            return False
+        for index, value in enumerate(live):
+            for block in blocks_of(value):
+                for piece in group.op.pieces(index, shapes, block.chunk, block.data):
+                    if group.keys[piece.file_index] == key:
+                        theirs = torch.empty_like(piece.view)
+                        opened.reader.read([FilePart(key, piece.chunk, theirs)])
+                        if not torch.equal(theirs, piece.view):
+                            return False
+        return True
 
     def give_back(self, values: Mapping[str, Any]) -> list[str]:
         """Hand tensors that are no live memory, and `values`, to the model's own code; return what it filled.
@@ -122,16 +152,26 @@ def prepare_load(
     state, owned, made, gives_back = _state_to_fill(sources, wrapper, coordinator)
     with ExitStack() as stack:
 
-        def plan() -> tuple[list[_Opened], dict[str, list[list[str]]]]:
-            opened = [_open(source, stack, state.tensors, wrapper, transforms, owned=owned) for source in sources]
+        def open_all(wanted: StateDict) -> list[_Opened]:
+            return [_open(source, stack, wanted, wrapper, transforms, owned=owned) for source in sources]
+
+        def plan() -> tuple[tuple[ModelState, list[_Opened]], dict[str, list[Any]]]:
+            opened, filled = open_all(state.tensors), state
+            others = {m.key: m.shape for o in opened for m in o.plan.report.mismatched if m.shape is not None}
+            if others and (shapes := wrapper.shaped_by_loading(others)):
+                filled = state.with_room(shapes)
+                opened = open_all(filled.tensors)
             base = next((source for source in sources if not (source.adapter or source.merge)), None)
             for folder in opened:
                 if folder.source.format == "peft":
                     check_named_base(folder.source.path, folder.reader.metadata(), base)
             lists = ([[*o.partial.unmatched], [*o.plan.report.unexpected]] for o in opened)
-            return opened, {str(number): of_source for number, of_source in enumerate(lists)}
+            of_sources = {str(number): of_source for number, of_source in enumerate(lists)}
+            return (filled, opened), of_sources | {"shaped": sorted(filled.made - state.made)}
 
-        opened, of_sources = coordinator.exchange_distinct("load-plan", plan)
+        (state, opened), of_sources = coordinator.exchange_distinct("load-plan", plan)
+        if shaped := {fqn for of_rank in of_sources.pop("shaped").values() for fqn in of_rank}:
+            made, gives_back = made | shaped, True
         unknown = []
         for source, distinct in zip(sources, of_sources.values(), strict=True):
             if source.initialize:
@@ -218,12 +258,16 @@ def _plan_merge(
 def _plan(
     source: LoadSource, reader: TensorReader, wanted: StateDict, wrapper: ModelWrapper, transforms: StateDictTransforms
 ) -> _Opened:
+    base = wanted
     if source.adapter or source.base_only:
         wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn) is source.adapter}
     if source.format == "peft":
         check_settings(source.path, reader.metadata(), transforms.key_map, wrapper.hooks)
+    tables: dict[str, tuple[KeyGroup, Shape]] = {}
     if isinstance(reader, PeftReader) and (adapter := wrapper.hooks and wrapper.hooks.state_dict_adapter()):
-        reader.leave_out(adapter.key_map(transforms.key_map, reader.tensors).repeats)
+        owned = adapter.key_map(transforms.key_map, reader.tensors)
+        reader.leave_out(owned.repeats)
+        tables = _tables(reader, owned, transforms.key_map, base, wrapper.tied)
     if source.format == "hf":
         if transforms.check_folder is not None:
             transforms.check_folder(str(source.path), reader.metadata())
@@ -236,13 +280,16 @@ def _plan(
                 source.path,
             )
     if isinstance(reader, HuggingFaceReader):
+        named = (fqn for fqn in wanted if not wrapper.owns(fqn) and fqn not in transforms.key_map.nameless)
+        if any(TIED[0] in transforms.key_map.group_of_fqn(fqn).keys for fqn in named):
+            reader.untie()
         keys = reader.tensors.keys() - selected(reader.tensors, source.ignore)
         table = with_tied_names(transforms.key_map.of_folder(keys), wrapper.tied, wrapper.linear_weights(), keys)
         reader.leave_out(table.repeats)
         transforms = replace(transforms, key_map=table)
     if source.format not in ("native", "dcp"):
         plan, partial = _plan_partly(source, reader.tensors, wanted, transforms, wrapper.hooks)
-        return _Opened(source, reader, plan, partial=partial)
+        return _Opened(source, reader, plan, partial=partial, tables=tables)
     theirs = transforms.names_in_torchtitan(wanted) if source.format == "dcp" else {}
     names = StoredNames.find(reader, wanted, theirs, wrapper.tied, source.prefix, source.ignore)
     available = names.available
@@ -252,6 +299,27 @@ def _plan(
     plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
     plan = replace(plan, requests=names.to_file_names(plan.requests))
     return _Opened(source, reader, plan, partial=replace(partial, requests=names.to_file_names(partial.requests)))
+
+
+def _tables(
+    reader: PeftReader, names: KeyMap, key_map: KeyMap, base: StateDict, tied: Mapping[str, str]
+) -> dict[str, tuple[KeyGroup, Shape]]:
+    """Take out of a folder's tensors what it has of the base and no converter loads; return its place in the base."""
+    known = {key for rule in names.rules for key in rule.file}
+    tables: dict[str, tuple[KeyGroup, Shape]] = {}
+    loaded: dict[tuple[str, ...], str] = {}
+    for key, name in sorted(reader.beside().items(), key=lambda item: item[0] not in known):
+        with suppress(KeyMapError):
+            group = key_map.group_of_key(name)
+            fqns = tuple(tied.get(fqn, fqn) for fqn in group.fqns)
+            if key in known:
+                loaded[fqns] = key
+            elif all(fqn in base for fqn in fqns):
+                keys = tuple(key if other == name else other for other in group.keys)
+                tables[key] = (KeyGroup(fqns, keys, group.op), reader.tensors[key].shape)
+    repeated = {key for key, (group, _) in tables.items() if reader.are_equal(key, loaded.get(group.fqns, ""))}
+    reader.pass_by(tables, known)
+    return {key: place for key, place in tables.items() if key not in repeated}
 
 
 def _plan_partly(
@@ -264,13 +332,12 @@ def _plan_partly(
     """Plan a source without what its settings leave out. The requests include the rows that it has of grown tables."""
     base = {fqn: value for fqn, value in wanted.items() if hooks is None or not hooks.key_filter(fqn)}
     named = source.initialize or source.ignore
-    nameless = transforms.key_map.nameless & base.keys()
-    base = {fqn: value for fqn, value in base.items() if fqn not in nameless}
+    base = {fqn: value for fqn, value in base.items() if fqn not in transforms.key_map.nameless}
     partial = partial_of(source, base, available, transforms.key_map) if named else Partial()
-    partial = replace(partial, nameless=nameless)
-    wanted = {fqn: value for fqn, value in wanted.items() if fqn not in partial.fresh | nameless}
+    wanted = {fqn: value for fqn, value in wanted.items() if fqn not in partial.fresh}
     available = {key: info for key, info in available.items() if key not in partial.passed_by}
     plan = transforms.from_file(wanted, available, hooks, cast=source.cast)
+    partial = replace(partial, nameless=frozenset(plan.report.initialized))
     return replace(plan, requests=[*plan.requests, *partial.requests]), partial
 
 

@@ -1,4 +1,4 @@
-"""Any causal language model of the transformers library, trained under its own parameter names.
+"""Any causal language model of the transformers library, trained under its own parameter names, and any other model.
 
 Owns what LanguageModel adds to such a model: logits from tokens, initial values and buffers on demand, the list of
 layers, the key table. The optional extra transformers is imported when a model is built. No code is specific
@@ -32,6 +32,12 @@ _EXCHANGES = (
     "in config.json what it changes to (BigBird: attention_type), or take another data.sequence_length"
 )
 
+_NO_CAUSAL = (
+    "{} is no causal language model, which titan-ckpt train needs. Train it in transformers' Trainer "
+    "(titan_ckpt.integrations.transformers.attach) or in a loop of your own: CheckpointManager loads, saves and "
+    "exports any model of transformers as it is"
+)
+
 
 def build(source: str | Path | Mapping[str, Any], dtype: torch.dtype = torch.float32) -> HuggingFaceModel:
     """Return the model of a Hugging Face folder, or of the contents of a config.json, without the folder's weights.
@@ -41,18 +47,27 @@ def build(source: str | Path | Mapping[str, Any], dtype: torch.dtype = torch.flo
     and no code of the folder is run.
     Raises: ConfigError if transformers is not installed, or has no causal language model for this config.
     """
-    try:
-        from transformers import AutoModelForCausalLM
-    except ImportError as error:
-        raise ConfigError([f'model: transformers is not installed ({error}); pip install "titan-ckpt[hf]"']) from error
     config = transformers_config(source)
-    named = _named_class(config)
-    make: Any = AutoModelForCausalLM.from_config if named is None else named._from_config  # noqa: SLF001 - as Auto does
+    return adopt(_made(_causal_class(config, source), config, source, dtype))
+
+
+def build_named(source: str | Path | Mapping[str, Any]) -> PreTrainedModel:
+    """Return the model of the class that a config names in `architectures`, whatever its task is, without weights.
+
+    Of a config that names no class of transformers, it is the causal language model. Raises: as `build`.
+    """
+    config = transformers_config(source)
+    model: PreTrainedModel = _made(_named_class(config) or _causal_class(config, source), config, source, torch.float32)
+    return model
+
+
+def names_another_class(source: str | Path | Mapping[str, Any]) -> bool:
+    """Return whether `build_named` makes a model of another class than `build`. Raises: ConfigError for no config."""
+    config = transformers_config(source)
     try:
-        model: PreTrainedModel = make(config, dtype=dtype, **({} if named else {"trust_remote_code": False}))
-    except ValueError as error:
-        raise ConfigError([f"model_type: {config.model_type!r}: {str(error).splitlines()[0]}"], str(source)) from error
-    return adopt(model)
+        return _named_class(config) not in (None, _causal_class(config, source))
+    except ConfigError:
+        return _named_class(config) is not None
 
 
 def adopt(model: PreTrainedModel) -> HuggingFaceModel:
@@ -156,10 +171,12 @@ class HuggingFaceModel(LanguageModel):
 
 def transformers_config(source: str | Path | Mapping[str, Any]) -> PretrainedConfig:
     """Return transformers' config object for a folder, or for the contents of a config.json. Raises: ConfigError."""
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import CONFIG_MAPPING, AutoConfig, __version__
-
-    where = "config" if isinstance(source, Mapping) else str(source)
+    try:
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import CONFIG_MAPPING, AutoConfig, __version__
+    except ImportError as error:
+        raise ConfigError([f'model: transformers is not installed ({error}); pip install "titan-ckpt[hf]"']) from error
+    where = _place(source)
     raw = dict(source) if isinstance(source, Mapping) else read_config_json(source)
     raw.pop("quantization_config", None)
     if raw.get("model_type") not in CONFIG_MAPPING:
@@ -171,15 +188,50 @@ def transformers_config(source: str | Path | Mapping[str, Any]) -> PretrainedCon
     return config
 
 
-def _named_class(config: PretrainedConfig) -> Any:
-    """Return the causal model that a config names itself, for parts of composite models that the Auto class lacks."""
+def _place(source: str | Path | Mapping[str, Any]) -> str:
+    return "config" if isinstance(source, Mapping) else str(source)
+
+
+def _made(kind: Any, config: PretrainedConfig, source: str | Path | Mapping[str, Any], dtype: torch.dtype) -> Any:
+    if kind.config_class is config.sub_configs.get("text_config"):  # the text model in a composite one
+        config = config.get_text_config()
+    try:
+        return kind._from_config(config, dtype=dtype)  # noqa: SLF001 - as the Auto classes do
+    except ValueError as error:
+        problem = f"model_type: {config.model_type!r}: {str(error).splitlines()[0]}"
+        raise ConfigError([problem], _place(source)) from error
+
+
+def _causal_class(config: PretrainedConfig, source: str | Path | Mapping[str, Any]) -> Any:
+    """Return the class that turns tokens into logits: transformers' own choice, or the one that the config names.
+
+    The second is that of a model which also reads images or sounds, or of a part of one. Raises: ConfigError.
+    """
     import transformers
 
     if type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
+        known: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        kinds = known if isinstance(known, (list, tuple)) else [known]
+        return next((kind for kind in kinds if kind.__name__ in (config.architectures or ())), kinds[0])
+    named = _named_class(config)
+    if named is None or not _turns_tokens_into_logits(named, config):
+        what = "this config" if named is None else named.__name__
+        raise ConfigError([f"model_type: {config.model_type!r}: {_NO_CAUSAL.format(what)}"], _place(source))
+    return named
+
+
+def _turns_tokens_into_logits(kind: Any, config: PretrainedConfig) -> bool:
+    is_of_text = kind.main_input_name == "input_ids" and not getattr(config, "is_encoder_decoder", False)
+    return kind.__name__.endswith(("ForCausalLM", "ForConditionalGeneration")) and is_of_text
+
+
+def _named_class(config: PretrainedConfig) -> Any:
+    """Return the first class of transformers that a config names and that takes such a config; None without one."""
+    import transformers
+
     for name in config.architectures or ():
         named = getattr(transformers, name, None)
-        if name.endswith("ForCausalLM") and getattr(named, "config_class", None) is type(config):
+        if isinstance(named, type) and getattr(named, "config_class", None) is type(config):
             return named
     return None
 

@@ -14,10 +14,12 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.distributed.fsdp import FSDPModule
 
 from titan_ckpt.errors import KeyMapError, listed
 from titan_ckpt.geometry.chunks import Chunk, Shape
@@ -51,7 +53,8 @@ def find_key_map(model: PreTrainedModel) -> KeyMap:
     problems: list[str] = []
     with torch.device("cpu"):  # the caller may be building on meta
         probes = _numbered(shapes)
-        files: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(probes))
+        with _classes_of_transformers(model):
+            files: dict[str, torch.Tensor] = revert_weight_conversion(model, dict(probes))
         for fqns, keys in _groups(probes, files):
             op = _operation((fqns, keys), shapes, probes, files)
             if op is None:
@@ -64,15 +67,30 @@ def find_key_map(model: PreTrainedModel) -> KeyMap:
             + "\n  ".join(problems),
             problems,
         )
-    names = FolderNames.of(model, tied) if hasattr(model, "base_model_prefix") else None
+    with _classes_of_transformers(model):
+        names = FolderNames.of(model, tied) if hasattr(model, "base_model_prefix") else None
     return HuggingFaceKeyMap(
         tuple(generalised(rules)),
         identity=True,
+        nameless=frozenset(shapes.keys() & (getattr(model, "_keys_to_ignore_on_save", None) or ())),
         verified=True,
         exact=tuple(rules),
         names=names,
         float32={dtype: _kept_in_float32(model, shapes, dtype) for dtype in (torch.float16, torch.bfloat16)},
     )
+
+
+@contextmanager
+def _classes_of_transformers(model: PreTrainedModel) -> Iterator[None]:
+    """Give modules that FSDP2 has sharded their own classes back, by whose names transformers finds conversions."""
+    sharded = [(module, type(module)) for module in model.modules() if isinstance(module, FSDPModule)]
+    try:
+        for module, kind in sharded:
+            module.__class__ = kind.__bases__[1]  # FSDP2 derives a class from its own one and the module's
+        yield
+    finally:
+        for module, kind in sharded:
+            module.__class__ = kind
 
 
 def _kept_in_float32(model: PreTrainedModel, fqns: Iterable[str], dtype: torch.dtype) -> frozenset[str]:
@@ -280,7 +298,7 @@ class HuggingFaceKeyMap(KeyMap):
         Keys that lead nowhere keep their names, so that a load refuses them. `left_out` has those that are ignored.
         """
         own_keys = [key for rule in self.exact for key in rule.file]
-        if self.names is None or set(keys) == set(own_keys):  # the usual case
+        if self.names is None or set(keys) == set(own_keys) - self.nameless:  # the usual case
             return self
         own = {source: key for key, source in self.names.sources(own_keys).items()}
         found: dict[Source, list[str]] = {}
@@ -303,10 +321,11 @@ class HuggingFaceKeyMap(KeyMap):
                 continue
             if source.name in self.names.tied:
                 repeats += [(other, first) for other in others]
+        table = replace(self, nameless=self.nameless - {source.name for source in found})
         if all(key == name for key, name in spelled.items()) and not (in_memory or left_out or repeats):
-            return self
+            return table
         rules = [rule for own_rule in self.exact for rule in _spelled(own_rule, spelled, in_memory)]
-        return replace(self, rules=tuple(generalised(rules)), left_out=frozenset(left_out), repeats=tuple(repeats))
+        return replace(table, rules=tuple(generalised(rules)), left_out=frozenset(left_out), repeats=tuple(repeats))
 
 
 def _spelled(rule: KeyRule, spelled: Mapping[str, str], in_memory: Mapping[str, str]) -> Iterator[KeyRule]:

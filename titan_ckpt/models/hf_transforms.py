@@ -38,7 +38,8 @@ def transforms_of(model: nn.Module) -> StateDictTransforms:
         next_step = "load the model without quantization_config to export it"
         raise ConfigError([f"{what} has weights that transformers has quantized: {next_step}"])
     parameters = dict(inner.named_parameters(remove_duplicate=False))
-    ties = getattr(inner, "all_tied_weights_keys", None) if inner.config.tie_word_embeddings else None
+    is_tied = getattr(inner.config, "tie_word_embeddings", False)  # models without tokens have no such setting
+    ties = getattr(inner, "all_tied_weights_keys", None) if is_tied else None
     for key, other in (ties or {}).items():
         if key in parameters and other in parameters and parameters[key] is not parameters[other]:
             next_step = "set model.config.tie_word_embeddings = False, or tie them again (model.tie_weights())"

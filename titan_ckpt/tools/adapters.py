@@ -25,6 +25,7 @@ from titan_ckpt.errors import (
     listed,
 )
 from titan_ckpt.formats.huggingface.peft import CONFIG, PeftReader, unselected
+from titan_ckpt.formats.huggingface.peft_fields import is_trained_bias
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import LazyTensor, dtype_name, info_of
@@ -35,7 +36,7 @@ from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.digest import digest_of
 from titan_ckpt.weights.identity import another_base, base_digest, named_base
-from titan_ckpt.weights.low_rank import LoRARecord, LowRank, lora_tensor
+from titan_ckpt.weights.low_rank import AddedBias, LoRARecord, LowRank, TrainedRows, lora_tensor
 from titan_ckpt.weights.stored_names import model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, cast_all
 
@@ -154,9 +155,20 @@ def lora_settings(reader: PeftReader, table: ModelTable) -> dict[str, Any]:
 
     Raises: LoadMismatchError listing the modules that the model does not have.
     """
+    reader.pass_by()
     config, sites, copied, unknown = reader.metadata(), dict[str, LowRank](), dict[str, None](), list[str]()
+    beside, frozen, rows = reader.beside(), dict[str, None](), dict[str, list[int]]()
     for update in reader.updates():
+        if isinstance(update, LowRank) and reader.is_on_parameter(update):
+            update = reader.on_parameter(update, table.modules)
+            sites[update.site] = update
+            continue
         fqns = _native_names(update.weight, table)
+        if isinstance(update, TrainedRows):
+            rows |= {fqn.rpartition(".")[0]: [*update.indices] for fqn in fqns}
+        if not isinstance(update, LowRank):
+            unknown += [] if fqns or isinstance(update, AddedBias) else [*update.tensors]
+            continue
         if fqns:
             sites |= {native.site: native for native in _native_updates(update, fqns, config)}
         else:
@@ -164,7 +176,8 @@ def lora_settings(reader: PeftReader, table: ModelTable) -> dict[str, Any]:
     for key, weight in reader.copies().items():
         fqns = _native_names(weight, table)
         unknown += [] if fqns else [key]
-        copied |= {fqn.rpartition(".")[0]: None for fqn in fqns}
+        if not is_trained_bias(config, key):
+            (frozen if key in beside else copied).update({fqn.rpartition(".")[0]: None for fqn in fqns})
     if unknown:
         raise LoadMismatchError(
             f"{reader.path}: the model ({table.architecture}) has no place for {listed(unknown)}. Is it an adapter of "
@@ -181,6 +194,11 @@ def lora_settings(reader: PeftReader, table: ModelTable) -> dict[str, Any]:
         "use_rslora": bool(config.get("use_rslora")),
         "use_dora": bool(config.get("use_dora")),
         "modules_to_save": list(copied),
+        "frozen_copies": list(frozen),
+        "bias": config.get("bias") or "none",
+        "lora_bias": bool(config.get("lora_bias")),
+        "trainable_token_indices": rows,
+        "ensure_weight_tying": bool(config.get("ensure_weight_tying")),
         "dtype": "bfloat16" if floats == {torch.bfloat16} else "float32",
     }
 
@@ -241,7 +259,7 @@ class RecordedBase:
     ) -> None:
         """Digest nothing yet. `variants`: the base's tensors by the names of each architecture that reads it."""
         self._path, self._variants = path, variants
-        self._digests: dict[tuple[str, torch.dtype | None], str] = {}
+        self._digests: dict[tuple[frozenset[str], torch.dtype | None], str] = {}
 
     def check(self, adapter: Path, record: Mapping[str, Any]) -> str:
         """Return in words what the digest says. Raises: BaseMismatchError if the adapter has another base."""
@@ -252,7 +270,7 @@ class RecordedBase:
             lacking += (missing := [name for name in table.tensors if name not in tensors])
             floats = {v.info.dtype for v in tensors.values() if v.info.dtype in CASTABLE}
             for cast in () if missing else (None, *_GUESSES) if dtype is None else (dtype,):
-                found.append(self._digest(table.architecture, tensors, None if floats == {cast} else cast))
+                found.append(self._digest(tensors, None if floats == {cast} else cast))
                 if found[-1] == expected:
                     return f"{adapter} was trained on this base: digest {expected}"
         if not found:
@@ -262,13 +280,13 @@ class RecordedBase:
             {"path": str(self._path), "digest": found[0]}, record, str(adapter), "or merge it into that base"
         )
 
-    def _digest(self, architecture: str, tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> str:
-        if (architecture, dtype) not in self._digests:
+    def _digest(self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> str:
+        if (known := (frozenset(tensors), dtype)) not in self._digests:
             values: Any = cast_all(dict(tensors), dtype)
             with progress.shown(f"reading {self._path.name}", sum(v.info.nbytes for v in values.values())) as count:
                 digests = {}
                 for name, value in values.items():
                     digests[name] = digest_of(value)
                     count(value.info.nbytes)
-            self._digests[architecture, dtype] = base_digest(digests)
-        return self._digests[architecture, dtype]
+            self._digests[known] = base_digest(digests)
+        return self._digests[known]

@@ -25,14 +25,15 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, LoadMismatchError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface
-from titan_ckpt.formats.huggingface.peft import PeftFormat
+from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader
+from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import check_named_base, holds_adapter_alone
-from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
+from titan_ckpt.loading.merge import AdapterMerge, SharedWeightError, prepare_merge, settle_tables
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.models.config import read_config_json
 from titan_ckpt.tools.adapters import (
@@ -212,11 +213,28 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
         readers = [stack.enter_context(open_reader(path)) for path in adapters]
         names = set().union(*(adapted_weights(r) for r in readers if r.format == "native"))
         names |= set() if reader.format == "hf" else set(model_keys(reader))
-        table = find_table(folder, names or None, options.architecture)
+        by_parameter = any(isinstance(r, PeftReader) and any(map(r.is_on_parameter, r.pairs())) for r in readers)
+        architecture = options.architecture or ("hf" if by_parameter else None)
+        table = find_table(folder, names or None, architecture)
         tensors = native_tensors(reader, table.key_map)
-        merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
         recorded = RecordedBase(base, partial(_variants, reader, folder, table, tensors))
-        notes = tuple(_about_base(adapter, recorded) for adapter in readers)
+        part = None
+        try:
+            merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
+        except SharedWeightError:
+            table, tensors = _untied(table, tensors, folder, architecture)
+            merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
+        except LoadMismatchError:  # it may be of the causal language model in a composite one
+            others = (other for other, _ in _variants(reader, folder, table, tensors) if other.architecture == "hf")
+            if (other := next((other for other in others if other is not table), None)) is None:
+                raise
+            table, tensors = other, native_tensors(reader, other.key_map)
+            recorded = RecordedBase(base, partial(_variants, reader, folder, table, tensors))
+            merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
+            (name,) = table.config["architectures"]
+            part = f"{base} is merged as the {name} that the adapter is of, without its rest"
+        settle_tables(merges, [merge.other_tables(tensors) for merge in merges])
+        notes = (*filter(None, [part]), *(_about_base(adapter, recorded) for adapter in readers))
         changed = set().union(*(merge.changes for merge in merges))
         merged: dict[str, Any] = dict(tensors)
         for merge in merges:
@@ -236,13 +254,31 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
     return _written(target, "hf", table, len(changed), notes)
 
 
+def _untied(
+    table: ModelTable, tensors: Mapping[str, LazyTensor], folder: Path, architecture: str | None
+) -> tuple[ModelTable, dict[str, LazyTensor]]:
+    """Return the same model with a weight of its own for each module, and its tensors.
+
+    Raises: LoadMismatchError if it ties them whatever its config says.
+    """
+    untied = find_table(folder, None, architecture or table.architecture, {"tie_word_embeddings": False})
+    both = [untied.key_map.group_of_key(key).fqns[0] for key in TIED]
+    aliases = dict(table.tied) or {both[0]: both[1]}
+    if untied.tied or untied.tensors.keys() - tensors.keys() - aliases.keys():
+        raise LoadMismatchError(
+            f"{folder}: the adapter acts on one of the modules that share a weight, and this model shares it also with "
+            "tie_word_embeddings = false, so that no merged weight can be written: serve the adapter beside its base"
+        )
+    return untied, dict(tensors) | {alias: tensors[first] for alias, first in aliases.items()}
+
+
 def _variants(
     reader: TensorReader, folder: Path, table: ModelTable, tensors: Mapping[str, LazyTensor]
 ) -> Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]:
     """Yield the base's tensors by the names of this table, and of each other one if those in the folder are foreign."""
     yield table, tensors
     for other in tables_of(folder, None, []) if reader.format == "hf" else ():
-        if other.architecture != table.architecture:
+        if other.tensors.keys() != table.tensors.keys():
             yield other, native_tensors(reader, other.key_map)
 
 

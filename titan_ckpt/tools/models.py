@@ -5,9 +5,10 @@ Owns the choice of the architecture. A model is built on meta, so it needs no me
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,20 @@ from torch import nn
 
 from titan_ckpt.encoding.hub import hub_folder
 from titan_ckpt.encoding.named import find_names_here, is_import_name
-from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, NotACheckpointError
+from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, KeyMapError, NotACheckpointError
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.geometry.chunks import TensorInfo, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.models import hf
 from titan_ckpt.models.config import read_config_json
-from titan_ckpt.models.registry import ARCHITECTURES, build_model, find_architecture
+from titan_ckpt.models.hf_keys import find_key_map
+from titan_ckpt.models.registry import ARCHITECTURES, find_architecture
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 CONFIG = "config.json"
+_NONE: Mapping[str, Any] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +38,32 @@ class ModelTable:
     """A model without weights: its names, shapes, modules, and its table to Hugging Face names."""
 
     architecture: str
-    """As in [model] name: llama3, qwen3, qwen3_moe, hf for any model of transformers, or "package.module:Name"."""
+    """As in [model] name: llama3, qwen3, qwen3_moe, hf for any class of transformers, or "package.module:Name"."""
     key_map: KeyMap
     tensors: Mapping[str, TensorInfo]
     """By native name; the dtypes are those of a new model."""
     tied: Mapping[str, str]
     modules: Mapping[str, nn.Module]
     config: Mapping[str, Any]
-    """The content of config.json, without its quantization."""
+    """The content of config.json, without its quantization; of architecture hf, it names the class of this model."""
 
 
-def find_table(folder: Path, names: Collection[str] | None = None, architecture: str | None = None) -> ModelTable:
+def find_table(
+    folder: Path,
+    names: Collection[str] | None = None,
+    architecture: str | None = None,
+    changes: Mapping[str, Any] = _NONE,
+) -> ModelTable:
     """Return the table of the model in a folder's config.json.
 
     `names`: the native names of a checkpoint, by which the architecture is chosen if several read this config; without
-    them the first one is taken, which is the model's own if it has one. `architecture`: the only one to try.
+    them the first one is taken, which is the model's own if it has one. `architecture`: the only one to try. `changes`:
+    settings in place of those in config.json.
     Raises: ConfigError listing why no architecture reads the config; NotACheckpointError if the names are no model's.
     """
     problems: list[str] = []
     tables: list[ModelTable] = []
-    for table in tables_of(folder, architecture, problems):
+    for table in tables_of(folder, architecture, problems, changes):
         if names is None or table.tensors.keys() | table.tied.keys() >= set(names):
             return table
         tables.append(table)
@@ -68,7 +78,9 @@ def find_table(folder: Path, names: Collection[str] | None = None, architecture:
     )
 
 
-def tables_of(folder: Path, architecture: str | None, problems: list[str]) -> Iterator[ModelTable]:
+def tables_of(
+    folder: Path, architecture: str | None, problems: list[str], changes: Mapping[str, Any] = _NONE
+) -> Iterator[ModelTable]:
     """Yield the table of each architecture that reads the config; add a line to `problems` for each other one."""
     if architecture is not None and architecture not in ARCHITECTURES:
         known = f'{", ".join(ARCHITECTURES)}, or your own Architecture as "package.module:Name"'
@@ -77,19 +89,49 @@ def tables_of(folder: Path, architecture: str | None, problems: list[str]) -> It
         find_names_here()
         if find_architecture(architecture) is None:
             raise ConfigError([f"--model: {architecture!r} is no Architecture, which reads a {CONFIG}; known: {known}"])
-    config = {key: value for key, value in read_config_json(folder).items() if key != "quantization_config"}
-    for name in [architecture] if architecture else ARCHITECTURES:
+    read = {**read_config_json(folder), **changes}
+    plain = {key: value for key, value in read.items() if key != "quantization_config"}
+    for name, build in _builders(folder, read, architecture):
         try:
             with torch.device("meta"):
-                model = build_model(name, folder=folder)
-        except ConfigError as error:
-            first, *others = error.problems
+                model, key_map = build()
+        except (ConfigError, KeyMapError) as error:
+            lines = error.problems if isinstance(error, ConfigError) else [" ".join(str(error).split())]
+            first, *others = lines
             more = f" (and {len(others)} more; --model {name} shows them)" if others and not architecture else ""
-            problems += [f"{name}: {p}" for p in (error.problems if architecture else [first + more])]
+            problems += [f"{name}: {p}" for p in (lines if architecture else [first + more])]
             continue
         wrapper = ModelWrapper([model])
         tensors = {fqn: info_of(value) for fqn, value in wrapper.state_dict().items()}
-        yield ModelTable(name, model.key_map(), tensors, wrapper.tied, dict(model.named_modules()), config)
+        config = plain | ({"architectures": [type(model).__name__]} if name == "hf" else {})
+        yield ModelTable(name, key_map, tensors, wrapper.tied, dict(model.named_modules()), config)
+
+
+def _builders(
+    folder: Path, config: Mapping[str, Any], architecture: str | None
+) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, KeyMap]]]]:
+    """Yield what makes a model and its table, by architecture; `config`: that of the folder, perhaps changed.
+
+    If the config names a class of transformers that is no causal language model, a model of this class is the first,
+    because the folder's tensors are its own.
+    """
+
+    def named() -> tuple[nn.Module, KeyMap]:
+        model = hf.build_named(config)
+        return model, find_key_map(model)
+
+    def listed(name: str) -> tuple[nn.Module, KeyMap]:
+        found = find_architecture(name)
+        assert found is not None, "a name that is none was refused above"
+        model = found.make(found.read(dict(config), str(folder / CONFIG)))
+        return model, model.key_map()
+
+    if architecture in (None, "hf"):
+        with suppress(ConfigError):  # the builder of "hf" says what is wrong
+            if hf.names_another_class(config):
+                yield "hf", named
+    for name in [architecture] if architecture else ARCHITECTURES:
+        yield name, partial(listed, name)
 
 
 def find_config(reader: TensorReader, given: Path | None) -> Path | None:

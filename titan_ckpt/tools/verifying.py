@@ -137,9 +137,9 @@ def _misfits(table: ModelTable, shapes: dict[str, tuple[int, ...]]) -> Iterator[
     for name, info in table.tensors.items():
         others = [alias for alias, first in same.items() if first == name]
         found = next((shapes[n] for n in (name, *others) if n in shapes), None)
-        if found is None:
+        if found is None and name not in table.key_map.nameless:
             yield f"{CONFIG}: the model's {name} is not there"
-        elif found != info.shape and math.prod(found) != math.prod(info.shape):
+        elif found is not None and found != info.shape and math.prod(found) != math.prod(info.shape):
             yield f"{CONFIG}: the model's {name} has the shape {list(info.shape)}, found {list(found)}"
     for name in shapes.keys() - table.tensors.keys() - same.keys():
         yield f"{CONFIG}: the model has no {name}"

@@ -115,7 +115,7 @@ class BuildSteps:
         self.state = TrainState()
         self.num_steps = config.training.steps or DEFAULT_STEPS
         """The last step of the run; with training.epochs it is known when the data is built, and again after a load."""
-        self.log_history: deque[Mapping[str, LogValue]] = deque(maxlen=config.training.log_history)
+        self.log_history: deque[Mapping[str, LogValue]] = deque(maxlen=10_000)
         """The newest rows of metrics.jsonl, those before a resume included; on rank 0, and empty on the others."""
         self.measurements: dict[str, LogValue] = {}
         """Values that callbacks measured in the current step, to be logged with it; equal on every rank."""
@@ -215,7 +215,7 @@ class BuildSteps:
         """Return a loader whose state_dict holds the position in the data. It must not end before the run does."""
         assert self.dataset is not None, "who builds no dataset builds a loader"
         data, training = self.config.data, self.config.training
-        workers = Workers(data.num_workers, data.prefetch, data.pin_memory and self.ranks.device.type == "cuda")
+        workers = Workers(data.num_workers, data.prefetch, self.ranks.device.type == "cuda")
         return build_dataloader(self.dataset, training.batch_size, self.collate, self.config.seed, workers)
 
     def parallelize_model(self) -> Sequence[nn.Module]:
@@ -284,11 +284,11 @@ class BuildSteps:
             are no callbacks.
         """
         config, folder = self.config, Path(self.config.output_folder)
-        monitoring, profiling, collection = config.monitoring, config.profiling, config.garbage_collection
+        training, profiling = config.training, config.profiling
         return Callbacks(
             gradient_health=GradientHealth(),
-            load_balance=LoadBalance() if monitoring.load_balance else None,
-            memory=MemoryMonitor() if monitoring.memory else None,
+            load_balance=LoadBalance() if "load_balance" in training.measure else None,
+            memory=MemoryMonitor() if "memory" in training.measure else None,
             evaluation=Evaluation(config.evaluation, self.held_out()) if config.evaluation else None,
             logging=Logging(folder / METRICS),
             tensorboard=TensorBoard(config.tensorboard, folder) if config.tensorboard else None,
@@ -297,7 +297,7 @@ class BuildSteps:
             checkpoint=Checkpointing(),
             export=Export(),
             profiler=Profiler(profiling, folder) if profiling else None,
-            garbage_collection=GarbageCollection(collection) if collection else None,
+            garbage_collection=GarbageCollection(training.gc_interval) if training.gc_interval else None,
             user=(*self.user_callbacks, *self.named_callbacks),
         )
 

@@ -155,7 +155,7 @@ class TrainingConfig(Checked):
                 "mixed_precision_param": "training.compute_dtype",
                 "mixed_precision_reduce": "nothing; gradients are reduced in float32",
                 "dtype": "training.compute_dtype; trained parameters stay float32",
-                "gc_freq": "garbage_collection.interval",
+                "gc_freq": "training.gc_interval",
                 "seed": "seed, above all tables",
                 "enable_cpu_offload": "nothing; parameters stay on the device",
             },
@@ -212,9 +212,12 @@ class TrainingConfig(Checked):
     without this."""
     log_interval: PositiveSteps = 1
     """Steps between reports on the console, in metrics.jsonl, in TensorBoard and in W&B."""
-    log_history: NonNegative = 10_000
-    """Number of newest reports that `trainer.log_history` holds, those before a resume included. metrics.jsonl has all
-    of them."""
+    measure: tuple[Literal["memory", "load_balance"], ...] = ()
+    """Also reported: the memory of the rank that needs most, in GiB; how evenly each layer of a mixture of experts
+    distributes tokens."""
+    gc_interval: PositiveSteps | None = None
+    """Collect garbage on all ranks at the same steps, so many apart. Absent: when each rank's own counters trigger it,
+    so that ranks pause at different steps, and all wait each time."""
 
     def problems(self) -> Iterator[str]:
         if self.check_gradients == "log" and self.max_grad_norm is not None:
@@ -283,12 +286,6 @@ class ProfilingConfig(Checked):
     """Number of traces that a process writes."""
     ranks: tuple[NonNegative, ...] = (0,)
     """The ranks that write traces."""
-    memory: bool = False
-    """Record allocations."""
-    stacks: bool = False
-    """Record the source line of each operation; this slows the traced steps."""
-    shapes: bool = False
-    """Record the input shapes of operations."""
     folder: LocalPath = "profiles"
     """Relative to the output folder."""
 
@@ -296,24 +293,6 @@ class ProfilingConfig(Checked):
         if self.interval < self.warmup + self.active:
             least = self.warmup + self.active
             yield f"interval: {self.interval} steps are fewer than warmup + active = {least}; raise it"
-
-
-@dataclass(frozen=True, slots=True)
-class MonitoringConfig(Checked):
-    """[monitoring]: measurements that are logged together with loss, gradient norm and speed."""
-
-    memory: bool = False
-    """Log the memory of the rank that needs most, in GiB."""
-    load_balance: bool = False
-    """Log how evenly each layer of a mixture of experts distributes tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class GarbageCollectionConfig(Checked):
-    """[garbage_collection]: collect on all ranks at the same steps, not when each rank's own counters trigger it."""
-
-    interval: PositiveSteps
-    """Steps between collections."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +313,7 @@ class RunConfig(Checked):
             "quantize": '[[converters]] with kind = "float8" or "qat"',
             "comm": "nothing; checkpoint.save.timeout_seconds bounds the waits of saves",
             "fault_tolerance": "nothing; docs/parallel.md has restarts by torchrun",
-            "memory_estimation": "nothing; [monitoring] memory = true measures",
+            "memory_estimation": 'nothing; training.measure = ["memory"] measures',
             "experimental": 'model.name and data.dataset as "package.module:Name"',
         },
     )
@@ -350,12 +329,10 @@ class RunConfig(Checked):
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    monitoring: MonitoringConfig = field(default_factory=MonitoringConfig)
     evaluation: EvaluationConfig | None = None
     tensorboard: TensorBoardConfig | None = None
     wandb: WandbConfig | None = None
     profiling: ProfilingConfig | None = None
-    garbage_collection: GarbageCollectionConfig | None = None
     callbacks: tuple[ImportName, ...] = ()
     """Your own callbacks as "package.module:Class", created without arguments and called after the built-in ones."""
     trainer: ImportName | None = None
@@ -374,8 +351,8 @@ class RunConfig(Checked):
     def _faults_of_metric(self, metric: str) -> Iterator[str]:
         """Yield why no save of this run has a metric. Callbacks of one's own may measure any."""
         measured = ["loss", *EVALUATED] if self.evaluation is not None else ["loss"]
-        groups = ("moe/" if self.monitoring.load_balance else "", "memory/" if self.monitoring.memory else "")
-        if metric not in measured and not any(group and metric.startswith(group) for group in groups):
+        groups = {"load_balance": "moe/", "memory": "memory/"}
+        if metric not in measured and not metric.startswith(tuple(groups[name] for name in self.training.measure)):
             need = "; it needs the table [evaluation]" if metric in EVALUATED else ""
             names = ", ".join(measured)
             yield f"checkpoint.save.keep.metric: {metric} is never measured{need}; this run measures {names}"

@@ -76,8 +76,6 @@ class DataConfig(Checked):
     """Processes on each rank that make batches; with 0 the training process makes them."""
     prefetch: PositiveInt = 2
     """Batches that each worker process makes ahead."""
-    pin_memory: bool = True
-    """On CUDA: put batches into pinned memory, from which they are copied while the device computes."""
     cache_folder: LocalPath = "outputs/cache"
     """Trained tokenizers and tokenised corpora, shared between runs."""
     dataset: ImportName | None = None

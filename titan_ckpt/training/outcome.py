@@ -34,16 +34,18 @@ class Outcome:
         """Return how many completed steps no checkpoint holds."""
         return self.step - (self.saved_step or 0)
 
-    def exit_code(self, if_stopped: int) -> int:
-        """Return 0 for a run that is done, `if_stopped` for one that can go on from where it was, else 1.
+    @property
+    def exit_code(self) -> int:
+        """Return 0 for a run that is done, 75 for one that can go on from where it was, else 1.
 
-        Under torchrun, a run that was stopped and saved also returns 0.
+        75 is EX_TEMPFAIL of BSD's sysexits.h. Under torchrun, which calls every code but 0 a failure, a run that was
+        stopped and saved also returns 0.
         """
         if self.reason is None or self.step >= self.steps:
             return 0
         if self.lost:
             return 1
-        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else if_stopped
+        return 0 if "TORCHELASTIC_RUN_ID" in os.environ else 75
 
 
 def unsaved(lost: int, step: int) -> str:

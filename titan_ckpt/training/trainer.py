@@ -94,7 +94,7 @@ class Trainer(BuildSteps):
     @property
     def exit_code(self) -> int:
         """Return the exit code of a process that called `run`; docs/resume.md has the list."""
-        return self.outcome.exit_code(self.config.checkpoint.stop.exit_code)
+        return self.outcome.exit_code
 
     def _say_what_is_lost(self) -> None:
         """Log how many completed steps no checkpoint holds; the exit code of an error does not say it."""
@@ -360,7 +360,7 @@ class Trainer(BuildSteps):
                 self.callbacks.on_substep_end(self, index)
             return total / self.ranks.degrees.tp
         total = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
-        keep_gathered = not self.config.parallel.reshard_between_micro_batches
+        keep_gathered = self.config.parallel.reshard_after_forward == "never"
         for index, batch in enumerate(batches):
             self.callbacks.on_substep_begin(self, index)
             prepare_backward(self.model_parts, last=index == len(batches) - 1, keep_gathered=keep_gathered)

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, Literal, Self, TypeVar
 
@@ -28,8 +28,9 @@ KIND = "lora"
 """`kind` of the converter in a manifest."""
 PARTS = "titan_ckpt_parts"
 """Record beside adapter_config.json: module -> the ranks of the blocks of its pair, if the pair is block diagonal."""
-A, B, MAGNITUDE, COPY = "lora_a", "lora_b", "lora_magnitude", "trained"
-_OF_MODULE = re.compile(rf"(?P<module>.+)\.(?P<role>{A}|{B}|{MAGNITUDE})\.weight")
+A, B, MAGNITUDE, COPY, ROWS, BIAS = "lora_a", "lora_b", "lora_magnitude", "trained", "trained_rows", "lora_b.bias"
+_OF_MODULE = re.compile(rf"(?P<module>.+)\.(?P<role>{A}|{B}|{MAGNITUDE}|{ROWS})\.weight")
+_OF_BIAS = re.compile(rf"(?P<module>.+)\.{re.escape(BIAS)}")
 _OF_STACK = re.compile(rf"(?P<module>.+)\.lora_(?P<parameter>[^.]+)\.(?P<role>{A}|{B})")
 _OF_COPY = re.compile(rf"(?P<module>.+)\.{COPY}\.(?P<parameter>[^.]+)")
 _WILD = frozenset("*?[")
@@ -44,7 +45,7 @@ class LoRATensor:
     """A tensor's part in an adapter, as its name says it."""
 
     role: str
-    """A, B, MAGNITUDE or COPY."""
+    """A, B, MAGNITUDE, COPY, ROWS or BIAS."""
     site: str
     """The adapted part, as patterns name it: a module, or a parameter of stacked experts."""
     weight: str
@@ -55,6 +56,8 @@ def lora_tensor(name: str) -> LoRATensor | None:
     """Return the part of a tensor in an adapter; None for a name that LoRA does not give."""
     if match := _OF_MODULE.fullmatch(name):
         return LoRATensor(match["role"], match["module"], f"{match['module']}.weight")
+    if match := _OF_BIAS.fullmatch(name):
+        return LoRATensor(BIAS, match["module"], f"{match['module']}.bias")
     if match := _OF_STACK.fullmatch(name):
         site = f"{match['module']}.{match['parameter']}"
         return LoRATensor(match["role"], site, site)
@@ -121,11 +124,18 @@ class StoredUpdates:
     updates: Sequence[WeightUpdate]
     copies: Mapping[str, str]
     """Tensor of a module that was trained in full -> the tensor of the base that it replaces."""
+    tied: bool = False
+    """Whether they act on all modules that share a weight. Trained rows always do."""
 
 
 def sites_of(names: Iterable[str]) -> list[str]:
     """Return the parts of a model that have an A among these tensors."""
     return [part.site for name in names if (part := lora_tensor(name)) is not None and part.role == A]
+
+
+def tables_of(names: Iterable[str]) -> list[str]:
+    """Return the tables that have trained rows among these tensors."""
+    return [part.site for name in names if (part := lora_tensor(name)) is not None and part.role == ROWS]
 
 
 def is_conv1d(module: nn.Module | None) -> bool:
@@ -154,6 +164,95 @@ def scale(rank: int, alpha: float, *, use_rslora: bool) -> float:
 
 
 @dataclass(frozen=True, slots=True)
+class AddedBias(WeightUpdate):
+    """The bias of B: bias + scaling * its value."""
+
+    weight: str
+    """The bias of the module that has the pair."""
+    bias: str
+    scaling: float
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.bias,)
+
+    def base_shape(self, shapes: Sequence[Shape], weight: Shape) -> Shape:
+        return shapes[0]
+
+    def acts(self, values: Sequence[torch.Tensor]) -> bool:
+        return self.scaling != 0 and bool(values[0].any())
+
+    def merged(
+        self,
+        weight: torch.Tensor,
+        chunk: Chunk,
+        factors: Sequence[torch.Tensor],
+        norms: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        dtype = torch.promote_types(weight.dtype, torch.float32)
+        added = factors[0][chunk.within(Chunk.whole(factors[0].shape))].to(weight.device, dtype) * self.scaling
+        return weight.reshape(chunk.sizes).to(dtype) + added
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedRows(WeightUpdate):
+    """Rows of a table that were trained: they replace the table's own."""
+
+    weight: str
+    rows: str
+    indices: tuple[int, ...]
+    """Which row of the table each one replaces."""
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        return (self.rows,)
+
+    def base_shape(self, shapes: Sequence[Shape], weight: Shape) -> Shape:
+        return (max(weight[0], 1 + max(self.indices)), *shapes[0][1:])
+
+    def misfits(self, shapes: Mapping[str, Shape], weight: Shape, chunks: Iterable[Chunk]) -> Iterator[str]:
+        """Yield the reason why there is not one row for each index, if it is so."""
+        if shapes[self.rows][:1] != (len(self.indices),):
+            yield f"{self.rows}: expected {len(self.indices)} rows, found {list(shapes[self.rows])}"
+
+    def merged(
+        self,
+        weight: torch.Tensor,
+        chunk: Chunk,
+        factors: Sequence[torch.Tensor],
+        norms: torch.Tensor | None = None,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        merged = weight.reshape(chunk.sizes).to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        (first, column), (count, width) = chunk.offsets, chunk.sizes
+        for row, index in enumerate(self.indices):
+            if first <= index < first + count:
+                merged[index - first] = factors[0][row, column : column + width].to(merged)
+        return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """How PEFT's `target_parameters` stores the pairs of stacked experts: as one pair for the parameter."""
+
+    experts: int
+    in_first: bool
+    """Whether the weight is (experts, in, out), as transformers' `is_transposed` says; else (experts, out, in)."""
+
+    def factors(self, a: torch.Tensor, b: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Return the factors of the stacked weight. Shape: A (experts * rank, in), B (out, rank * experts)."""
+        right = a.reshape(self.experts, -1, a.shape[1])
+        left = b.reshape(b.shape[0], -1, self.experts).permute(2, 0, 1)
+        return (right.mT, left.mT) if self.in_first else (left, right)
+
+
+def stack_of(module: nn.Module, parameter: str) -> Stack:
+    """Return how PEFT stores the pairs of a module's stacked experts."""
+    return Stack(module.get_parameter(parameter).shape[0], bool(getattr(module, "is_transposed", False)))
+
+
+@dataclass(frozen=True, slots=True)
 class LowRank(WeightUpdate):
     """A low-rank update of one weight, by the names of its tensors: weight + scaling * B @ A, scaled again by DoRA.
 
@@ -170,6 +269,10 @@ class LowRank(WeightUpdate):
     operation: Operation = "linear"
     magnitude: str | None = None
     """DoRA's lengths of the output features."""
+    stack: Stack | None = None
+    """How a PEFT folder has the pair of stacked experts; None for one that is stored as the weight is."""
+    bias: str | None = None
+    """The bias of B, which changes the module's bias: see `added_bias`."""
     rows: tuple[int, ...] = ()
     """Rows of each part of a fused weight. Every part has its own adapter: A holds them one after another, and B holds
     each part's rows."""
@@ -185,6 +288,11 @@ class LowRank(WeightUpdate):
         return (self.a, self.b, *((self.magnitude,) if self.magnitude else ()))
 
     @property
+    def added_bias(self) -> AddedBias | None:
+        """Return the update of the module's bias, if B has one."""
+        return AddedBias(f"{self.site}.bias", self.bias, self.scaling) if self.bias else None
+
+    @property
     def transposed(self) -> bool:
         return self.operation in ("embedding", "conv1d")
 
@@ -196,6 +304,8 @@ class LowRank(WeightUpdate):
     def base_shape(self, shapes: Sequence[Shape], weight: Shape) -> Shape:
         """Return the shape of the product."""
         a, b, *_ = shapes
+        if self.stack is not None:
+            return (self.stack.experts, *((a[1], b[0]) if self.stack.in_first else (b[0], a[1])))
         return (a[-1], b[-2]) if self.transposed else (*b[:-1], a[-1])
 
     def acts(self, values: Sequence[torch.Tensor]) -> bool:
@@ -219,6 +329,8 @@ class LowRank(WeightUpdate):
     def factors(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return the whole factors of the product, in the order in which they are multiplied, and DoRA's lengths."""
         a, b, *lengths = values
+        if self.stack is not None:
+            return self.stack.factors(a, b)
         left, right = spread(b, self.rows), a
         return (right.t(), left.t(), *lengths) if self.transposed else (left, right, *lengths)
 
@@ -296,14 +408,24 @@ class LoRARecord:
     use_dora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    lora_bias: bool = False
+    trainable_token_indices: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    ensure_weight_tying: bool = False
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> Self:
         """Read a converter's description. Raises: ValueError naming a setting that is missing or has a wrong type."""
-        values: dict[str, Any] = {name: description.get(name) for name in cls.__slots__}
+        values: dict[str, Any] = dict(_LATER) | {
+            name: description[name] for name in cls.__slots__ if description.get(name) is not None
+        }
         if faults := list(_faults(values)):
             raise ValueError("; ".join(faults))
         return cls(**values)
+
+    def trained_rows(self, module: str) -> TrainedRows | None:
+        """Return the update that these settings give a table, if they train rows of it."""
+        rows = from_patterns(module, self.trainable_token_indices, ())
+        return TrainedRows(f"{module}.weight", f"{module}.{ROWS}.weight", tuple(rows)) if rows else None
 
     def low_rank(self, site: str, operation: Operation = "linear", rows: tuple[int, ...] = ()) -> LowRank:
         """Return the update that these settings give a module, or a parameter of stacked experts."""
@@ -316,12 +438,18 @@ class LoRARecord:
         )
         return LowRank(
             site if stack else f"{site}.weight", a, b, rank, alpha, scale(rank, alpha, use_rslora=self.use_rslora),
-            operation, magnitude if self.use_dora else None, rows,
+            operation, magnitude if self.use_dora else None,
+            bias=f"{site}.{BIAS}" if self.lora_bias else None, rows=rows,
         )  # fmt: skip
+
+
+_LATER: Mapping[str, Any] = {"lora_bias": False, "trainable_token_indices": {}, "ensure_weight_tying": False}
+"""Settings that an earlier version does not record, with what it did."""
 
 
 def _faults(values: Mapping[str, Any]) -> Iterator[str]:
     """Yield a line for each setting that no run would have recorded."""
+    values = {name: values.get(name) for name in LoRARecord.__slots__}
     numbers = {name: values[name] for name in ("rank", "alpha")}
     for name in ("rank_pattern", "alpha_pattern"):
         if isinstance(table := values[name], Mapping):
@@ -332,6 +460,11 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
         kinds, expected = ((int,), "integer") if name.startswith("rank") else ((int, float), "number")
         if type(number) not in kinds or not 0 < number < math.inf:
             yield f"{name} is {number!r:.80}, expected a positive {expected}"
-    for name in ("use_rslora", "use_dora"):
+    rows = values["trainable_token_indices"]
+    if not isinstance(rows, Mapping) or not all(
+        isinstance(r, list | tuple) and all(type(index) is int and index >= 0 for index in r) for r in rows.values()
+    ):
+        yield f"trainable_token_indices is {rows!r:.80}, expected a table of rows"
+    for name in ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"):
         if not isinstance(values[name], bool):
             yield f"{name} is {values[name]!r:.80}, expected true or false"

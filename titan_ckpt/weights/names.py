@@ -8,14 +8,21 @@ from torch import nn
 
 EXTRA_STATE = "_extra_state"
 """Last segment of the name of a module's extra state. Source: torch.nn.modules.module."""
-_WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
+WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 
 
 def clean_fqn(name: str) -> str:
     """Drop the segments that activation checkpointing, torch.compile and FSDP put into parameter names."""
     if "_wrapped_module" not in name and "_orig_mod" not in name:  # the usual case, and a hot path
         return name
-    return ".".join(part for part in name.split(".") if part not in _WRAPPER_SEGMENTS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether a module is torch.compile's wrapper; a module of the user's own may be called as what is in it."""
+    return any(
+        k.__module__ == "torch._dynamo.eval_frame" and k.__name__ == "OptimizedModule" for k in type(module).__mro__
+    )
 
 
 def named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -31,5 +38,5 @@ def named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def children_in_reverse(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return (prefix, child) of the children, the last one first, for a stack from which the first is taken next."""
     children = reversed(module._modules.items())  # noqa: SLF001 - named_children leaves aliases out
-    own = _WRAPPER_SEGMENTS
+    own = WRAPPER_SEGMENTS
     return [(prefix if n in own else f"{prefix}{n}.", child) for n, child in children if child is not None]

@@ -10,7 +10,7 @@ import copy
 import functools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError, listed
-from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, local_tensor
+from titan_ckpt.geometry.chunks import LazyTensor, Shape, blocks_of, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import WriteRecorder, is_live, is_same
@@ -141,6 +141,13 @@ class HookedSubtree:
             if (fqn := clean_fqn(self.prefix + name)) not in extra:
                 yield fqn, value
 
+    def with_room(self, shapes: Mapping[str, Shape]) -> Self:
+        """Return the state with a new tensor of another shape for each of these buffers, to be loaded by its module."""
+        entries, own = copy.copy(self.entries), shapes.keys() & self.shown
+        for name in [name for name in entries if clean_fqn(self.prefix + name) in own]:
+            entries[name] = entries[name].new_empty(shapes[clean_fqn(self.prefix + name)])
+        return replace(self, entries=entries, shown=self.shown - own)
+
     @property
     def made(self) -> dict[str, Any]:
         """Return the values that are no live memory, by fqn."""
@@ -218,6 +225,23 @@ class HookedSubtree:
 
     def __str__(self) -> str:
         return _title(self.prefix, self.module)
+
+
+@torch.no_grad()
+def takes_shape(module: nn.Module, name: str, shape: Shape) -> bool:
+    """Return whether a module's own code gives a buffer the shape of a loaded one, as observers of torch.ao do.
+
+    A copy of the module is asked.
+    """
+    kind: Any = type(module)
+    if not _overrides(kind, ("_load_from_state_dict",)):
+        return False
+    try:
+        again = copy.deepcopy(module)
+        again.load_state_dict({name: again.get_buffer(name).new_zeros(shape)}, strict=False)
+    except Exception:  # any error of the module's code: it does not take the shape
+        return False
+    return tuple(again.get_buffer(name).shape) == shape
 
 
 def refuse_lossy(faults: Iterable[str]) -> None:
@@ -301,9 +325,9 @@ def _computed(value: torch.Tensor | LazyTensor, like: torch.Tensor) -> torch.Ten
 
 def _differing(loaded: HookedSubtree, after: HookedSubtree) -> list[str]:
     """Return the names of made values that are not the same, bit for bit, after a load."""
-    before, now = loaded.made, after.made
-    names = [fqn for fqn in before if fqn not in now]
-    return names + [fqn for fqn, value in now.items() if fqn not in before or not is_same(before[fqn], value)]
+    before, now = loaded.made, dict(after)
+    names = [fqn for fqn, value in before.items() if fqn not in now or not is_same(value, now[fqn])]
+    return names + [fqn for fqn in after.made if fqn not in before]
 
 
 def _title(prefix: str, module: nn.Module) -> str:

@@ -197,7 +197,7 @@ class ReadPlanner:
         except KeyMapError as error:
             return Mismatch(fqn, str(expected), f"{in_file}: {error}")
         if shape != expected.shape:
-            return Mismatch(fqn, str(expected), in_file)
+            return Mismatch(fqn, str(expected), in_file, shape=shape)
         others = {info.dtype for info in infos} - {expected.dtype}
         castable = expected.dtype in CASTABLE and others <= CASTABLE
         if others and castable and self.may_cast:
@@ -217,9 +217,10 @@ class ReadPlanner:
             logger.info("load: %s ignored, which the model does not use, such as %s", what, ignored[0])
         report = LoadReport(
             loaded=tuple(self.loaded),
-            missing=tuple(self.missing),
+            missing=tuple(fqn for fqn in self.missing if fqn not in key_map.nameless),
             unexpected=tuple(key for key in unknown if not key_map.ignores(key)),
             mismatched=tuple(self.mismatched),
+            initialized=tuple(fqn for fqn in self.missing if fqn in key_map.nameless),
             cast=self.cast,
             ignored=tuple(ignored),
         )
@@ -334,6 +335,9 @@ class StateDictTransforms:
             try:
                 plan.add(fqn, value, None if are_equal else names.group_of_fqn(fqn))
             except KeyMapError as error:
+                if fqn in self.key_map.nameless:
+                    plan.missing.append(fqn)
+                    continue
                 problems.append(str(error))
                 unknown.append(fqn)
         if problems:

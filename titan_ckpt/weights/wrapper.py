@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -13,13 +13,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from titan_ckpt.errors import ConverterError, LoadMismatchError, StateEncodingError, counted, listed
-from titan_ckpt.geometry.chunks import blocks_of, info_of, local_tensor
+from titan_ckpt.geometry.chunks import Shape, blocks_of, info_of, local_tensor
 from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
 from titan_ckpt.weights.digest import Partial, partial_digest
 from titan_ckpt.weights.inner_tensors import is_made_of_others, with_inner_tensors
 from titan_ckpt.weights.live_memory import is_same
-from titan_ckpt.weights.names import clean_fqn, named_modules
-from titan_ckpt.weights.own_state import HookedSubtree, extra_state_modules, read_state, refuse_lossy
+from titan_ckpt.weights.names import WRAPPER_SEGMENTS, clean_fqn, is_compiled, named_modules
+from titan_ckpt.weights.own_state import HookedSubtree, extra_state_modules, read_state, refuse_lossy, takes_shape
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """Types of tensors that are never made of others."""
@@ -40,6 +40,12 @@ class ModelState:
     def made(self) -> set[str]:
         """Return the names of all values that are no live memory."""
         return {fqn for own in self.own for fqn in own.made}
+
+    def with_room(self, shapes: Mapping[str, Shape]) -> ModelState:
+        """Return the state with new tensors of other shapes for buffers that their modules will load."""
+        own = [subtree.with_room(shapes) for subtree in self.own]
+        room = {fqn: value for subtree in own for fqn, value in subtree if fqn in shapes}
+        return replace(self, tensors=self.tensors | room, own=own)
 
     def made_of_parameters(self) -> set[str]:
         """Return the names of made values that show parameters: only an optimizer changes them, as it does those."""
@@ -212,6 +218,12 @@ class ModelWrapper:
             if value is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
         }
 
+    def shaped_by_loading(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return those of these buffers that their own modules' code gives such a shape when it loads them."""
+        own = [(prefix, module) for part in self.parts for prefix, module in named_modules(part)]
+        pairs = [(prefix + name, module, name) for prefix, module in own for name in module._buffers]  # noqa: SLF001
+        return {f: shapes[f] for f, module, name in pairs if f in shapes and takes_shape(module, name, shapes[f])}
+
     def check_tensors(self) -> None:
         """Check that a checkpoint can hold the model's tensors, and that a load can fill them.
 
@@ -245,8 +257,13 @@ class ModelWrapper:
                     module.reshard()  # after a forward without a backward it holds gathered parameters
                 for kind in kinds:
                     for name, value in getattr(module, kind).items():  # named_parameters takes several times as long
-                        if value is not None:
-                            of_part[prefix + name] = value
+                        if value is not None and of_part.setdefault(prefix + name, value) is not value:
+                            raise StateEncodingError(
+                                f"two tensors of the model are both named {prefix + name!r} without the parts "
+                                f"{', '.join(sorted(WRAPPER_SEGMENTS))}, which wrappers of torch put into names: give "
+                                "a module of your own another name",
+                                prefix + name,
+                            )
             if twice := [fqn for fqn in of_part if fqn in live and isinstance(of_part[fqn], nn.Parameter)]:
                 raise _held_by_two_parts(twice)
             live |= of_part
@@ -340,8 +357,8 @@ def unwrapped(part: nn.Module) -> nn.Module:
     while True:
         if isinstance(part, DistributedDataParallel):
             part = part.module
-        elif isinstance(inner := getattr(part, "_orig_mod", None), nn.Module):
-            part = inner
+        elif is_compiled(part):
+            part = part._orig_mod  # type: ignore[assignment]  # noqa: SLF001 - torch has no public name for it
         else:
             return part
 

@@ -87,8 +87,8 @@ VALUES: dict[str, tuple[Callable[[], Any], str]] = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_a_value_that_would_not_come_back_is_refused_by_load(name: str, tmp_path: Path) -> None:
-    """The path and the kind are named before step 1, and the generators are where they were."""
+def test_a_value_that_would_not_come_back_is_refused_when_the_manager_is_made(name: str, tmp_path: Path) -> None:
+    """The path and the kind are named, and the generators are where they were."""
     make, said = VALUES[name]
 
     class Draws(Holder):
@@ -96,11 +96,10 @@ def test_a_value_that_would_not_come_back_is_refused_by_load(name: str, tmp_path
             random.random()
             return {"deep": [make()]}
 
-    with manager(tmp_path, states={"it": Draws()}) as m:
-        before = random.getstate()
-        with pytest.raises(StateEncodingError, match=rf"(?s)states\.it\.deep.*{said}"):
-            m.load()
-        assert random.getstate() == before
+    before = random.getstate()
+    with pytest.raises(StateEncodingError, match=rf"(?s)states\.it\.deep.*{said}"):
+        manager(tmp_path, states={"it": Draws()})
+    assert random.getstate() == before
 
 
 def test_a_state_that_is_made_later_is_looked_at_by_the_save(tmp_path: Path) -> None:
@@ -124,7 +123,21 @@ def test_a_state_that_has_none_yet_and_a_loader_are_not_in_the_way(tmp_path: Pat
         def __iter__(self) -> Any:
             return iter(())
 
-    world.load(manager(tmp_path, states={"a": Fails(), "b": Loader()}))
+    with manager(tmp_path, states={"a": Fails(), "b": Loader()}) as m:
+        m.load()
+        with pytest.raises(StateEncodingError, match=r"states\['a'\]: .*Fails\.state_dict\(\) failed: .* no step"):
+            m.save(1)
+
+
+def test_methods_that_need_other_arguments_are_refused_when_the_manager_is_made(tmp_path: Path) -> None:
+    """state_dict() is called without any, and load_state_dict() with the state."""
+
+    class Into(Holder):
+        def state_dict(self, destination: Any) -> Any:  # type: ignore[override]
+            return destination
+
+    with pytest.raises(StateEncodingError, match=r"no state_dict\(\) and load_state_dict\(\).*states\['it'\]"):
+        manager(tmp_path, states={"it": Into({})})
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))

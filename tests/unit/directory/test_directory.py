@@ -212,9 +212,12 @@ def test_looking_changes_nothing(tmp_path: Path, directory: CheckpointDirectory)
 
 
 def test_a_rollback_that_was_interrupted_by_an_error_is_finished_by_the_next_save(
-    tmp_path: Path, directory: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    directory: CheckpointDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """One failed rename among several fails that save alone; the branch is not taken for another run's."""
+    """One failed rename among several fails that save alone, and the log names those that were renamed."""
     for step in (10, 20, 30):
         save(tmp_path, step, step, keep=None)
     directory.resume_from(10)
@@ -230,6 +233,7 @@ def test_a_rollback_that_was_interrupted_by_an_error_is_finished_by_the_next_sav
         with pytest.raises(SaveError, match="no luck"):
             commit_step(directory, 15)
     assert directory.steps() == [10, 20]
+    assert caplog.text.count("set aside as step-30.abandoned-") == 1
     commit_step(directory, 15)
     assert directory.steps() == [10, 15]
 

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from tests.interop.tasks import made
 from titan_ckpt import converters
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.geometry.chunks import Chunk
@@ -303,7 +304,12 @@ def test_a_model_stays_what_transformers_thinks_it_is() -> None:
             {"model_type": "llama", "hidden_size": 30, "num_attention_heads": 7},
             "multiple of the number of attention heads",
         ),
-        ({"model_type": "t5"}, "T5Config"),
+        ({"model_type": "t5"}, "'t5': this config is no causal language model"),
+        (
+            {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
+            r"T5ForConditionalGeneration is no causal .* transformers' Trainer .* or in a loop of your own",
+        ),
+        ({"model_type": "vit", "architectures": ["ViTForImageClassification"]}, "ViTForImageClassification is no"),
         ("no/such/folder", "config.json is not there"),
     ],
 )
@@ -349,6 +355,17 @@ def test_the_part_of_a_composite_model_is_the_class_that_it_names() -> None:
     assert type(hf.build(config)).__name__ == "Emu3ForCausalLM"
     with pytest.raises(ConfigError, match="emu3_text_model"):
         hf.build(config | {"architectures": ["Emu3Model"]})
+
+
+def test_a_model_that_also_reads_images_is_the_class_that_its_config_names() -> None:
+    """It trains on text as any causal language model does; a config that names no class leads to none."""
+    config = made("vision-language").config.to_dict() | {"architectures": ["LlavaForConditionalGeneration"]}
+    model = hf.build(config)
+    tokens = torch.arange(8)[None]
+    assert type(model).__name__ == "LlavaForConditionalGeneration"
+    assert model(tokens).shape == (1, 8, 64)
+    with pytest.raises(ConfigError, match="'llava': this config is no causal language model"):
+        hf.build(config | {"architectures": None})
 
 
 def test_a_single_expert_is_unstacked() -> None:

@@ -47,14 +47,19 @@ from titan_ckpt.training.trainer import Trainer
 
 EVERYTHING: dict[str, dict[str, Any]] = {
     "model": {"name": "qwen3_moe", "flavor": "debug-1m"},
-    "training": {"steps": 4, "batch_size": 4, "device": "cpu", "log_interval": 3},
+    "training": {
+        "steps": 4,
+        "batch_size": 4,
+        "device": "cpu",
+        "log_interval": 3,
+        "measure": ["memory", "load_balance"],
+        "gc_interval": 2,
+    },
     "checkpoint": {"save": {"interval": 2}, "export": {"format": "hf", "interval": 3}},
     "evaluation": {"interval": 2, "max_sequences": 6},
-    "monitoring": {"memory": True, "load_balance": True},
     "tensorboard": {},
     "wandb": {"project": "titan_ckpt-tests", "mode": "offline"},
     "profiling": {"interval": 3, "active": 1},
-    "garbage_collection": {"interval": 2},
 }
 
 
@@ -235,7 +240,10 @@ def test_even_and_one_sided_loads_have_the_extreme_entropies() -> None:
 @pytest.mark.parametrize(
     ("tables", "expected"),
     [
-        ({"monitoring": {"load_balance": True}}, r"monitoring\.load_balance: the model has no mixture of experts"),
+        (
+            {"training": {"measure": ["load_balance"]}},
+            r"training\.measure: load_balance: the model has no mixture of experts",
+        ),
         ({"evaluation": {"interval": 1, "corpus": "nowhere.txt"}}, r"nowhere\.txt is not there"),
         ({"evaluation": {"interval": 1}}, r"name evaluation\.corpus, or keep a share back with data\.held_out"),
         ({"profiling": {"interval": 2, "active": 4}}, r"2 steps are fewer than warmup \+ active = 5"),
@@ -360,8 +368,7 @@ def monitored(folder: Path, batch_size: int) -> Any:
     return settings(
         folder,
         model={"name": "qwen3_moe", "flavor": "debug-1m"},
-        training={"steps": 1, "batch_size": batch_size},
-        monitoring={"memory": True, "load_balance": True},
+        training={"steps": 1, "batch_size": batch_size, "measure": ["memory", "load_balance"]},
     )
 
 

@@ -84,10 +84,10 @@ def test_a_bucket_that_is_not_there_is_one_line(
     assert capsys.readouterr().err == "StoreError: s3://b/run: rank 0 could not list it. Create the bucket\n"
 
 
-def test_the_exit_code_of_a_stop_can_be_chosen(tmp_path: Path) -> None:
-    """[checkpoint.stop] exit_code; the last step of a run is not a stop."""
+def test_a_stop_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
+    """75; the last step of a run is not a stop."""
     path = write_config(tmp_path, STOPS)
-    assert main([str(path), "--checkpoint.stop.exit_code", "3"]) == 3
+    assert main([str(path)]) == 75
     assert main([str(path), "--training.steps", "2", "--output_folder", str(tmp_path / "other")]) == 0
 
 
@@ -105,9 +105,9 @@ def test_the_exit_code_of_a_stop_can_be_chosen(tmp_path: Path) -> None:
 def test_exit_codes(outcome: Outcome, code: int, under_torchrun: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps that no checkpoint holds are lost; torchrun would call 75 a failure."""
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert outcome.exit_code(75) == code
+    assert outcome.exit_code == code
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
-    assert outcome.exit_code(75) == under_torchrun
+    assert outcome.exit_code == under_torchrun
 
 
 def test_a_stop_that_cannot_be_saved_is_a_loss(tmp_path: Path) -> None:

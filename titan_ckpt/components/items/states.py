@@ -11,8 +11,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, Stored, flattened, nested
+from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, StateEncodingError, counted, listed
+from titan_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    StateEncodingError,
+    counted,
+    listed,
+)
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.nested import give_tensors, names_of, take_tensors, unlike_plain
 from titan_ckpt.rng import RandomState
@@ -79,9 +87,9 @@ class UserState(Item):
         try:
             typed_json.encode(self.value({}), self.key)
         except StateEncodingError as error:
-            return [str(error)]
-        except Exception as error:  # it may have no state yet; the first save asks again
-            logger.debug("states[%r] returns no state before the first step: %s", self.name, error)
+            if error.__cause__ is None:
+                return [str(error)]
+            logger.debug("%s", error)  # it may have no state yet; the first save asks again
         return []
 
     def value(self, tensors: StateDict) -> Any:
@@ -89,7 +97,13 @@ class UserState(Item):
 
         Raises: StateEncodingError for tensors that would come back as something else.
         """
-        value = self.state.state_dict()
+        try:
+            value = self.state.state_dict()
+        except CheckpointError:
+            raise
+        except Exception as error:
+            what = f"states[{self.name!r}]: {class_name(self.state)}.state_dict() failed"
+            raise StateEncodingError(f"{what}: {type(error).__name__}: {error}", self.key) from error
         if faults := [f"{path}: {fault}" for path, fault in unlike_plain(value, self.key)]:
             raise StateEncodingError(f"{listed(faults)}. Return plain, dense tensors: .detach().clone()", faults[0])
         return take_tensors(value, self.key, tensors)

@@ -61,7 +61,7 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
         )
         if changes or f"{base.__module__}.{base.__qualname__}" in _DRAWN_ANEW:
             reason = (
-                "a StatefulDataLoader does not hold its order, and a resumed run would go on in another one: give the "
-                "loader shuffle=True, or take a sampler of torchdata or a DistributedSampler"
+                "a StatefulDataLoader does not hold its order, and a resumed run would go on in another one: wrap the "
+                "loader in titan_ckpt.PositionedLoader"
             )
             yield from unless_allowed(f"sampler {name}", name, reason, allow)

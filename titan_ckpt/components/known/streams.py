@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterator
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, class_name, function_faults, unless_allowed
@@ -19,13 +20,16 @@ _EXACT = (
     "Examples", "ArrowExamples", "RebatchedArrowExamples", "StepExamples", "CyclingMultiSourcesExamples",
     "VerticallyConcatenatedMultiSourcesExamples", "HorizontallyConcatenatedMultiSourcesExamples",
     "RandomlyCyclingMultiSourcesExamples", "MappedExamples", "FilteredExamples", "InterleavedShardsExamples",
-    "SkipExamples", "RepeatExamples", "TakeExamples", "FormattedExamples", "SelectColumns",
+    "SkipExamples", "RepeatExamples", "TakeExamples", "FormattedExamples", "SelectColumns", "BufferShuffledExamples",
 )  # fmt: skip
 _HOME = "datasets.iterable_dataset"
 _SHUFFLED = f"{_HOME}.BufferShuffledExamplesIterable"
+_BUFFER = (
+    "the state of a stream leaves out the buffer of shuffle(), and a resumed run would never train on it: give the "
+    "stream to a DataLoader in titan_ckpt.PositionedLoader, which reads the epoch again, or shuffle a Dataset before "
+    "to_iterable_dataset()"
+)
 PARTS = {f"{_HOME}.{name}Iterable": "" for name in _EXACT} | {
-    _SHUFFLED: "the state of a stream leaves out the buffer of shuffle(), and a resumed run would never train on it: "
-    "shuffle a Dataset that is not streamed, before to_iterable_dataset() if it is to be one, or leave shuffle() out",
     "datasets.packaged_modules.spark.spark.SparkExamplesIterable": "it was not proved to continue exactly after a "
     "resume: write the rows to Parquet files, and stream those",
 }
@@ -36,15 +40,22 @@ _READS_AHEAD = frozenset(
     f"{_HOME}.{name}Iterable"
     for name in (
         "Examples", "RebatchedArrowExamples", "CyclingMultiSourcesExamples", "RandomlyCyclingMultiSourcesExamples",
-        "HorizontallyConcatenatedMultiSourcesExamples", "MappedExamples", "FilteredExamples",
+        "HorizontallyConcatenatedMultiSourcesExamples", "MappedExamples", "FilteredExamples", "BufferShuffledExamples",
     )
 )  # fmt: skip
-"""Parts that read examples once more after a resume: all from the start of a shard, of a batch, or of the next one."""
+"""Parts that read examples once more after a resume: all from the start of a shard, of a batch, of the next one, or of
+the epoch."""
 
 
 _DRAWS = (
     "it reads examples once more after a resume, and the random numbers that are drawn while it reads would be others: "
     "draw them in a map() that is not batched and comes last, or in the collator"
+)
+
+
+_UNSEEDED = (
+    "no seed is given to its shuffle() or interleave_datasets(), and each process would read in another order: give "
+    "it a seed"
 )
 
 
@@ -54,16 +65,22 @@ _READ_ONCE = (
 )
 
 
-def stream_faults(data: Any, allow: Collection[str]) -> Iterator[str]:
+def stream_faults(data: Any, allow: Collection[str], *, is_read_again: bool = False) -> Iterator[str]:
     """Yield one line for each part of a stream that loses examples at a resume; none for other data.
 
-    `data`: a stream, or an object of the user's that holds one.
+    `data`: a stream, or an object of the user's that holds one. `is_read_again`: a resume reads it from the start of
+    its epoch, so that it needs no state.
     """
     for stream in _streams(data):
         parts = [*_parts(stream)]
         for part in parts:
             name = class_name(part)
-            if reason := PARTS.get(name, "it was not proved to continue exactly after a resume: leave it out"):
+            reason = PARTS.get(name, "it was not proved to continue exactly after a resume: leave it out")
+            if name == _SHUFFLED and not is_read_again:
+                reason = _BUFFER
+            if any(seed >> 64 for seed in seeds_of(stream)) and hasattr(part, "generator"):
+                reason = reason or _UNSEEDED
+            if reason:
                 yield from unless_allowed(f"data: {name}", name, reason, allow)
         functions = [part.function for part in parts if hasattr(part, "function")]
         yield from function_faults([("function of a stream", function) for function in functions], allow)
@@ -74,6 +91,19 @@ def stream_faults(data: Any, allow: Collection[str]) -> Iterator[str]:
             name = class_name(part)
             if _reads_again(part) and not read_once and (name in allow or _draws(part)):
                 yield from unless_allowed(f"data: {name}", name, _DRAWS, allow)
+
+
+def is_shuffled(stream: Any) -> bool:
+    """Return whether a stream of datasets has a buffer of shuffle(), which its state leaves out."""
+    return any(class_name(part) == _SHUFFLED for part in _parts(stream))
+
+
+def seeds_of(data: Any) -> list[int]:
+    """Return the seeds by which streams order examples; one that was not given is a random number of 128 bits."""
+    parts = [part for stream in _streams(data) for part in _parts(stream)]
+    generators = [part.generator for part in parts if isinstance(getattr(part, "generator", None), np.random.Generator)]
+    seeds = [getattr(generator.bit_generator.seed_seq, "entropy", None) for generator in generators]
+    return [seed for seed in seeds if isinstance(seed, int)]
 
 
 def begin_once(data: Any) -> None:
@@ -145,7 +175,8 @@ def _reads_again(part: Any) -> bool:
 
 
 def _draws(part: Any) -> bool:
-    """Return whether the process draws random numbers while the first example is read."""
+    """Return whether the process draws random numbers while the first example is read, without filling a buffer."""
+    part = part.ex_iterable if class_name(part) == _SHUFFLED else part
     with generators_kept():
         before = process_state()
         with suppress(Exception):  # the first step will raise it

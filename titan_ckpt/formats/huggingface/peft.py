@@ -8,11 +8,13 @@ Source: peft, utils/save_and_load.py, tuners/lora/config.py; vLLM, vllm/lora/pef
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 
 from titan_ckpt.encoding.foreign_pattern import MAX_PATTERNS, ForeignPatterns, pattern_fault
 from titan_ckpt.errors import (
@@ -23,7 +25,18 @@ from titan_ckpt.errors import (
     NotACheckpointError,
     listed,
 )
-from titan_ckpt.formats.huggingface.peft_fields import OWN, Selection, saves, unsupported, wrong_types
+from titan_ckpt.formats.huggingface.peft_fields import (
+    OWN,
+    Selection,
+    is_trained_bias,
+    saves,
+    target_parameters_of,
+    targets_parameter,
+    targets_stacks,
+    trained_rows,
+    unsupported,
+    wrong_types,
+)
 from titan_ckpt.formats.huggingface.reader import read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportFiles
 from titan_ckpt.formats.publish.run import FolderFormat
@@ -32,8 +45,9 @@ from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.stores.store import Place
+from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.identity import BASE_RECORD
-from titan_ckpt.weights.low_rank import LowRank, Operation, scale
+from titan_ckpt.weights.low_rank import AddedBias, LowRank, Operation, TrainedRows, WeightUpdate, scale
 from titan_ckpt.weights.transforms import CASTABLE
 
 WEIGHTS = "adapter_model.safetensors"
@@ -50,6 +64,10 @@ _PARTNERS = {
 PAIRS = {a: b for a, b in _PARTNERS.items() if a.endswith(("_A.weight", "_A"))}
 """End of the name of an A matrix -> end of the name of its B matrix."""
 MAGNITUDE = ".lora_magnitude_vector"
+LORA_BIAS = ".lora_B.bias"
+ROWS = ".token_adapter.trainable_tokens_delta"
+BASE_LAYER = ".base_layer."
+"""In the name of a base's tensor whose module has an adapter."""
 _DEFAULTS: Mapping[str, Any] = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -65,6 +83,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "base_model_name_or_path": None,
     "revision": None,
 }
+_ENDINGS = (*_PARTNERS, MAGNITUDE, LORA_BIAS, ROWS)
 _NUMBERS = {"rank_pattern": "positive number", "alpha_pattern": "number"}
 _AGAIN = "Save the adapter again, or take another"
 _BATCH_BYTES = 32 << 20
@@ -105,14 +124,39 @@ class PeftReader(TensorReader):
         Raises: LoadMismatchError listing those that differ.
         """
         both = [(key, other) for key, other in repeats if {key, other} <= self._tensors.keys()]
-        if differing := [f"{key} and {other}" for key, other in both if not self._are_equal(key, other)]:
+        if differing := [f"{key} and {other}" for key, other in both if not self.are_equal(key, other)]:
             raise LoadMismatchError(
                 f"{self.path}: the model has one A for weights that it fuses, and these differ: {listed(differing)}. "
                 "Train it with separate weights, or merge the adapter into the base"
             )
         self._tensors = {key: info for key, info in self._tensors.items() if key not in dict(both)}
 
-    def _are_equal(self, key: str, other: str) -> bool:
+    def pass_by(self, keys: Container[str] = (), known: Container[str] = ()) -> None:
+        """List none of these keys, nor one of `repeated` that is not known."""
+        left_out = {key for key in self._tensors if key in keys or (key in self.repeated and key not in known)}
+        self._tensors = {key: info for key, info in self._tensors.items() if key not in left_out}
+
+    @cached_property
+    def repeated(self) -> frozenset[str]:
+        """The tensors that are those of the embeddings once more, because PEFT has tied their module to these."""
+        if not self._config.get("ensure_weight_tying"):
+            return frozenset()
+        partners = {".lora_A.weight": ".lora_embedding_B", ".lora_B.weight": ".lora_embedding_A"}
+        tables = {other: [k for k in self.tensors if k.endswith(other)] for other in partners.values()}
+        saved = [key for key in self.copies() if saves(self._config, key)]
+        found = {
+            key
+            for key in self.tensors
+            for end, other in partners.items()
+            if key.endswith(end) and any(torch.equal(self.whole(key), self.whole(k).t()) for k in tables[other])
+        }
+        others = [key for key in self.copies() if key not in saved and BASE_LAYER not in key]
+        return frozenset(found | {key for key in others if any(self.are_equal(key, k) for k in saved)})
+
+    def are_equal(self, key: str, other: str) -> bool:
+        """Return whether the folder has both tensors, with the same values."""
+        if not {key, other} <= self._tensors.keys():
+            return False
         return self._tensors[key] == self._tensors[other] and torch.equal(self.whole(key), self.whole(other))
 
     def plan(self, requests: Sequence[FilePart]) -> Fill:
@@ -133,8 +177,21 @@ class PeftReader(TensorReader):
 
         return fill
 
-    def updates(self) -> list[LowRank]:
-        """Return the updates of the base's weights, by their names in its own files. Embeddings alone are known so."""
+    def updates(self) -> list[WeightUpdate]:
+        """Return the updates of the base's weights, by their names in its own files."""
+        numbers, updates = ModuleNumbers(self._config), list[WeightUpdate](self.pairs())
+        for key in self.tensors:
+            path = key.removeprefix(PREFIX)
+            if key.endswith(LORA_BIAS):
+                module = path.removesuffix(LORA_BIAS)
+                updates.append(AddedBias(f"{module}.bias", key, numbers.scaling(module)))
+            elif key.endswith(ROWS):
+                module = path.removesuffix(ROWS)
+                updates.append(TrainedRows(f"{module}.weight", key, trained_rows(self._config, module)))
+        return updates
+
+    def pairs(self) -> list[LowRank]:
+        """Return the updates by pairs of A and B. Embeddings alone are known by their names."""
         numbers, use_dora = ModuleNumbers(self._config), bool(self._config.get("use_dora"))
         found = []
         for key, suffix in ((key, suffix) for key in self.tensors for suffix in PAIRS if key.endswith(suffix)):
@@ -149,8 +206,53 @@ class PeftReader(TensorReader):
 
     def copies(self) -> dict[str, str]:
         """Return key -> the name in the base's own files, of each tensor of the modules that were trained in full."""
-        lora = (*_PARTNERS, MAGNITUDE)
-        return {key: key.removeprefix(PREFIX) for key in self.tensors if not key.endswith(lora)}
+        names = {key: key.removeprefix(PREFIX) for key in self.tensors if not key.endswith(_ENDINGS)}
+        return {key: name.replace(BASE_LAYER, ".") for key, name in names.items()}
+
+    def beside(self) -> dict[str, str]:
+        """Return those of `copies` that PEFT has saved of the base as they were, such as tables, by no setting."""
+        return {
+            key: name
+            for key, name in self.copies().items()
+            if not (saves(self._config, key) or is_trained_bias(self._config, key) or key in self.repeated)
+        }
+
+    def on_parameter(self, update: LowRank, modules: Mapping[str, nn.Module]) -> LowRank:
+        """Return a pair that PEFT has put on a parameter by `target_parameters` as the update of that parameter.
+
+        PEFT nests several of a module in the order that they have there, the first one innermost.
+        `modules`: transformers' names and modules. Raises: LoadMismatchError for a model that has no such module.
+        """
+        site, nested = update.site.replace(".base_layer", ""), update.site.count(".base_layer")
+        names = target_parameters_of(self._config, site, [n for n, _ in _parameters(modules.get(site))])
+        if len(names) <= nested:
+            raise LoadMismatchError(
+                f"{self.path}: target_parameters has adapters on parameters of {site}, and this run's model has no "
+                "such module: build it by transformers (architecture hf), whose names these are"
+            )
+        name = names[len(names) - 1 - nested]
+        numbers, weight = ModuleNumbers(self._config), f"{site}.{name}"
+        rank, alpha, scaling = numbers.rank(weight), numbers.alpha(weight), numbers.scaling(weight)
+        stack = low_rank.stack_of(modules[site], name)
+        if (found := self.tensors[update.a].shape[0]) != rank * stack.experts:
+            raise LoadMismatchError(
+                f"{self.path}: {update.a}: expected {rank * stack.experts} rows, rank {rank} for each of "
+                f"{stack.experts} experts of {weight}, found {found}"
+            )
+        return replace(update, weight=weight, rank=rank, alpha=alpha, scaling=scaling, operation="stack", stack=stack)
+
+    def is_on_parameter(self, update: LowRank) -> bool:
+        """Return whether a pair is one that `on_parameter` reads."""
+        return not targets_parameter(self._config, update.site) and targets_stacks(self._config, update.site)
+
+    def keeps_tied(self, key: str, *, is_alias: bool) -> bool:
+        """Return whether PEFT lets a tensor act on all modules that share the weight that it changes.
+
+        `is_alias`: its module is not the one that the others are tied to, as the embeddings are.
+        """
+        if key.endswith(ROWS):  # PEFT ties them to those of the embeddings
+            return not is_alias and sum(name.endswith(ROWS) for name in self.tensors) == 1
+        return bool(self._config.get("ensure_weight_tying"))
 
     def require_supported(self) -> None:
         """Check that every setting can be honoured. Raises: NotACheckpointError listing those that cannot."""
@@ -211,14 +313,20 @@ def _adapter_faults(
         if not key.startswith(PREFIX):
             yield f"{key} does not start with {PREFIX}: PEFT would ignore it, and the adapter would do nothing"
             continue
-        suffix = next((suffix for suffix in (*_PARTNERS, MAGNITUDE) if key.endswith(suffix)), None)
+        suffix = next((suffix for suffix in _ENDINGS if key.endswith(suffix)), None)
         if suffix is None:
-            if ".base_layer." in key:
-                yield f"{key} is a copy of a base weight; save the adapter with save_embedding_layers=False"
-            elif not saves(config, key):
-                yield f"{key} is no LoRA tensor, nor of a module that modules_to_save names"
+            if not (saves(config, key) or is_trained_bias(config, key) or _is_table(key, info, infos)):
+                yield f"{key} is no LoRA tensor, nor of a module that modules_to_save names, nor a table of the base"
             continue
         module = key.removesuffix(suffix)
+        if suffix == ROWS:
+            if not trained_rows(config, module.removeprefix(PREFIX)):
+                yield f"{key} has rows of a table, and trainable_token_indices does not say which"
+            continue
+        if suffix == LORA_BIAS:
+            if not config.get("lora_bias"):
+                yield f"{key} is a bias of B, and the config does not say lora_bias"
+            continue
         if suffix == MAGNITUDE:
             if not config.get("use_dora"):
                 yield f"{key} is a DoRA magnitude, and the config does not say use_dora"
@@ -228,7 +336,11 @@ def _adapter_faults(
         rank = numbers.rank(module.removeprefix(PREFIX))
         numbers.scaling(module.removeprefix(PREFIX))  # so that one that takes too long is refused here
         dim = 0 if suffix.endswith(("_A", "_A.weight")) else 1
-        if len(info.shape) < 2 or info.shape[dim] != rank:
+        if targets_stacks(config, module.removeprefix(PREFIX)):
+            other = infos.get(module + _PARTNERS[suffix])
+            if len(info.shape) != 2 or (other and other.shape[1 - dim : 2 - dim] != info.shape[dim : dim + 1]):
+                yield f"{key}: {list(info.shape)} does not fit its partner, and stacked experts have one pair"
+        elif len(info.shape) < 2 or info.shape[dim] != rank:
             found = str(info.shape[dim]) if len(info.shape) > 1 else f"{len(info.shape)} dims"
             ranks.setdefault((rank, found), []).append(key)
         if config.get("use_dora") and module + MAGNITUDE not in infos and ".lora_embedding_" not in key:
@@ -236,6 +348,20 @@ def _adapter_faults(
     for (rank, found), keys in ranks.items():
         what = f"expected {rank} in dim 0 of A and in dim 1 of B, the rank that the config gives, found {found}"
         yield f"{len(keys)} tensor(s): {what}: {listed(keys, ', ', ' ')}"
+
+
+def _parameters(module: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
+    return iter(()) if module is None else module.named_parameters(recurse=False)
+
+
+def _is_table(key: str, info: TensorInfo, infos: Mapping[str, TensorInfo]) -> bool:
+    """Return whether this may be a table that PEFT saves as the base has it: of a module with a pair or without one."""
+    module, _, parameter = key.rpartition(".")
+    if ".lora_" in key or parameter not in ("weight", "bias") or len(info.shape) != (2 if parameter == "weight" else 1):
+        return False
+    inner = module.removesuffix(BASE_LAYER.rstrip("."))
+    has_pair = any(inner + suffix in infos for suffix in PAIRS)
+    return has_pair if inner != module else parameter == "weight" and not has_pair
 
 
 def unselected(reader: PeftReader) -> list[str]:
@@ -248,7 +374,8 @@ def unselected(reader: PeftReader) -> list[str]:
     suffixes, selection = (*_PARTNERS, MAGNITUDE), Selection(reader.metadata())
     modules = {key: key.removesuffix(s) for key in reader.tensors for s in suffixes if key.endswith(s)}
     try:
-        return [key for key, module in modules.items() if not selection.holds(module.removeprefix(PREFIX))]
+        others = [key for key, module in modules.items() if not selection.holds(module.removeprefix(PREFIX))]
+        return [key for key in others if key not in reader.repeated]
     except ValueError as error:
         raise CorruptCheckpointError(f"{reader.path}: target_modules: {error}. {_AGAIN}", str(reader.path)) from None
 
@@ -359,7 +486,7 @@ def _check_values(reader: PeftReader) -> None:
             zero |= _zero(reader, waiting)
             waiting = []
     zero |= _zero(reader, waiting)
-    updates = reader.updates()
+    updates = reader.pairs()
     others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
     if not others and all(update.a in zero or update.b in zero for update in updates):
         raise ExportError(

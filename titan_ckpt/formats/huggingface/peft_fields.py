@@ -8,7 +8,6 @@ Source: peft 0.21.2, tuners/lora/config.py and layer.py; tests/zoo/test_peft_set
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -28,11 +27,13 @@ HONOURED: Mapping[str, str] = {
     "exclude_modules": "as target_modules",
     "layers_to_transform": "as target_modules",
     "layers_pattern": "as target_modules",
-    "target_parameters": "matrices (`q_proj.weight`) are read as modules are; stacked experts are refused",
+    "target_parameters": "matrices (`q_proj.weight`) are read as modules are; stacked experts as PEFT nests them",
     "modules_to_save": "the trained copies replace the base's modules",
     "init_lora_weights": "initial values that leave the base as it is are accepted, others are refused",
-    "ensure_weight_tying": "accepted while the folder holds no tensors for a tied module that no setting names",
-    "bias": 'accepted while the folder holds no biases, as "none" does',
+    "ensure_weight_tying": "the modules that share a weight change together",
+    "bias": "the trained biases replace the base's",
+    "lora_bias": "the bias of B is added to the module's, at the pair's scale",
+    "trainable_token_indices": "the trained rows replace those of the table",
     "use_bdlora": "accepted with one block, which is ordinary LoRA",
     "base_model_name_or_path": "compared with the base of the run",
     "revision": "compared with the revision of the base",
@@ -54,8 +55,6 @@ WITHOUT_EFFECT: Mapping[str, str] = {
     "runtime_config": "where PEFT computes",
 }
 REFUSED: Mapping[str, str] = {
-    "lora_bias": "B has a bias, which no weight can hold",
-    "trainable_token_indices": "it trains some rows of the embeddings",
     "alora_invocation_tokens": "the adapter acts after these tokens only",
     "layer_replication": "it presupposes a base with repeated layers",
     "megatron_config": "it presupposes Megatron's modules",
@@ -100,7 +99,7 @@ def unsupported(config: Mapping[str, Any], keys: Collection[str]) -> list[str]:
     """
     known = HONOURED.keys() | WITHOUT_EFFECT.keys()
     lines = [f"{name} = {config[name]!r:.80}: {why}" for name, why in REFUSED.items() if config.get(name)]
-    lines += [f"{name} = {config[name]!r:.80}: {why}" for name, why in _refused_values(config, keys)]
+    lines += [f"{name} = {config[name]!r:.80}: {why}" for name, why in _refused_values(config)]
     lines += [
         f"{name} = {value!r:.80}: this version does not know the field; if it has no effect, remove it"
         for name, value in config.items()
@@ -146,6 +145,8 @@ class Selection:
             return False
         if targets is None or targets == "all-linear" or targets_parameter(self._config, module):
             return True
+        if targets_stacks(self._config, module):
+            return True
         exact = isinstance(targets, str) or module in targets
         return self._names("target_modules", module) and (exact or self._in_chosen_layer(module))
 
@@ -172,6 +173,18 @@ def targets_parameter(config: Mapping[str, Any], module: str) -> bool:
     return _is_one_of(config.get("target_parameters") or (), f"{module}.weight")
 
 
+def targets_stacks(config: Mapping[str, Any], module: str) -> bool:
+    """Return whether the adapter may be on a parameter of the module that has another name than `weight`."""
+    names = [str(name).rpartition(".") for name in config.get("target_parameters") or ()]
+    inner = module.replace(".base_layer", "")
+    return any(not parent or _is_one_of([parent], inner) for parent, _, name in names if name != "weight")
+
+
+def target_parameters_of(config: Mapping[str, Any], module: str, parameters: Sequence[str]) -> list[str]:
+    """Return which of a module's parameters have an adapter by `target_parameters`, in their order in the module."""
+    return [name for name in parameters if _is_one_of(config.get("target_parameters") or (), f"{module}.{name}")]
+
+
 def saves(config: Mapping[str, Any], key: str) -> bool:
     """Return whether `modules_to_save` names a tensor's module, or one that contains it.
 
@@ -190,30 +203,24 @@ def _is_one_of(names: Sequence[str], module: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for name in names)
 
 
-def _refused_values(config: Mapping[str, Any], keys: Collection[str]) -> Iterator[tuple[str, str]]:
+def _refused_values(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield (field, reason) for each field of which some values are honoured and this one is not."""
     init = config.get("init_lora_weights")
     if not (init is None or isinstance(init, bool) or str(init).lower() in _HARMLESS_INITS):
         yield "init_lora_weights", _CHANGES_BASE
-    if config.get("bias") not in (None, "none") and any(_is_bias(key, config) for key in keys):
-        yield "bias", "the folder holds trained biases of the base"
     blocks = config.get("use_bdlora")
     if blocks and not (isinstance(blocks, dict) and blocks.get("nblocks") == 1):
         yield "use_bdlora", "A or B is block diagonal"
-    if config.get("ensure_weight_tying") and not all(_is_named(key, config) for key in keys):
-        yield "ensure_weight_tying", "PEFT has trained modules that are tied to the named ones as copies of their own"
-    parameters = config.get("target_parameters") or ()
-    if any(not str(parameter).endswith(".weight") for parameter in parameters):
-        yield "target_parameters", "the adapters of stacked experts are stored in an order of their own"
 
 
-def _is_bias(key: str, config: Mapping[str, Any]) -> bool:
-    return key.endswith(".bias") and not key.endswith(".lora_B.bias") and not saves(config, key)
+def is_trained_bias(config: Mapping[str, Any], key: str) -> bool:
+    """Return whether the setting `bias` has PEFT train this tensor of the base."""
+    return key.endswith(".bias") and config.get("bias") not in (None, "none") and not saves(config, key)
 
 
-def _is_named(key: str, config: Mapping[str, Any]) -> bool:
-    """Return whether a setting names a tensor's module. Expressions that take too long are refused elsewhere."""
-    module, lora, _ = key.partition(".lora_")
-    with contextlib.suppress(ValueError):
-        return Selection(config).holds(module) if lora else saves(config, key)
-    return True
+def trained_rows(config: Mapping[str, Any], module: str) -> tuple[int, ...]:
+    """Return the indices of the rows of a table that were trained; a list is for the input embeddings."""
+    indices = config.get("trainable_token_indices") or ()
+    if isinstance(indices, dict):
+        indices = next((rows for name, rows in indices.items() if _is_one_of([name], module)), ())
+    return tuple(indices)

@@ -18,9 +18,10 @@ from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning.known import KNOWN, plugin_faults
 from titan_ckpt.integrations.loader_position import PositionedLoader
-from titan_ckpt.integrations.loop import extend
+from titan_ckpt.integrations.loop import iterate_over
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import ModelHooks, Stateful
+from titan_ckpt.weights.names import is_compiled
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 
@@ -47,7 +48,7 @@ def fabric_manager(
     own = [c for c in fabric._callbacks if not any(c is state for state in stateful.values())]  # noqa: SLF001 - Fabric has no public name for them
     own = [callback for callback in own if not isinstance(callback, nn.Module)]  # Fabric adds every module to them
     judged = partial(faults, [("callback", callback) for callback in own], KNOWN, config.allow, live=[model])
-    wrapper = getattr(model, "_orig_mod", model)  # compiled by Fabric, or not
+    wrapper = model._orig_mod if is_compiled(model) else model  # noqa: SLF001 - compiled by Fabric, or not
     not_set_up = [
         f"{what}: {type(given).__name__} is not what fabric.setup returns: call model, optimizer = "
         "fabric.setup(model, optimizer) first, and give what it returns"
@@ -78,24 +79,13 @@ def fabric_manager(
 
 
 def _with_position(loader: Any, allow: Collection[str]) -> Stateful:
-    """Make Fabric's wrapper iterate over a PositionedLoader, in place, because the loop holds the wrapper already."""
+    """Give Fabric's wrapper a position."""
     if not hasattr(loader, "_dataloader"):
         raise ConfigError(
             [f"dataloader: {type(loader).__name__} is not what fabric.setup_dataloaders returns: pass it through that"]
         )
-    loader.titan_ckpt = position = _FabricPosition(loader, allow)
-    if not isinstance(loader, _Positioned):  # else an earlier manager in this process has changed it
-        extend(loader, _Positioned)
+    iterate_over(loader, position := _FabricPosition(loader, allow))
     return position
-
-
-class _Positioned:
-    """The method of Fabric's wrapper that is different from now on."""
-
-    titan_ckpt: PositionedLoader
-
-    def __iter__(self) -> Any:
-        return iter(self.titan_ckpt)
 
 
 class _FabricPosition(PositionedLoader):

@@ -17,7 +17,6 @@ from titan_ckpt.config import (
     KeepConfig,
     ResumeConfig,
     SaveConfig,
-    StopConfig,
 )
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import is_uri
@@ -164,8 +163,6 @@ def _faults(config: Any, base_folder: str, states: Mapping[str, Any], hf_assets_
         yield "create_seed_checkpoint: load_only permits no save; leave one of the two out"
     if config.export_dtype not in EXPORT_DTYPES:
         yield f"export_dtype: {config.export_dtype!r}; expected one of {', '.join(EXPORT_DTYPES)}"
-    if config.stop.exit_code != StopConfig().exit_code:
-        yield "stop.exit_code: torchtitan's program exits with 0 when its run was stopped; leave it out"
     if config.async_mode not in ASYNC_MODES:
         yield f"async_mode: {config.async_mode!r}; expected one of {', '.join(ASYNC_MODES)}"
     path = initial_path(config, hf_assets_path)

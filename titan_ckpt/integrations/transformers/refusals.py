@@ -24,6 +24,7 @@ from titan_ckpt.components.unsaved_state import (
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import listed
+from titan_ckpt.integrations.accelerate.known import accelerator_faults
 from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
 
 HOOKS = (
@@ -62,7 +63,7 @@ def problems(trainer: Trainer, config: CheckpointConfig, *, has_adapter: bool) -
             f"transformers {transformers.__version__}: its Trainer has no {', '.join(lacking)}: install a version that "
             'pip install "titan-ckpt[transformers]" allows'
         )
-    yield from _of_the_strategy(trainer)
+    yield from accelerator_faults(trainer.accelerator)
     yield from _of_the_arguments(trainer.args, config.allow)
     for name in inspect.signature(Trainer.__init__).parameters.keys() - GIVEN - {"self"}:
         if getattr(trainer, name, None) is not None:
@@ -72,25 +73,6 @@ def problems(trainer: Trainer, config: CheckpointConfig, *, has_adapter: bool) -
             "checkpoint.export: PEFT itself writes the adapter of a PEFT model: leave the exports out, and call "
             "trainer.save_model() after trainer.train()"
         )
-
-
-def _of_the_strategy(trainer: Any) -> Iterator[str]:
-    state = trainer.accelerator.state
-    if trainer.is_deepspeed_enabled:
-        yield (
-            "DeepSpeed: its engine keeps weights and optimizer state in partitions of its own: use FSDP2 "
-            '(fsdp=True, fsdp_config={"version": 2}), or DeepSpeed\'s own checkpoints'
-        )
-    elif trainer.is_fsdp_enabled and state.fsdp_plugin.fsdp_version == 1:
-        yield (
-            "FSDP1: it flattens parameters, so none of them has a shard with a name: use FSDP2, "
-            'fsdp_config={"version": 2}, or fsdp_version: 2 in the file of accelerate'
-        )
-    parallel = trainer.accelerator.parallelism_config
-    if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
-        yield "parallelism_config: context and sequence parallelism were not proved to resume exactly: use TP and FSDP2"
-    if getattr(trainer, "is_fsdp_xla_enabled", False) or state.distributed_type.value in {"XLA", "MEGATRON_LM"}:
-        yield f"{state.distributed_type.value}: only DDP, FSDP2 and a single process are supported"
 
 
 def _of_the_arguments(args: Any, allow: Collection[str]) -> Iterator[str]:
@@ -110,7 +92,7 @@ def _of_the_arguments(args: Any, allow: Collection[str]) -> Iterator[str]:
     if args.n_gpu > 1:
         yield f"nn.DataParallel over {args.n_gpu} GPUs: start one process for each, with torchrun or accelerate launch"
     if args.accelerator_config.dispatch_batches:
-        yield "accelerator_config.dispatch_batches: rank 0 would read ahead for all: leave it out"
+        yield "accelerator_config.dispatch_batches: rank 0 would read ahead for all: set it to False"
 
 
 def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch: Watch | None = None) -> Iterator[str]:

@@ -31,9 +31,8 @@ class LoadBalance(Callback):
     def on_init_end(self, trainer: Trainer) -> None:
         """Raises: ConfigError for a model without a mixture of experts."""
         if not isinstance(trainer.model, Qwen3Moe):
-            raise ConfigError(
-                ["monitoring.load_balance: the model has no mixture of experts; leave it out, or train qwen3_moe"]
-            )
+            absent = "the model has no mixture of experts; leave it out, or train qwen3_moe"
+            raise ConfigError([f"training.measure: load_balance: {absent}"])
 
     def on_train_begin(self, trainer: Trainer) -> None:
         for router in self._routers(trainer).values():

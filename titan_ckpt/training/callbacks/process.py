@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics
-from titan_ckpt.training.config import GarbageCollectionConfig, ProfilingConfig
+from titan_ckpt.training.config import ProfilingConfig
 
 if TYPE_CHECKING:
     from titan_ckpt.training.trainer import Trainer
@@ -56,9 +56,7 @@ class Profiler(Callback):
                 repeat=config.num_traces or 0,
             ),
             on_trace_ready=write,
-            profile_memory=config.memory,
-            with_stack=config.stacks,
-            record_shapes=config.shapes,
+            record_shapes=True,
             acc_events=True,
         )
         self._profile.start()
@@ -77,8 +75,8 @@ class Profiler(Callback):
 class GarbageCollection(Callback):
     """Collects on all ranks at the same steps. Otherwise ranks pause at different steps, and all wait each time."""
 
-    def __init__(self, config: GarbageCollectionConfig) -> None:
-        self._interval = config.interval
+    def __init__(self, interval: int) -> None:
+        self._interval = interval
         self._was_enabled = False
 
     def on_train_begin(self, trainer: Trainer) -> None:

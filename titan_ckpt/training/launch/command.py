@@ -22,7 +22,7 @@ EPILOG = "Any setting of the file can be given: --training.steps 100 --checkpoin
 def main(argv: Sequence[str], program: str = "titan-ckpt train") -> int:
     """Train as the command line says and return the exit code; an error is one message on standard error.
 
-    0: the last step is done. 75, or as [checkpoint.stop] exit_code says: stopped before, everything saved; 0 under
+    0: the last step is done. 75: stopped before, everything saved; 0 under
     torchrun. 2: the run cannot start, or go on, as it is configured. 1: another error, or a stop that left no time to
     save. The log says how many steps are lost.
     """

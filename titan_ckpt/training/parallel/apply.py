@@ -93,7 +93,7 @@ def run_layer(layer: nn.Module, parallel: ParallelConfig) -> None:
         contexts: dict[str, Any] = selective if parallel.activation_checkpoint == "selective" else {}
         forward = partial(checkpoint, forward, use_reentrant=False, **contexts)
     if parallel.compile:
-        forward = torch.compile(forward, backend=parallel.compile_backend)
+        forward = torch.compile(forward)
     setattr(layer, "forward", forward)  # noqa: B010 - not a method of the class
 
 

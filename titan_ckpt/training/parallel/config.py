@@ -39,10 +39,8 @@ class ParallelConfig(Checked):
     """Ranks over which FSDP2 shards the parameters, gradients and optimizer state of one copy."""
     reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Whether FSDP2 frees the parameters that it has gathered for a layer until the backward pass gathers them again;
-    "default": for all layers, and not for what is around them."""
-    reshard_between_micro_batches: bool = True
-    """With accumulation: free gathered parameters after every backward pass. With false only after the last one of a
-    step, which takes the memory of the whole model and gathers it less often. A pipeline always does the latter."""
+    "default": for all layers, and not for what is around them. With "never" and accumulation it frees them after the
+    last backward pass of a step, as a pipeline always does."""
     tensor_parallel: PositiveInt = 1
     """Ranks that share every matrix multiplication: each has some of the heads and hidden rows."""
     sequence_parallel: bool = True
@@ -67,8 +65,6 @@ class ParallelConfig(Checked):
     backend: NonEmpty | None = None
     """Backend of torch.distributed for tensors on the run's device: "gloo", "nccl", "mpi", "ucc" or one that is
     installed. On CUDA, tensors in host memory always go by gloo. Absent: nccl on CUDA, else gloo."""
-    compile_backend: Literal["inductor", "aot_eager"] = "inductor"
-    """Backend of torch.compile; "aot_eager" traces layers without generating code, to find errors."""
 
     def problems(self) -> Iterator[str]:
         per_rank = self.pipeline_stages_per_rank

@@ -1,0 +1,292 @@
+"""Runs of a loop over what accelerate has prepared, for the tests, as its documentation writes them."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import (
+    AORecipeKwargs,
+    AutocastKwargs,
+    DataLoaderConfiguration,
+    DDPCommunicationHookType,
+    DistributedDataParallelKwargs,
+    FullyShardedDataParallelPlugin,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProfileKwargs,
+    TorchDynamoPlugin,
+    set_seed,
+)
+from datasets import Dataset
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader
+
+from tests.integrations.phases import die_at, leave_behind
+from tests.integrations.trainer_runs import fsdp2_on_a_cpu
+from titan_ckpt import CheckpointConfig, RunGuard, SaveConfig
+from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.accelerate import accelerate_manager
+
+SAMPLES, STEPS = 20, 9
+"""Of two batches of two samples each; an epoch has an odd number of batches on two ranks, ten on one."""
+
+
+class Noisy(torch.utils.data.Dataset[torch.Tensor]):
+    """Numbered vectors with noise of the process's random state; it counts what is read."""
+
+    noise = 0.1
+
+    def __init__(self) -> None:
+        values = torch.randn(SAMPLES, 5, generator=torch.Generator().manual_seed(1))
+        self.values = torch.cat([torch.arange(SAMPLES)[:, None], values], 1)
+        self.num_read = 0
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.num_read += 1
+        noise = torch.zeros(6)
+        if self.noise:
+            noise[1:] = self.noise * torch.rand(5)
+        return self.values[index] + noise
+
+
+class Still(Noisy):
+    """The same without noise, as worker processes may read them."""
+
+    noise = 0
+
+
+def stream(shards: int = 2, *, data: Callable[[], Noisy] = Noisy, shuffled: bool = False) -> Any:
+    """Return them as a stream of datasets."""
+    vectors = data()
+    rows = Dataset.from_dict({"at": [*range(SAMPLES)]}).to_iterable_dataset(num_shards=shards)
+    rows = rows.shuffle(7, buffer_size=4) if shuffled else rows
+    return rows.map(lambda row: {"vector": vectors[row["at"]]})
+
+
+def collated(rows: Any) -> torch.Tensor:
+    return torch.stack([row["vector"] if isinstance(row, dict) else row for row in rows])
+
+
+class Network(nn.Module):
+    """Two blocks, with dropout, so that random numbers count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        result: torch.Tensor = self.head(x)
+        return result
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(4, 4), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.dropout(self.linear(x)).relu()
+        return result
+
+
+class Case(NamedTuple):
+    """What is read, and how."""
+
+    accelerator: Callable[[], dict[str, Any]] = dict
+    """Arguments of the Accelerator; objects of accelerate are made in the process that uses them."""
+    data: Callable[[], Any] = Noisy
+    loader: dict[str, Any] = {}
+    accumulated: int = 2
+
+
+def fsdp(**settings: Any) -> dict[str, Any]:
+    kinds: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
+    return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **kinds | settings)}
+
+
+def loading(**settings: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"dataloader_config": DataLoaderConfiguration(**settings)}
+
+
+def handled(make: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
+    return lambda: {"kwargs_handlers": [make()]}
+
+
+SHUFFLED: dict[str, Any] = {"shuffle": True}
+UNDISPATCHED = loading(dispatch_batches=False)
+STATEFUL = loading(dispatch_batches=False, use_stateful_dataloader=True)
+WORKERS: dict[str, Any] = {"num_workers": 2}
+OF_LOADERS: dict[str, Case] = {
+    "in order": Case(),
+    "shuffled": Case(loader=SHUFFLED),
+    "shuffled by a generator": Case(loader={**SHUFFLED, "generator": torch.Generator().manual_seed(3)}),
+    "workers": Case(data=Still, loader={**SHUFFLED, **WORKERS}),
+    "workers that are kept": Case(data=Still, loader={**SHUFFLED, **WORKERS, "persistent_workers": True}),
+    "drop_last": Case(loader={**SHUFFLED, "drop_last": True, "batch_size": 3}),
+    "split_batches": Case(loading(split_batches=True), loader={**SHUFFLED, "batch_size": 4}),
+    "even_batches=False": Case(loading(even_batches=False), loader=SHUFFLED),
+    "use_seedable_sampler": Case(loading(use_seedable_sampler=True), loader=SHUFFLED),
+    "data_seed": Case(loading(use_seedable_sampler=True, data_seed=5), loader=SHUFFLED),
+    "non_blocking": Case(loading(non_blocking=True), loader=SHUFFLED),
+    "use_stateful_dataloader": Case(STATEFUL, loader=SHUFFLED),
+    "use_stateful_dataloader, workers": Case(STATEFUL, Still, {**SHUFFLED, **WORKERS}),
+    "use_stateful_dataloader, use_seedable_sampler": Case(
+        loading(use_stateful_dataloader=True, use_seedable_sampler=True), loader=SHUFFLED
+    ),
+    **{
+        f"{name}, {kind}": Case(settings, partial(stream, shards, **more), loader)
+        for name, settings in (("dispatch_batches=False", UNDISPATCHED), ("use_stateful_dataloader", STATEFUL))
+        for kind, shards, more, loader in (
+            ("a stream", 2, {}, {}),
+            ("a stream of one shard", 1, {}, {}),
+            ("a shuffled stream", 2, {"shuffled": True}, {}),
+            ("a stream, workers", 4, {"data": Still}, WORKERS),
+            ("a shuffled stream of one shard, workers", 1, {"data": Still, "shuffled": True}, {"num_workers": 1}),
+        )
+    },
+    "split_batches, a stream": Case(
+        loading(split_batches=True, dispatch_batches=False), stream, {"batch_size": 4}, accumulated=1
+    ),
+    "device_placement=False, a stream": Case(lambda: {"device_placement": False}, stream),
+}
+OF_PLUGINS: dict[str, Case] = {
+    "no accumulation": Case(accumulated=1, loader=SHUFFLED),
+    "accumulation over 3": Case(accumulated=3, loader=SHUFFLED),
+    "mixed_precision bf16": Case(lambda: {"mixed_precision": "bf16"}, loader=SHUFFLED),
+    "step_scheduler_with_optimizer=False": Case(lambda: {"step_scheduler_with_optimizer": False}, loader=SHUFFLED),
+    "rng_types": Case(lambda: {"rng_types": ["torch", "generator"]}, loader=SHUFFLED),
+    **{
+        f"GradientAccumulationPlugin {name}": Case(
+            lambda values=values: {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2, **values)},
+            loader=SHUFFLED,
+            accumulated=1,
+        )
+        for name, values in (
+            ("adjust_scheduler=False", {"adjust_scheduler": False}),
+            ("sync_with_dataloader=False", {"sync_with_dataloader": False}),
+            ("sync_each_batch", {"sync_each_batch": True}),
+        )
+    },
+    "TorchDynamoPlugin": Case(lambda: {"dynamo_plugin": TorchDynamoPlugin(backend="eager")}, loader=SHUFFLED),
+    "TorchDynamoPlugin use_regional_compilation": Case(
+        lambda: {"dynamo_plugin": TorchDynamoPlugin(backend="eager", use_regional_compilation=True)}, loader=SHUFFLED
+    ),
+    "AutocastKwargs": Case(handled(partial(AutocastKwargs, enabled=False)), loader=SHUFFLED),
+    "DistributedDataParallelKwargs": Case(
+        handled(partial(DistributedDataParallelKwargs, find_unused_parameters=True)), loader=SHUFFLED
+    ),
+    "DistributedDataParallelKwargs comm_hook": Case(
+        handled(partial(DistributedDataParallelKwargs, comm_hook=DDPCommunicationHookType.BF16)), loader=SHUFFLED
+    ),
+    "GradScalerKwargs": Case(handled(GradScalerKwargs), loader=SHUFFLED),
+    "InitProcessGroupKwargs": Case(handled(InitProcessGroupKwargs), loader=SHUFFLED),
+    "ProfileKwargs": Case(handled(ProfileKwargs), loader=SHUFFLED),
+}
+OF_FSDP2: dict[str, Case] = {
+    f"FSDP2 {name}": Case(partial(fsdp, **values), loader=SHUFFLED)
+    for name, values in (
+        ("", {}),
+        ("reshard_after_forward=False", {"reshard_after_forward": False}),
+        ("no_wrap", {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None}),
+        ("size_based_wrap", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 10}),
+        ("cpu_ram_efficient_loading=False", {"cpu_ram_efficient_loading": False}),
+        ("cpu_offload", {"cpu_offload": True}),
+        ("activation_checkpointing", {"activation_checkpointing": True}),
+        (
+            "activation_checkpointing_offload",
+            {"activation_checkpointing": True, "activation_checkpointing_offload": True},
+        ),
+        ("ignored_modules", {"ignored_modules": "head"}),
+        ("mixed_precision_policy", {"mixed_precision_policy": "bf16"}),
+    )
+}
+OF_FSDP2 |= {
+    "FSDP2, bf16, a stream": Case(
+        lambda: {**fsdp(), "mixed_precision": "bf16", **UNDISPATCHED()}, stream, accumulated=2
+    ),
+    "FSDP2, use_stateful_dataloader": Case(lambda: {**fsdp(), **STATEFUL()}, loader=SHUFFLED),
+}
+CASES = OF_LOADERS | OF_PLUGINS | OF_FSDP2
+
+
+def run(folder: str, interval: int, stopped_at: int | None, name: str, *, kills: bool = False) -> None:
+    """Train; write the weights, the rates and the samples of each step."""
+    case, path, rank = CASES[name], Path(folder), int(os.environ.get("RANK", 0))
+    with fsdp2_on_a_cpu():
+        given = {"gradient_accumulation_steps": case.accumulated, **case.accelerator()}
+        accelerator = Accelerator(cpu=True, **given)
+    set_seed(5, device_specific=True)
+    data, (network, optimizer, scheduler) = case.data(), built()
+    loader: Any = DataLoader(data, **{"batch_size": 2, "collate_fn": collated, **case.loader})
+    torch.rand(int(interval))  # another process has drawn other numbers before
+    bare = network
+    network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
+    read: dict[int, list[list[int]]] = {}
+    rates = {}
+    config = CheckpointConfig(save=SaveConfig(interval=interval))
+    with accelerate_manager(accelerator, config, base_folder=path) as manager, RunGuard(manager) as guard:
+        step = manager.load().step
+        while step < STEPS:
+            for batch in loader:
+                if not kills and step == stopped_at:
+                    wait(path / "checkpoints" / f"step-{(step - 1) // interval * interval}")
+                    leave_behind(path)
+                elif accelerator.sync_gradients:
+                    die_at(step, stopped_at if kills else None, interval, path)
+                with accelerator.accumulate(network):
+                    loss = (network(batch[:, 1:5]) - batch[:, 5:]).square().mean()
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(network.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                read.setdefault(step + 1, []).append([*batch[:, 0].int().tolist(), float(loss.detach())])
+                if accelerator.sync_gradients:
+                    step += 1
+                    rates[step] = scheduler.get_last_lr()
+                    manager.save(step, last_step=step == STEPS)
+                    if step == STEPS or guard.step_ended(step):
+                        break
+    local = {name: v._local_tensor if isinstance(v, DTensor) else v for name, v in bare.state_dict().items()}
+    result = {
+        "weights": local, "read": read, "rates": rates, "num_read": getattr(data, "num_read", 0),
+        "random": (torch.rand(1), random.random()),
+    }  # fmt: skip
+    torch.save(result, path / f"result-{rank}.pt")
+
+
+def run_killed(folder: str, interval: int, killed_at: int | None, name: str) -> None:
+    """Do the same, and die by SIGKILL."""
+    run(folder, interval, killed_at, name, kills=True)
+
+
+def wait(saved: Path) -> None:
+    while not saved.is_dir():
+        time.sleep(0.01)
+
+
+def built() -> Any:
+    """Return a network, an optimizer and a schedule; all ranks begin with the same weights."""
+    torch.manual_seed(0)
+    network = Network()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
+    return network, optimizer, OneCycleLR(optimizer, 1e-2, total_steps=2 * STEPS)

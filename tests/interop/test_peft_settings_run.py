@@ -1,0 +1,128 @@
+"""Adapters with the settings that PEFT users take today: trained on, killed, resumed, exported, merged by command."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import PeftModel
+
+from tests import world
+from tests.interop.folders import logits
+from tests.world import TOKENS
+from tests.zoo.model_runs import is_first
+from tests.zoo.test_peft_settings import CASES, Case, changed_tables, logits_of, lora_table, open_base, references
+from titan_ckpt import ExportConfig
+from titan_ckpt.cli.main import main
+from titan_ckpt.converters import from_tables
+from titan_ckpt.models import hf
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, of unusual settings
+
+NAMES = [
+    "llama: target_modules=['embed_tokens', 'lm_head'], tables beside",
+    "llama: target_modules=['embed_tokens', 'lm_head'], changed tables beside",
+    "tied: target_modules=['q_proj'], changed tables beside",
+    "tied: modules_to_save=['embed_tokens']",
+    "tied: modules_to_save=['embed_tokens'], ensure_weight_tying=True",
+    "tied: target_modules=['embed_tokens'], ensure_weight_tying=True",
+    "qwen2: bias=all",
+    "gpt2: lora_bias=True, bias=lora_only",
+    "gpt2: use_dora=True",
+    "llama: trainable_token_indices={'embed_tokens': [3], 'lm_head': [9, 4]}",
+    "tied: trainable_token_indices=[1, 2]",
+    "qwen3_moe: target_modules=['q_proj'], target_parameters=['experts.down_proj', 'experts.gate_up_proj']",
+    "gpt_oss: target_modules=['q_proj'], target_parameters=['experts.down_proj', 'experts.gate_up_proj']",
+]
+ONE_EACH = {str(case): case for case in CASES}
+
+
+class TrainedOn:
+    """A run on a base and an adapter of PEFT's; its own initial values differ by `seed`."""
+
+    def __init__(self, case: Case, folder: Path, seed: int) -> None:
+        torch.manual_seed(seed)
+        self.model = hf.build(folder / "base")
+        table = lora_table(folder / "adapter", self.model, frozen=case.save is changed_tables)
+        self.hooks = from_tables([table | {"seed": 0}])
+        self.hooks.convert(self.model)
+        world.shard(self.model)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=0.01)
+
+    def manager(self, folder: Path, run: Path, **settings: Any) -> Any:
+        sources = [folder / "base", folder / "adapter"]
+        return world.manager(
+            run, self.model, self.optimizer, initial_load=sources, model_converters=self.hooks, **settings
+        )
+
+    def step(self) -> None:
+        loss = torch.nn.functional.cross_entropy(self.model(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def together() -> None:
+    """Wait for the other ranks, if there are some."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+def go_on(name: str, folder: Path) -> None:
+    """Two steps, exported; and the second one again in a new run, over what a kill after the first one leaves."""
+    case = ONE_EACH[name]
+    if is_first():
+        references(case, folder)
+    together()
+    run, killed, is_mergeable = folder / "run", folder / "killed", not case.untied
+    exports = (ExportConfig("peft"), *([ExportConfig("hf")] if is_mergeable else []))
+    whole = TrainedOn(case, folder, 1)
+    with whole.manager(folder, run, export=exports) as manager:
+        assert manager.load().step == 0
+        whole.step()
+        manager.save(1)
+        manager.wait()
+        if is_first():
+            shutil.copytree(run, killed)
+        together()
+        whole.step()
+        manager.save(2, last_step=True)
+    resumed = TrainedOn(case, folder, 2)
+    with resumed.manager(folder, killed) as manager:
+        assert manager.load().step == 1
+        resumed.step()
+    one, other = (world.weights_and_moments(each.model, each.optimizer) for each in (whole, resumed))
+    assert world.same(one, other), world.differing(one, other)
+    expected = logits(whole.model.eval())
+    if is_first():
+        step = next((run / "exports").glob("step-2-peft"))
+        theirs = PeftModel.from_pretrained(open_base(folder / "base"), str(step)).eval()
+        assert (logits(theirs) - expected).abs().max() <= 2e-5
+        if is_mergeable:
+            merged = open_base(run / "exports/step-2").eval()
+            assert (logits(merged) - expected).abs().max() <= 2e-5
+    together()
+    again = logits_of(folder / "base", run / "exports/step-2-peft", folder / "again", merge=False, case=case)
+    assert torch.equal(again, expected)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_adapter_of_peft_is_trained_on_killed_resumed_and_exported(name: str, ranks: int, tmp_path: Path) -> None:
+    """Bit for bit as without the kill; the export in PEFT, merged in transformers and here again has our logits."""
+    world.on_ranks(ranks, go_on, name, tmp_path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_command_merges_an_adapter_of_peft(name: str, tmp_path: Path) -> None:
+    """transformers opens the folder, without a tie if the adapter acts on one of the modules that share a weight."""
+    theirs, _ = references(ONE_EACH[name], tmp_path)
+    paths = [str(tmp_path / folder) for folder in ("base", "adapter", "merged")]
+    assert main(["merge", *paths]) == 0
+    merged = open_base(tmp_path / "merged").eval()
+    assert (logits(merged) - theirs).abs().max() <= 2e-5

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.torchtitan.runs import config, distributed, same, steps_in, train
+from titan_ckpt.guard import outside_request
 
 # isort: split
 from torchtitan.trainer import Trainer
@@ -89,3 +90,26 @@ def test_a_signal_to_one_rank_saves_the_step_and_ends_the_run(assets: Path, tmp_
 def test_an_error_on_all_ranks_saves_the_last_completed_step(assets: Path, tmp_path: Path, ranks: str) -> None:
     """The error reaches the user, and the run goes on from the step before it."""
     WORLDS[ranks](assets, tmp_path, "error")
+
+
+@distributed(1)
+def _asked(assets: Path, folder: Path) -> None:
+    names: list[str] = []
+
+    def ask(step: int) -> None:
+        if step == 2:
+            names.append(outside_request.ask(folder / "run"))
+        if step >= 2:
+            time.sleep(0.5)
+
+    run = train(_config(assets, folder / "run", last_save_in_hf=True), logged=ask)
+    assert run.step == STEPS
+    answer = outside_request.await_answer(folder / "run", names[0], 10.0)
+    assert answer.error is None
+    assert steps_in(folder / "run") == [answer.step]
+    assert 2 <= answer.step < STEPS
+
+
+def test_a_request_saves_a_step_that_no_interval_asks_for(assets: Path, tmp_path: Path) -> None:
+    """As `titan-ckpt save` makes it; the run goes on, and its last step is an export alone."""
+    _asked(assets, tmp_path)

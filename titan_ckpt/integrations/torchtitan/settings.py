@@ -49,7 +49,7 @@ SETTINGS: Mapping[str, str] = {
     "last_save_in_dcp": "the last step is also a DCP folder with training state, dcp/step-N",
     "last_save_in_hf": "the last step is an export in exports/step-N, and no checkpoint",
     "store": "checkpoint.store: how buckets are reached",
-    "stop": "checkpoint.stop: signals and time limits; its exit_code is titan-ckpt's own",
+    "stop": "checkpoint.stop: signals and time limits on which the run saves and ends",
     "export_dtype": "the dtype of the last step, if it holds the model alone",
     "initial_load_path": "checkpoint.initial_load.path: a DCP folder, or a step of this package",
     "initial_load_model_only": "False: the training state is loaded too",

@@ -44,6 +44,7 @@ WORDS: Mapping[str, str] = {
     r"add the \[\[converters\]\] (it was trained with.*?), or leave them out \(ignore\)": r"add the converters \1",
     r"the \[\[converters\]\] table": "the LoRA converter",
     r"\[\[converters\]\]": "converters",
+    r", merge the adapter \(merge = true\), or take its base": ", or take its base",
     r", or merge all adapters but one into the base \(merge = true\)": "",
     r'\(format = "peft"\)': '(checkpoint.last_save_adapter = "peft")',
     r'\(format = "hf"\)': '(checkpoint.last_save_adapter = "merged")',

@@ -309,15 +309,16 @@ def run_refused(folder: str) -> None:
     refused("dataloader: DataLoader is not what accelerator.prepare returns", dataloader=other)
     dispatched = accelerator.prepare(DataLoader(stream(), 2, collate_fn=collated))
     refused(r"dispatch_batches: rank 0 reads ahead.*set DataLoaderConfiguration\(dispatch_batches=False\)")
-    accelerator.prepare(other)
+    loader = accelerator.prepare(other)
     refused("2 are prepared: name the one that the training reads, dataloader=loader")
     refused("dispatch_batches", dataloader=dispatched)
-    accelerator.prepare(skipping := skip_first_batches(accelerator._dataloaders[1], 1))
-    skipping.skip_batches = 1  # as it is for a stream
-    refused("skip_first_batches", dataloader=skipping)
-    for handler in (AORecipeKwargs(), TERecipeKwargs(), MSAMPRecipeKwargs(), FP8RecipeKwargs()):
-        accelerator.ao_recipe_handler = handler
-        refused(f"{type(handler).__name__}: no step is known to hold the scales")
+    refused("not what accelerator.prepare returns", dataloader=skip_first_batches(loader, 1))
+    loader.skip_batches = 1  # as it is for a stream
+    refused("skip_first_batches", dataloader=loader)
+    loader.skip_batches = 0
+    for kind in (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs):
+        accelerator.ao_recipe_handler = object.__new__(kind)  # some need packages that are not installed
+        refused(f"{kind.__name__}: no step is known to hold the scales")
     accelerator.ao_recipe_handler = None
     accelerator.ddp_handler = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
     refused("comm_hook power_sgd: it keeps the errors of its compression")

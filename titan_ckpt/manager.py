@@ -108,7 +108,9 @@ class CheckpointManager:
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
         data = getattr(dataloader, "dataset", dataloader)
-        if faults := [*stream_faults(data, config.allow), *stateful_faults(dataloader, config.allow)]:
+        is_read_again = getattr(dataloader, "is_read_again", False) is True  # by a PositionedLoader
+        faults = [*stream_faults(data, config.allow, is_read_again=is_read_again)]
+        if faults := [*faults, *stateful_faults(dataloader, config.allow)]:
             raise ConfigError(faults)
         self.config = config
         self.base_folder = Path(base_folder)

@@ -17,7 +17,17 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerContr
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from tests.integrations import trainer_grid
-from tests.integrations.trainer_cases import CASES, UNDIVIDED, Counting, Giving, Weighted, judge, plain, stream
+from tests.integrations.trainer_cases import (
+    CASES,
+    UNDIVIDED,
+    Counting,
+    Giving,
+    Looking,
+    Weighted,
+    judge,
+    plain,
+    stream,
+)
 from tests.zoo.offered import below
 from titan_ckpt import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.components.unsaved_state import class_name
@@ -286,3 +296,18 @@ def test_a_run_that_a_callback_has_ended_does_not_train_on(tmp_path: Path) -> No
         assert trainer.state.global_step == 4
         weights.append([value.clone() for value in trainer.model.parameters()])
     assert all(map(torch.equal, *weights))
+
+
+def test_a_callback_that_would_move_the_position_of_a_stream_is_refused(tmp_path: Path) -> None:
+    """A resumed run would go on elsewhere."""
+    trainer = UNDIVIDED(tmp_path, data=partial(stream, 18), callbacks=[Looking])
+    attach(trainer, CONFIG)
+    with pytest.raises(ConfigError, match=r"a stream has one position.*let it read from a loader over a"):
+        trainer.train()
+
+
+def test_a_stream_that_rank_0_reads_for_all_is_refused_with_the_setting_that_works(tmp_path: Path) -> None:
+    trainer = plain(tmp_path, data=partial(stream, 18))
+    attach(trainer, CONFIG)
+    with pytest.raises(ConfigError, match=r"set accelerator_config={\"dispatch_batches\": False}"):
+        trainer.train()

@@ -72,18 +72,21 @@ def trainer(**changed: Any) -> Any:
         accelerator_config=SimpleNamespace(dispatch_batches=None),
     )
     plugin = SimpleNamespace(fsdp_version=changed.pop("fsdp_version", 2))
-    state = SimpleNamespace(distributed_type=SimpleNamespace(value="NO"), fsdp_plugin=plugin)
-    accelerator = SimpleNamespace(state=state, parallelism_config=changed.pop("parallelism_config", None))
-    values = {"is_deepspeed_enabled": False, "is_fsdp_enabled": False, **dict.fromkeys(HOOKS), **changed}
+    kind = SimpleNamespace(value=changed.pop("distributed_type", "NO"))
+    state = SimpleNamespace(distributed_type=kind, fsdp_plugin=plugin, mixed_precision="no")
+    accelerator = SimpleNamespace(
+        state=state, parallelism_config=changed.pop("parallelism_config", None), ddp_handler=None
+    )
+    values = {**dict.fromkeys(HOOKS), **changed}
     return SimpleNamespace(args=arguments, accelerator=accelerator, **values)
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"is_fsdp_enabled": True, "fsdp_version": 1}, 'FSDP1: .* use FSDP2, fsdp_config={"version": 2}'),
-        ({"is_deepspeed_enabled": True}, "DeepSpeed: .* use FSDP2"),
-        ({"is_fsdp_xla_enabled": True}, "only DDP, FSDP2 and a single process"),
+        ({"distributed_type": "FSDP", "fsdp_version": 1}, 'FSDP1: .* use FSDP2, .*fsdp_config={"version": 2}'),
+        ({"distributed_type": "DEEPSPEED"}, "DeepSpeed: .* use FSDP2"),
+        ({"distributed_type": "XLA"}, "only DDP, FSDP2 and a single process"),
         (
             {"parallelism_config": SimpleNamespace(cp_enabled=True, sp_enabled=False)},
             "context and sequence parallelism",

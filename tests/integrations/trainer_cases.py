@@ -397,9 +397,10 @@ class Sampled(Trainer):
         return Turning()
 
 
-def stream(number: int) -> Any:
+def stream(number: int, shards: int = 3, *, shuffled: bool = False) -> Any:
     """Return sequences that datasets reads one after another, in three pieces, and changes by the batch."""
-    rows = Dataset.from_dict({"input_ids": Tokens(number).ids.tolist()}).to_iterable_dataset(num_shards=3)
+    rows = Dataset.from_dict({"input_ids": Tokens(number).ids.tolist()}).to_iterable_dataset(num_shards=shards)
+    rows = rows.shuffle(7, buffer_size=4) if shuffled else rows
     return rows.map(lambda some: {**some, "labels": some["input_ids"]}, batched=True, batch_size=5)
 
 
@@ -464,6 +465,21 @@ OWN: dict[str, Case] = {
     "a stream": partial(UNDIVIDED, data=partial(stream, 18), gradient_accumulation_steps=1),
     "a stream, accumulation": partial(UNDIVIDED, data=partial(stream, 14)),
     "a stream that ends at the save": partial(UNDIVIDED, data=partial(stream, 6), gradient_accumulation_steps=1),
+    **{
+        f"{kind}{ranks}": partial(UNDIVIDED, data=partial(stream, 18, **data), **more)
+        for ranks in ("", ", two ranks")
+        for kind, data, more in (
+            ("a stream of two shards", {"shards": 2}, {}),
+            ("a stream of one shard", {"shards": 1}, {}),
+            ("a shuffled stream", {"shards": 2, "shuffled": True}, {}),
+            ("a shuffled stream of one shard", {"shards": 1, "shuffled": True}, {}),
+            ("a stream, workers", {"shards": 2}, {"dataloader_num_workers": 1}),
+            ("a shuffled stream, workers", {"shards": 2, "shuffled": True}, {"dataloader_num_workers": 2}),
+        )
+    },
+    "a callback that looks at a shuffled stream": partial(
+        UNDIVIDED, data=partial(stream, 18, shuffled=True), callbacks=[Looking]
+    ),
     "a callback that looks at the data": partial(plain, callbacks=[Looking], data=partial(Still, 18)),
     "a look at the data of kept workers": partial(plain, callbacks=[Looking], data=partial(Still, 18), **KEPT),
     "evaluations by workers that are kept": evaluated,

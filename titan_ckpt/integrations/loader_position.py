@@ -79,8 +79,8 @@ class PositionedLoader:
         self._is_last = False
         self._read_again = self._why_read_again()
         """Why a resume reads the epoch from its start; "" if it does not."""
-        if is_of_torchdata(self.inner) and not self._gives_state:
-            self.inner.load_state_dict({})  # accelerate has made its iterator, and with it an order
+        if is_of_torchdata(self.inner):
+            self.inner.load_state_dict({})  # accelerate has made its iterator, and with it an order and a seed
         self._of_data = self._look_for_generators()
         faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
         if faults:
@@ -349,6 +349,11 @@ class PositionedLoader:
         data: Any = getattr(self.inner, "dataset", None)
         return data.dataset if class_name(data) == "accelerate.data_loader.IterableDatasetShard" else data
 
+    @property
+    def is_read_again(self) -> bool:
+        """Return whether a resume reads a stream from the start of its epoch."""
+        return bool(self._read_again)
+
     def _why_read_again(self) -> str:
         stream = self._stream
         if not hasattr(stream, "_ex_iterable") or not isinstance(self.inner, DataLoader):
@@ -365,8 +370,7 @@ class PositionedLoader:
     def _keeps_state(self) -> bool:
         """Return whether the state of a stream at the end of an epoch decides the next one; none of datasets does."""
         dataset = getattr(self.inner, "dataset", None)
-        is_of_datasets = hasattr(dataset, "_starting_state_dict") and self._source is dataset
-        return isinstance(dataset, IterableDataset) and not is_of_datasets
+        return isinstance(dataset, IterableDataset) and not hasattr(dataset, "_starting_state_dict")
 
     @property
     def _has_own_order(self) -> bool:
@@ -377,7 +381,7 @@ class PositionedLoader:
 
     def _order_faults(self) -> Iterator[str]:
         data = getattr(self.inner, "dataset", None)
-        yield from stream_faults(data, self._allow, is_read_again=bool(self._read_again))
+        yield from stream_faults(data, self._allow, is_read_again=self.is_read_again)
         if self._gives_state:
             yield from stateful_faults(self.inner, self._allow)
         else:

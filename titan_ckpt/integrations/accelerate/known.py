@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from accelerate.utils import KwargsHandler
+
 WORKS = frozenset({"FSDP", "MULTI_CPU", "MULTI_GPU", "NO"})
 """Values of accelerate's DistributedType that were proved to continue exactly; FSDP is that of version 2."""
 _FP8 = "no step is known to hold the scales of its weights and activations: use bf16"
@@ -44,7 +46,7 @@ def accelerator_faults(accelerator: Any) -> Iterator[str]:
     parallel = accelerator.parallelism_config
     if parallel is not None and (parallel.cp_enabled or parallel.sp_enabled):
         yield "parallelism_config: context and sequence parallelism were not proved to resume exactly: use TP and FSDP2"
-    handlers = [value for name, value in vars(accelerator).items() if name.endswith("_handler") and value is not None]
+    handlers = [value for value in vars(accelerator).values() if isinstance(value, KwargsHandler)]
     for name in (type(handler).__name__ for handler in handlers):
         if reason := HANDLERS.get(name, "it was not proved to continue exactly after a resume: leave it out"):
             yield f"{name}: {reason}"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.components.known.loaders import samplers_of
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.accelerate.loader import AcceleratedLoader
 from titan_ckpt.integrations.loader_position import length_of
 
@@ -21,8 +22,14 @@ class TrainerLoader(AcceleratedLoader):
     _is_told = False
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterate as the Trainer does after set_epoch; a callback that looks at the data moves no position."""
+        """Iterate as the Trainer does after set_epoch; a callback that looks at the data moves no position.
+
+        Raises: ConfigError if it would move that of a stream.
+        """
         is_told, self._is_told = self._is_told, False
+        if not is_told and self._source is not None:
+            one = "a callback reads from train_dataloader, and a stream has one position, which it would move"
+            raise ConfigError([f"data: {one}: let it read from a loader over a stream of its own"])
         return super().__iter__() if is_told else self._look()
 
     def _look(self) -> Iterator[Any]:

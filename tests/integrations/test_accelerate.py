@@ -1,0 +1,85 @@
+"""Loops over what accelerate has prepared: killed and resumed runs equal those that nothing interrupted."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import fields
+from pathlib import Path
+
+import accelerate.utils.dataclasses as of_accelerate
+import pytest
+import torch
+from accelerate.utils import DataLoaderConfiguration, KwargsHandler
+
+from tests.integrations.accelerate_runs import CASES, OF_FSDP2
+from tests.integrations.phases import Phase, play
+from tests.zoo.offered import below
+from titan_ckpt.integrations.accelerate.known import HANDLERS
+
+MODULE = "tests.integrations.accelerate_runs"
+ALL = bool(os.environ.get("TITAN_CKPT_SOAK"))
+WITHIN, AT_END = {1: (2, 5), 2: (2, 5)}, {1: (5, 6), 2: (3, 4)}
+"""Number of ranks -> interval of saves, and the step that the resumed run does not have; an epoch has 5 steps or 3."""
+RUNS = [
+    (name, ranks, *at[ranks])
+    for number, name in enumerate(CASES)
+    for ranks in ((2,) if name in OF_FSDP2 else (1, 2))
+    for at in (WITHIN, AT_END)
+    if ALL or (ranks + number + (at is WITHIN)) % 4 == 0 or (name in OF_FSDP2 and at is WITHIN)
+]
+KILLED = [
+    ("shuffled", 1), ("shuffled", 2), ("use_stateful_dataloader", 2), ("dispatch_batches=False, a stream", 2),
+    ("dispatch_batches=False, a shuffled stream", 2), ("FSDP2, bf16, a stream", 2),
+]  # fmt: skip
+
+
+def assert_same(root: Path, ranks: int) -> None:
+    """Compare weights, losses, samples and rates of each step, and the random numbers that come next."""
+    for rank in range(ranks):
+        found, whole = (torch.load(root / part / f"result-{rank}.pt") for part in ("resumed", "whole"))
+        assert min(found["read"]) > 1
+        assert found["read"] == {step: read for step, read in whole["read"].items() if step in found["read"]}
+        assert found["rates"] == {step: rate for step, rate in whole["rates"].items() if step in found["rates"]}
+        assert found["random"] == whole["random"]
+        assert found["weights"].keys() == whole["weights"].keys()
+        assert all(torch.equal(value, whole["weights"][name]) for name, value in found["weights"].items())
+        assert found["num_read"] <= 0.8 * whole["num_read"]
+
+
+@pytest.mark.parametrize(("name", "ranks"), KILLED)
+def test_a_killed_loop_goes_on_bit_for_bit(name: str, ranks: int, tmp_path: Path) -> None:
+    """SIGKILL, and a new process."""
+    interval, stop = 2, 5
+    parts = (("whole", None), ("resumed", stop), ("resumed", None))
+    phases = [Phase("run_killed", str(tmp_path / part), ranks, (interval, at, name)) for part, at in parts]
+    whole, killed, resumed = play(MODULE, phases)
+    assert whole == resumed == [0] * ranks
+    assert -signal.SIGKILL in killed and 0 not in killed
+    assert_same(tmp_path, ranks)
+
+
+@pytest.mark.parametrize(("name", "ranks", "interval", "stop"), RUNS)
+def test_each_setting_goes_on_bit_for_bit(name: str, ranks: int, interval: int, stop: int, tmp_path: Path) -> None:
+    """From a copy of what a kill leaves behind, within an epoch and at its end."""
+    parts = (("whole", stop), ("resumed", None))
+    phases = [Phase("run", str(tmp_path / part), ranks, (interval, at, name)) for part, at in parts]
+    assert play(MODULE, phases) == [[0] * ranks] * 2
+    assert_same(tmp_path, ranks)
+
+
+@pytest.mark.parametrize("function", ["run_refused", "run_beside"])
+def test_what_a_function_of_accelerate_runs_sees_itself(function: str, tmp_path: Path) -> None:
+    """Settings are refused by name; what is registered goes on, and so does a loader that evaluates."""
+    assert play(MODULE, [Phase(function, str(tmp_path), 1)]) == [[0]]
+
+
+def test_every_setting_of_the_installed_accelerate_has_a_run_or_a_reason() -> None:
+    """One that a newer version adds is noticed: fields of loaders, and classes that adjust an Accelerator."""
+    runs = " ".join(CASES)
+    assert [field.name for field in fields(DataLoaderConfiguration) if field.name not in runs] == []
+    assert {name.rpartition(".")[2] for name in below(KwargsHandler, ["accelerate"])} == HANDLERS.keys()
+    assert [name for name, why in HANDLERS.items() if not why and name not in runs] == []
+    plugins = {name for name in vars(of_accelerate) if name.endswith("Plugin")}
+    judged = {"DeepSpeedPlugin", "FullyShardedDataParallelPlugin", "MegatronLMPlugin", "TorchTensorParallelPlugin"}
+    assert plugins == judged | {"GradientAccumulationPlugin", "TorchDynamoPlugin"}

@@ -228,6 +228,22 @@ class Scheduled(Logging):
         ]
 
 
+class Normalized(Logging):
+    """Has buffers, of which one is not persistent; a step counts the sum of its batch."""
+
+    def __init__(self, *leaves: Any) -> None:
+        super().__init__(*leaves)
+        self.network.append(torch.nn.BatchNorm1d(1))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+
+
+class Averaging(of_lightning.WeightAveraging):
+    """Averages after every second step and every epoch, from the third step on."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None or (step_idx is not None and step_idx > 1 and step_idx % 2 == 1)
+
+
 @dataclass
 class Case:
     """A run of the Trainer, which is resumed from what a kill after `killed_at` steps leaves."""
@@ -274,6 +290,8 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "RichModelSummary": of_lightning.RichModelSummary,
     "ThroughputMonitor": lambda: of_lightning.ThroughputMonitor(batch_size_fn=len, window_size=5),
     "Timer": lambda: of_lightning.Timer(duration=timedelta(hours=1)),
+    "WeightAveraging": of_lightning.WeightAveraging,
+    "EMAWeightAveraging": lambda: of_lightning.EMAWeightAveraging(decay=0.5, update_starting_at_epoch=1),
     "SaveConfigCallback": lambda: SaveConfigCallback(Parser(), {}, overwrite=True),  # type: ignore[arg-type]
 }
 """One of every callback of Lightning's that is listed as exact."""
@@ -352,6 +370,15 @@ CASES = {
     "schedules of callbacks, at an epoch's end": Case(
         3, {"max_epochs": 4}, lambda: [CALLBACKS[name]() for name in ("EarlyStopping", "GradientAccumulationScheduler")]
     ),
+    "averages, within": Case(8, {"max_epochs": 3, "val_check_interval": 2}, lambda: [Averaging()], Normalized),
+    "averages, before the first": Case(1, {"max_epochs": 2}, lambda: [Averaging()], Normalized),
+    "averages, ended within an epoch": Case(6, {"max_steps": 14}, lambda: [Averaging()], Normalized),
+    "averages, accumulated": Case(
+        4, {"max_epochs": 4, "accumulate_grad_batches": 2, "val_check_interval": 3}, lambda: [Averaging()], Normalized
+    ),
+    "averages, 2 ranks": Case(
+        8, {"max_epochs": 3}, lambda: [of_lightning.EMAWeightAveraging(decay=0.5)], Normalized, ranks=2
+    ),
     "half precision": Case(8, {"max_epochs": 3, "precision": "bf16-true"}),
     "double precision": Case(8, {"max_epochs": 3, "precision": "64-true"}),
     "mixed precision": Case(8, {"max_epochs": 3, "precision": "bf16-mixed"}),
@@ -381,7 +408,7 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
     (path / f"events-{rank}.txt").write_text("\n".join(map(json.dumps, EVENTS)))
     callbacks_of: Any = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it where mypy does not look
     logs = [
-        [optimizer.state_dict()["param_groups"] for optimizer in trainer.optimizers],
+        [optimizer.state_dict() for optimizer in trainer.optimizers],
         [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         trainer.fit_loop.state_dict(),
         trainer.accumulate_grad_batches,
@@ -389,5 +416,5 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         {name: float(value) for name, value in trainer.logged_metrics.items() if "/" not in name},  # no times
     ]
-    written = [json.dumps(log, default=lambda value: value.tolist()) for log in logs]
+    written = [json.dumps(log, default=lambda value: value.tolist(), sort_keys=True) for log in logs]
     write(path, module, written, 0)

@@ -11,17 +11,15 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, faults, unless_allowed
 from titan_ckpt.components.watched import Watch
+from titan_ckpt.integrations.lightning.averages import is_callback
 
 _OWN = "it changes Lightning's own checkpoint (on_save_checkpoint), which is not written, so a resume would lose its"
 _AVERAGE = "make torch.optim.swa_utils.AveragedModel a part of the module instead"
 _WRITES = "it writes Lightning's own checkpoints beside those of titan_ckpt: leave it out"
-_GROUPS = (
-    "it adds parameter groups to the optimizer in training, and a new process has none to load them into: give "
-    "configure_optimizers all groups, and change their rates by a scheduler"
-)
 _FSDP1 = "it is FSDP1, which flattens parameters, so none has a shard with a name: use ModelParallelStrategy (FSDP2)"
 _DEEPSPEED = (
     "its engine keeps weights and optimizer state in partitions of its own: use ModelParallelStrategy, or DeepSpeed's "
@@ -37,8 +35,8 @@ _OF_TRAINER = {
     "callbacks.checkpoint.Checkpoint": _WRITES,
     "callbacks.device_stats_monitor.DeviceStatsMonitor": "",
     "callbacks.early_stopping.EarlyStopping": "",
-    "callbacks.finetuning.BackboneFinetuning": _GROUPS,
-    "callbacks.finetuning.BaseFinetuning": _GROUPS,
+    "callbacks.finetuning.BackboneFinetuning": "",
+    "callbacks.finetuning.BaseFinetuning": "",
     "callbacks.gradient_accumulation_scheduler.GradientAccumulationScheduler": "",
     "callbacks.lambda_function.LambdaCallback": "",
     "callbacks.lr_finder.LearningRateFinder": "it tries rates at the start, and again at every resume: call "
@@ -102,6 +100,7 @@ _BUILDS = (
     "on_train_end", "predict_dataloader", "prepare_data", "setup", "teardown", "test_dataloader", "train_dataloader",
     "val_dataloader",
 )  # fmt: skip
+_FINETUNING = "finetuning.BaseFinetuning"
 _BEGINS = ("on_fit_start", "on_train_start")
 """Hooks that every start calls: before its load or after its last step, and after its load."""
 
@@ -149,6 +148,18 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
         if gives_state(callback) and not _is_of_library(_home(callback, "on_fit_start")):
             reason = "its on_fit_start is called before its state is loaded: name the method on_train_start"
             yield from unless_allowed(f"callback {class_name(callback)}", class_name(callback), reason, allow)
+
+
+def frozen_faults(trainer: Any, module: nn.Module) -> Iterator[str]:
+    """Yield why a callback cannot unfreeze parameters later."""
+    is_frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    for callback in trainer.callbacks:
+        if is_frozen and isinstance(trainer.model, DistributedDataParallel) and is_callback(callback, _FINETUNING):
+            yield (
+                f"callback {class_name(callback)}: DDP averages no gradients of parameters that are frozen when the "
+                "training begins, so each rank would train others: on several ranks, give configure_optimizers all "
+                "groups, and raise their rates by a scheduler"
+            )
 
 
 def _overrides_by(value: Any, hook: str) -> bool:

@@ -17,7 +17,7 @@ import torch
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning.averages import averaging, load_average
-from titan_ckpt.integrations.lightning.known import callback_faults, own_faults, plugin_faults
+from titan_ckpt.integrations.lightning.known import callback_faults, frozen_faults, own_faults, plugin_faults
 from titan_ckpt.integrations.lightning.progress import Progress
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.integrations.loop import LoopCheckpoint
@@ -85,6 +85,7 @@ class TitanCheckpoint(LoopCheckpoint):
         """
         self._is_last, self._put_aside = False, frozenset()
         faults = [*own_faults(trainer, pl_module, self._config.allow)]
+        faults += frozen_faults(trainer, pl_module)
         if trainer._checkpoint_connector._loaded_checkpoint:  # noqa: SLF001 - Lightning has no public name for it
             faults.append(
                 f"ckpt_path: Lightning would put the state of {trainer.ckpt_path} over that of the step: leave it out, "
@@ -206,6 +207,7 @@ class TitanCheckpoint(LoopCheckpoint):
             lr_schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
             dataloader=self._loader,
             states=states,
+            rebuild=self._progress.rebuild,
             base_folder=trainer.default_root_dir,
         )
 

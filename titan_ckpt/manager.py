@@ -88,6 +88,7 @@ class CheckpointManager:
         model_converters: ModelHooks | None = None,
         external_weights: ExternalWeights | None = None,
         own_settings: Callable[[Mapping[str, Any]], frozenset[str]] = lambda _: frozenset(),
+        rebuild: Callable[[Mapping[str, Any]], None] = lambda _: None,
         base_folder: str | Path = ".",
     ) -> None:
         """Bind to a run's objects without touching a file. `config.folder` and export folders are under `base_folder`.
@@ -95,7 +96,9 @@ class CheckpointManager:
         `external_weights` fills the model at every load; it is required if `config.components` leaves the model out,
         and refused otherwise. `own_settings` is called with the stored `states`, and returns the settings of optimizer
         groups, such as "weight_decay", of which a resume leaves this run's values; of "lr" also the group's
-        "initial_lr", and a schedule has its rates in its own state. Without `sd_transforms` and converters, a model of
+        "initial_lr", and a schedule has its rates in its own state. `rebuild` is called with them too, before a load
+        compares the run with the step: it adds what training had added since its start, such as groups of optimizers.
+        Without `sd_transforms` and converters, a model of
         transformers has those of StateDictTransforms.from_transformers.
         Raises: ConfigError for a folder that is a URI, if `external_weights` and `config.components` do not agree, for
         streams that would lose examples, and for adapters and optimizers of PEFT that were not proved to continue
@@ -126,7 +129,7 @@ class CheckpointManager:
             self._model, optimizers, lr_schedulers, dataloader,
             {**peft_adapters.adapter_states(model_parts), **(states or {})},
             rank=coordinator.rank, world_size=coordinator.world_size, left_out=config.left_out(),
-            own_settings=own_settings,
+            own_settings=own_settings, rebuild=rebuild,
         )  # fmt: skip
         if config.save is not None and self._run.states:
             coordinator.together("states", self._run.check_states)  # a state may be collective

@@ -228,6 +228,47 @@ class Scheduled(Logging):
         ]
 
 
+class Normalized(Logging):
+    """Has buffers, of which one is not persistent; a step counts the sum of its batch."""
+
+    def __init__(self, *leaves: Any) -> None:
+        super().__init__(*leaves)
+        self.network.append(torch.nn.BatchNorm1d(1))
+        self.register_buffer("passing", torch.ones(1), persistent=False)
+
+
+class Averaging(of_lightning.WeightAveraging):
+    """Averages after every second step and every epoch, from the third step on."""
+
+    def should_update(self, step_idx: int | None = None, epoch_idx: int | None = None) -> bool:
+        return epoch_idx is not None or (step_idx is not None and step_idx > 1 and step_idx % 2 == 1)
+
+
+class Unfreezing(Logging):
+    """Has a backbone, which is frozen at first, and maybe a schedule of each group."""
+
+    def __init__(self, *leaves: Any) -> None:
+        super().__init__(*leaves)
+        self.backbone = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+        self.network = torch.nn.Sequential(self.backbone, self.network)
+
+    def configure_optimizers(self) -> Any:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.9)]
+
+
+class Stepwise(of_lightning.BaseFinetuning):
+    """Unfreezes one layer after another, with the statistics that it has frozen."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.backbone, train_bn=False)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch < 3:
+            self.unfreeze_and_add_param_group(pl_module.backbone[2 - epoch], optimizer, lr=1e-3 * (epoch + 1))
+
+
 @dataclass
 class Case:
     """A run of the Trainer, which is resumed from what a kill after `killed_at` steps leaves."""
@@ -260,6 +301,10 @@ class Writer(of_lightning.BasePredictionWriter):
     """Writes predictions, of which a training has none."""
 
 
+def _backbone() -> Any:
+    return of_lightning.BackboneFinetuning(2, lambda epoch: 1.5)
+
+
 CALLBACKS: dict[str, Callable[[], Any]] = {
     "DeviceStatsMonitor": of_lightning.DeviceStatsMonitor,
     "EarlyStopping": lambda: of_lightning.EarlyStopping("train_mean_epoch", patience=1, min_delta=0.05),
@@ -274,6 +319,10 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "RichModelSummary": of_lightning.RichModelSummary,
     "ThroughputMonitor": lambda: of_lightning.ThroughputMonitor(batch_size_fn=len, window_size=5),
     "Timer": lambda: of_lightning.Timer(duration=timedelta(hours=1)),
+    "BackboneFinetuning": _backbone,
+    "BaseFinetuning": Stepwise,
+    "WeightAveraging": of_lightning.WeightAveraging,
+    "EMAWeightAveraging": lambda: of_lightning.EMAWeightAveraging(decay=0.5, update_starting_at_epoch=1),
     "SaveConfigCallback": lambda: SaveConfigCallback(Parser(), {}, overwrite=True),  # type: ignore[arg-type]
 }
 """One of every callback of Lightning's that is listed as exact."""
@@ -352,11 +401,28 @@ CASES = {
     "schedules of callbacks, at an epoch's end": Case(
         3, {"max_epochs": 4}, lambda: [CALLBACKS[name]() for name in ("EarlyStopping", "GradientAccumulationScheduler")]
     ),
+    "averages, within": Case(8, {"max_epochs": 3, "val_check_interval": 2}, lambda: [Averaging()], Normalized),
+    "averages, before the first": Case(1, {"max_epochs": 2}, lambda: [Averaging()], Normalized),
+    "averages, ended within an epoch": Case(6, {"max_steps": 14}, lambda: [Averaging()], Normalized),
+    "averages, accumulated": Case(
+        4, {"max_epochs": 4, "accumulate_grad_batches": 2, "val_check_interval": 3}, lambda: [Averaging()], Normalized
+    ),
+    "averages, 2 ranks": Case(
+        8, {"max_epochs": 3}, lambda: [of_lightning.EMAWeightAveraging(decay=0.5)], Normalized, ranks=2
+    ),
+    "an unfrozen backbone, before": Case(8, {"max_epochs": 4}, lambda: [_backbone()], Unfreezing),
+    "an unfrozen backbone, within": Case(14, {"max_epochs": 4}, lambda: [_backbone()], Unfreezing),
+    "an unfrozen backbone, at an epoch's end": Case(18, {"max_epochs": 5}, lambda: [_backbone()], Unfreezing),
+    "layers unfrozen in turn, within": Case(8, {"max_epochs": 4}, lambda: [Stepwise()], Unfreezing),
+    "layers unfrozen in turn, at an epoch's end": Case(12, {"max_epochs": 4}, lambda: [Stepwise()], Unfreezing),
     "half precision": Case(8, {"max_epochs": 3, "precision": "bf16-true"}),
     "double precision": Case(8, {"max_epochs": 3, "precision": "64-true"}),
     "mixed precision": Case(8, {"max_epochs": 3, "precision": "bf16-mixed"}),
 } | {
-    f"with {name}": Case(4, {"max_epochs": 4}, partial(_one, make), logs=True) for name, make in CALLBACKS.items()
+    f"with {name}": Case(
+        4, {"max_epochs": 4}, partial(_one, make), Unfreezing if "Finetuning" in name else Logging, logs=True
+    )
+    for name, make in CALLBACKS.items()
 }  # fmt: skip
 
 
@@ -381,7 +447,7 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
     (path / f"events-{rank}.txt").write_text("\n".join(map(json.dumps, EVENTS)))
     callbacks_of: Any = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it where mypy does not look
     logs = [
-        [optimizer.state_dict()["param_groups"] for optimizer in trainer.optimizers],
+        [optimizer.state_dict() for optimizer in trainer.optimizers],
         [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         trainer.fit_loop.state_dict(),
         trainer.accumulate_grad_batches,
@@ -389,5 +455,5 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         {name: float(value) for name, value in trainer.logged_metrics.items() if "/" not in name},  # no times
     ]
-    written = [json.dumps(log, default=lambda value: value.tolist()) for log in logs]
+    written = [json.dumps(log, default=lambda value: value.tolist(), sort_keys=True) for log in logs]
     write(path, module, written, 0)

@@ -106,16 +106,18 @@ class RunState:
         world_size: int = 1,
         left_out: frozenset[str] = frozenset(),
         own_settings: Callable[[Mapping[str, Any]], frozenset[str]] = lambda _: frozenset(),
+        rebuild: Callable[[Mapping[str, Any]], None] = lambda _: None,
     ) -> None:
         """Check that all objects can be asked for their state, and list them in the order of a load.
 
         `left_out`: components that are neither saved nor loaded; their objects are forgotten. `own_settings`: returns,
-        by the stored states, the settings of optimizer groups of which a load leaves this run's values.
+        by the stored states, the settings of optimizer groups of which a load leaves this run's values. `rebuild`: as of
+        CheckpointManager.
         Raises: LoadMismatchError for optimizers that do not train this model's parameters; StateEncodingError for
         objects that return no state.
         """
         self.model = model
-        self._rank, self._world_size = rank, world_size
+        self._rank, self._world_size, self._rebuild = rank, world_size, rebuild
         self.optimizers = () if "optimizer" in left_out else optimizers
         self._lr_schedulers = () if "lr_scheduler" in left_out else lr_schedulers
         self._dataloader = None if "dataloader" in left_out else dataloader
@@ -247,10 +249,12 @@ class RunState:
         return [item for item in items if item.component not in exclude]
 
     def check(self, stored: Stored) -> None:
-        """Check that every component of this run can be restored; change nothing.
+        """Check that every component of this run can be restored; change nothing but what `rebuild` adds.
 
         Raises: LoadMismatchError listing the components that the checkpoint lacks or that cannot be carried over.
         """
+        if "states" not in stored.exclude:
+            self._rebuild(stored.states)
         lacking: dict[str, list[str]] = {}
         for item in self.restored(stored.exclude):
             if item.is_required and not item.is_in(stored):

@@ -61,12 +61,27 @@ class LoopCheckpoint:
         """Let signals, time limits and exceptions save the run; an exception must pass `_opened`."""
         self._guard = self._opened.enter_context(RunGuard(self.manager))
 
-    def _complete(self, step: int, metrics: Mapping[str, float], *, is_last: bool, force: bool = False) -> bool:
-        """Save the step that has ended, if it is due. Return whether the guard stops the run."""
+    def _complete(
+        self, step: int, metrics: Mapping[str, float], *, is_last: bool, force: bool = False, export: bool = True
+    ) -> bool:
+        """Save the step that has ended, if it is due. Return whether the guard stops the run.
+
+        `export`: as of `_save`.
+        """
         assert self._guard is not None
         self._completed = step
-        self.manager.save(step, last_step=is_last, force=force, metrics=metrics)
+        self._save(metrics, is_last=is_last, force=force, export=export)
         return self._guard.step_ended(step, metrics)
+
+    def _save(
+        self, metrics: Mapping[str, float], *, is_last: bool, force: bool = False, export: bool = True
+    ) -> None:
+        """Save the step that ended last, if it is due.
+
+        `export`: False if `_save_last` will make the last step's exports, or the step that is these weights alone.
+        """
+        if export or not (self._config.save and self._config.save.model_only_last):
+            self.manager.save(self._completed, last_step=is_last, force=force, metrics=metrics, export=export)
 
     def _save_last(self, metrics: Mapping[str, float] | None = None) -> None:
         """Save the step that ended last as the run's last one."""

@@ -1,4 +1,4 @@
-"""Keeps what code switches in training and no state dict holds: trained parameters, dropout, and PEFT's adapters.
+"""Keeps what code switches in training and no state dict holds: trained parameters, dropout, statistics, PEFT's adapters.
 
 Owns the comparison with the values at the start, so that a step holds only what has been switched since.
 """
@@ -40,12 +40,14 @@ class Switches:
 
 
 def switches_of(module: nn.Module) -> Iterator[tuple[str, Any, str]]:
-    """Yield the switches of a module: which parameters train, how much is dropped, and what PEFT's layers do."""
+    """Yield a module's switches: which parameters and statistics train, how much is dropped, what PEFT's layers do."""
     for name, value in module.named_parameters():
         yield name, value, "requires_grad"
     for name, part in module.named_modules():
         if isinstance(part, nn.modules.dropout._DropoutNd):  # noqa: SLF001 - the base of all, without a public name
             yield name, part, "p"
+        if isinstance(part, nn.modules.batchnorm._NormBase):  # noqa: SLF001 - as above
+            yield name, part, "track_running_stats"
         for attribute in _OF_PEFT if is_of_peft(part) else ():
             value = vars(part).get(attribute, getattr(type(part), attribute, None))
             values = value.values() if isinstance(value, dict) else ()

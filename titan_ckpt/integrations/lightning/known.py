@@ -1,7 +1,7 @@
 """The classes of Lightning and Fabric, and which of them continue exactly after a resume.
 
 Owns the tables of callbacks, strategies and precisions; a class that is in none is refused. Owns also which callbacks
-and metrics of the user's own are exact. The tests compare the tables with the installed packages.
+of the user's own are exact. The tests compare the tables with the installed packages.
 """
 
 from __future__ import annotations
@@ -11,18 +11,15 @@ from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, faults, stored_by_code_of, unless_allowed
+from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, faults, unless_allowed
 from titan_ckpt.components.watched import Watch
-from titan_ckpt.integrations.lightning.metrics import metrics_of
+from titan_ckpt.integrations.lightning.averages import is_callback
 
 _OWN = "it changes Lightning's own checkpoint (on_save_checkpoint), which is not written, so a resume would lose its"
 _AVERAGE = "make torch.optim.swa_utils.AveragedModel a part of the module instead"
 _WRITES = "it writes Lightning's own checkpoints beside those of titan_ckpt: leave it out"
-_GROUPS = (
-    "it adds parameter groups to the optimizer in training, and a new process has none to load them into: give "
-    "configure_optimizers all groups, and change their rates by a scheduler"
-)
 _FSDP1 = "it is FSDP1, which flattens parameters, so none has a shard with a name: use ModelParallelStrategy (FSDP2)"
 _DEEPSPEED = (
     "its engine keeps weights and optimizer state in partitions of its own: use ModelParallelStrategy, or DeepSpeed's "
@@ -38,8 +35,8 @@ _OF_TRAINER = {
     "callbacks.checkpoint.Checkpoint": _WRITES,
     "callbacks.device_stats_monitor.DeviceStatsMonitor": "",
     "callbacks.early_stopping.EarlyStopping": "",
-    "callbacks.finetuning.BackboneFinetuning": _GROUPS,
-    "callbacks.finetuning.BaseFinetuning": _GROUPS,
+    "callbacks.finetuning.BackboneFinetuning": "",
+    "callbacks.finetuning.BaseFinetuning": "",
     "callbacks.gradient_accumulation_scheduler.GradientAccumulationScheduler": "",
     "callbacks.lambda_function.LambdaCallback": "",
     "callbacks.lr_finder.LearningRateFinder": "it tries rates at the start, and again at every resume: call "
@@ -60,8 +57,8 @@ _OF_TRAINER = {
     f"run would step the old one: {_AVERAGE}",
     "callbacks.throughput_monitor.ThroughputMonitor": "",
     "callbacks.timer.Timer": "",
-    "callbacks.weight_averaging.EMAWeightAveraging": f"{_OWN} average: {_AVERAGE}",
-    "callbacks.weight_averaging.WeightAveraging": f"{_OWN} average: {_AVERAGE}",
+    "callbacks.weight_averaging.EMAWeightAveraging": "",
+    "callbacks.weight_averaging.WeightAveraging": "",
     "cli.SaveConfigCallback": "",
     "serve.servable_module_validator.ServableModuleValidator": "it starts a web server before the training: validate "
     "in a process of its own",
@@ -103,6 +100,7 @@ _BUILDS = (
     "on_train_end", "predict_dataloader", "prepare_data", "setup", "teardown", "test_dataloader", "train_dataloader",
     "val_dataloader",
 )  # fmt: skip
+_FINETUNING = "finetuning.BaseFinetuning"
 _BEGINS = ("on_fit_start", "on_train_start")
 """Hooks that every start calls: before its load or after its last step, and after its load."""
 
@@ -124,14 +122,14 @@ def callback_faults(callbacks: Iterable[Any], allow: Collection[str]) -> Iterato
         name, refused = class_name(callback), []
         if _is_of_library(type(callback)) or _listed(type(callback)):
             refused = [*faults([("callback", callback)], KNOWN, allow)]
-        if not refused and overrides(callback, "callbacks.callback"):
+        if not refused and overrides(callback, ("callbacks.callback", "callbacks.weight_averaging")):
             reason = f"{_OWN} state: leave it out, or give it state_dict and load_state_dict"
             refused = [*unless_allowed(f"callback {name}", name, reason, allow)]
         yield from refused
 
 
 def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: Watch | None = None) -> Iterator[str]:
-    """Yield why objects of the user's own cannot be resumed: callbacks, the module, the data module and metrics.
+    """Yield why objects of the user's own cannot be resumed: callbacks, the module and the data module.
 
     `watch`: notes what they hold now, when the training has begun.
     """
@@ -150,17 +148,18 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
         if gives_state(callback) and not _is_of_library(_home(callback, "on_fit_start")):
             reason = "its on_fit_start is called before its state is loaded: name the method on_train_start"
             yield from unless_allowed(f"callback {class_name(callback)}", class_name(callback), reason, allow)
-    for name, part in module.named_modules():
-        if class_name(part) == "torchmetrics.wrappers.tracker.MetricTracker":
-            how = "it grows in training, and a new process has no place for what was added: keep one metric, and log it"
-            yield f"metric {name}, {class_name(part)}: {how}"
-    for name, metric in metrics_of(module):
-        kinds = [*type(metric).__mro__]
-        kinds = kinds[: next(i for i, kind in enumerate(kinds) if kind.__module__ == "torchmetrics.metric")]
-        beside = {attribute.removeprefix("self.") for attribute in stored_by_code_of(kinds)} - metric._defaults.keys()  # noqa: SLF001 - it has no public name
-        if beside:
-            reason = f"its code sets {', '.join(sorted(beside))} beside the states of add_state: add them as states"
-            yield from unless_allowed(f"metric {name}, {class_name(metric)}", class_name(metric), reason, allow)
+
+
+def frozen_faults(trainer: Any, module: nn.Module) -> Iterator[str]:
+    """Yield why a callback cannot unfreeze parameters later."""
+    is_frozen = any(not parameter.requires_grad for parameter in module.parameters())
+    for callback in trainer.callbacks:
+        if is_frozen and isinstance(trainer.model, DistributedDataParallel) and is_callback(callback, _FINETUNING):
+            yield (
+                f"callback {class_name(callback)}: DDP averages no gradients of parameters that are frozen when the "
+                "training begins, so each rank would train others: on several ranks, give configure_optimizers all "
+                "groups, and raise their rates by a scheduler"
+            )
 
 
 def _overrides_by(value: Any, hook: str) -> bool:
@@ -172,7 +171,7 @@ def _is_here(callback: Any) -> bool:
     return type(callback).__module__.startswith("titan_ckpt.")
 
 
-def overrides(value: Any, home: str) -> bool:
+def overrides(value: Any, home: str | tuple[str, ...]) -> bool:
     """Return whether an object changes Lightning's checkpoint by hooks that are not those of the base in `home`."""
     hooks = [getattr(value, name, None) for name in ("on_save_checkpoint", "on_load_checkpoint")]
     return any(hook is not None and not hook.__module__.endswith(home) for hook in hooks)  # LambdaCallback's own too

@@ -1,6 +1,7 @@
 """Sums that Lightning and torchmetrics keep within an epoch: of logged values, and of the metrics of a module.
 
-Neither is in a state dict: Lightning resets its own at an epoch's end, and a metric's states are not persistent.
+Neither is in a state dict: Lightning resets its own at an epoch's end, and a metric's states are not persistent. Owns
+also what metrics set beside their states, such as the lowest value so far, and the metrics that a MetricTracker adds.
 Source: lightning 2.6, pytorch/trainer/connectors/logger_connector/result.py; torchmetrics 1.9, metric.py.
 """
 
@@ -14,10 +15,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.components.unsaved_state import stored_by_code_of
 from titan_ckpt.errors import ConfigError, LoadMismatchError, listed
 
 _SETTINGS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _SUMS = ("value", "cumulated_batch_size")
+_OF_METRICS = {"_computed", "_defaults", "_persistent", "_reductions"}
+"""Attributes of every metric: a cache of the result, and the tables of its states."""
 
 
 def metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -39,19 +43,24 @@ def state_of_metrics(trainer: Any) -> dict[str, Any]:
         "first": connector._first_loop_iter,  # noqa: SLF001 - as above
         "hook": connector._current_fx,  # noqa: SLF001 - as above
         "logged": [_state_of_logged(key, metric) for key, metric in logged.items() if not metric.has_reset],
+        "trackers": {name: len(tracker) for name, tracker in _trackers_of(trainer.lightning_module)},
         "held": {
-            name: {"count": metric._update_count, "states": _states_of(metric)}  # noqa: SLF001 - as above
+            name: {"count": metric._update_count, "states": _states_of(metric), "beside": beside}  # noqa: SLF001 - as above
             for name, metric in metrics_of(trainer.lightning_module)
-            if metric._update_count  # noqa: SLF001 - as above
+            if (beside := _beside(metric)) or metric._update_count  # noqa: SLF001 - as above
         },
     }
 
 
-def load_metrics(trainer: Any, state: dict[str, Any]) -> None:
-    """Set all of it. Raises: LoadMismatchError for a metric that the module lacks."""
-    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop  # noqa: SLF001 - as above
-    held = dict(metrics_of(trainer.lightning_module))
-    if lacking := sorted(state["held"].keys() - held.keys()):
+def hold_metrics(module: nn.Module, state: dict[str, Any]) -> None:
+    """Set what the module's metrics hold. Raises: LoadMismatchError for a metric that the module lacks."""
+    for name, tracker in _trackers_of(module):
+        for added in [*tracker._modules][state["trackers"].get(name, 1) :]:  # noqa: SLF001 - its own del renames the first
+            del tracker._modules[added]  # noqa: SLF001 - as above
+        for _ in range(len(tracker), state["trackers"].get(name, 1)):
+            tracker.increment()
+    held = dict(metrics_of(module))
+    if lacking := sorted(name for name in state["held"].keys() - held.keys() if state["held"][name]["count"]):
         raise LoadMismatchError(
             f"the step was saved within an epoch, with sums of the metrics {listed(lacking, ', ', ' ')}, which the "
             "module lacks: give it the same metrics, or resume a step of an epoch's end"
@@ -60,9 +69,15 @@ def load_metrics(trainer: Any, state: dict[str, Any]) -> None:
         metric.reset()
         if name in state["held"]:
             stored = state["held"][name]
-            for key, value in stored["states"].items():
+            for key, value in (stored["states"] | stored["beside"]).items():
                 setattr(metric, key, _copied(value, metric.device))
             metric._update_count = stored["count"]  # noqa: SLF001 - as above
+
+
+def load_metrics(trainer: Any, state: dict[str, Any]) -> None:
+    """Set all of it. Raises: as hold_metrics."""
+    connector, loop = trainer._logger_connector, trainer.fit_loop.epoch_loop  # noqa: SLF001 - as above
+    hold_metrics(trainer.lightning_module, state)
     results = loop._results  # noqa: SLF001 - as above
     results.clear()
     for stored in state["logged"]:
@@ -79,9 +94,24 @@ def _states_of(metric: Any) -> dict[str, Any]:
     return {key: [*value] if isinstance(value, list) else value for key, value in values.items()}
 
 
+def _beside(metric: Any) -> dict[str, Any]:
+    """Return what the metric's code sets beside its states."""
+    kinds = [*type(metric).__mro__]
+    kinds = kinds[: next(i for i, kind in enumerate(kinds) if kind.__module__ == "torchmetrics.metric")]
+    names = {attribute.removeprefix("self.") for attribute in stored_by_code_of(kinds)} - metric._defaults.keys()  # noqa: SLF001 - as above
+    return {name: vars(metric)[name] for name in sorted(names & vars(metric).keys() - _OF_METRICS)}
+
+
+def _trackers_of(module: nn.Module) -> list[tuple[str, Any]]:
+    named = module.named_modules()
+    return [(name, part) for name, part in named if _is_a(part, "torchmetrics.wrappers.tracker.MetricTracker")]
+
+
 def _copied(value: Any, device: torch.device) -> Any:
     """Return a stored state as a copy: members of a group are stored as one tensor, and each updates it in place."""
-    return [_copied(part, device) for part in value] if isinstance(value, list) else value.to(device, copy=True)
+    if isinstance(value, list):
+        return [_copied(part, device) for part in value]
+    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _state_of_logged(key: str, metric: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ Source: lightning 2.6, pytorch/trainer/connectors/checkpoint_connector.py.
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -19,8 +19,9 @@ from titan_ckpt.components.gradients import is_used
 from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import unless_allowed
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.integrations.lightning.averages import averaging, is_callback, load_average, state_of_average
 from titan_ckpt.integrations.lightning.known import gives_state, overrides
-from titan_ckpt.integrations.lightning.metrics import load_metrics, state_of_metrics
+from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,7 @@ class Progress:
             "loops": loops,
             "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
             "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
+            "averages": {c.state_key: state_of_average(c) for c in averaging(trainer.callbacks)},
             "present": sorted(callback.state_key for callback in trainer.callbacks),
             "metrics": state_of_metrics(trainer),
             "gradients": self._gradients(),
@@ -82,6 +84,19 @@ class Progress:
                 "self.trainer.should_stop = False in on_fit_start of the module"
             )
 
+    def rebuild(self, states: Mapping[str, Any]) -> None:
+        """Give optimizers the groups that a BaseFinetuning had added to them, by what its state says of them."""
+        trainer, stored = self._trainer, states.get("lightning", {}).get("callbacks", {})
+        parameters = dict(trainer.lightning_module.named_parameters())
+        for callback in trainer.callbacks:
+            if is_callback(callback, "finetuning.BaseFinetuning"):
+                of_optimizers = stored.get(callback.state_key, {}).get("internal_optimizer_metadata", {})
+                for index, groups in of_optimizers.items():
+                    trainer.optimizers[index].param_groups = [
+                        group | {"params": [parameters[name] for name in group["params"] if name in parameters]}
+                        for group in deepcopy(groups)
+                    ]
+
     def _load_callbacks(self, stored: dict[str, Any]) -> None:
         """Give callbacks their states. Raises: ConfigError for a state that no callback takes."""
         trainer, states = self._trainer, stored["callbacks"]
@@ -100,7 +115,11 @@ class Progress:
             logger.warning("callbacks differ from those of the step: added %s, removed %s", added, removed)
         for key in states.keys() & present.keys():
             present[key].load_state_dict(states[key])
+        for callback in averaging(trainer.callbacks):
+            load_average(callback, stored["averages"].get(callback.state_key), trainer.lightning_module)
         for callback in trainer.callbacks:
+            if is_callback(callback, "finetuning.BaseFinetuning"):
+                callback._restarting = False  # noqa: SLF001 - `rebuild` has done what it would do
             if getattr(callback, "_duration", None) is not None and hasattr(callback, "_check_time_remaining"):
                 callback._check_time_remaining(trainer)  # noqa: SLF001 - Timer's on_fit_start came before its state
 
@@ -108,6 +127,7 @@ class Progress:
         """Set again what hooks have set anew since the load, and the gradients, which Lightning clears in fit()."""
         if self._loaded is not None:
             self._switches.restore(self._loaded["switches"])
+            hold_metrics(self._trainer.lightning_module, self._loaded["metrics"])
             for callback in self._trainer.callbacks:
                 if gives_state(callback) and callback.state_key in self._loaded["callbacks"]:
                     callback.load_state_dict(self._loaded["callbacks"][callback.state_key])

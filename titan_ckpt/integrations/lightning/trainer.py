@@ -16,7 +16,8 @@ import torch
 
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.lightning.known import callback_faults, own_faults, plugin_faults
+from titan_ckpt.integrations.lightning.averages import averaging, load_average
+from titan_ckpt.integrations.lightning.known import callback_faults, frozen_faults, own_faults, plugin_faults
 from titan_ckpt.integrations.lightning.progress import Progress
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.integrations.loop import LoopCheckpoint
@@ -63,6 +64,11 @@ def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
 class TitanCheckpoint(LoopCheckpoint):
     """The callback that `attach` adds; Lightning calls its methods."""
 
+    _is_last = False
+    """Whether the last step of the run is completed."""
+    _put_aside: frozenset[Any] = frozenset()
+    """Callbacks that have put the weights of the training aside for a validation."""
+
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Look at the callbacks of the module's configure_callbacks(), before one of them trains by itself.
 
@@ -77,7 +83,9 @@ class TitanCheckpoint(LoopCheckpoint):
         Raises: ConfigError for callbacks and metrics of the user's own whose state would be lost, and for a checkpoint
         that Lightning has loaded.
         """
+        self._is_last, self._put_aside = False, frozenset()
         faults = [*own_faults(trainer, pl_module, self._config.allow)]
+        faults += frozen_faults(trainer, pl_module)
         if trainer._checkpoint_connector._loaded_checkpoint:  # noqa: SLF001 - Lightning has no public name for it
             faults.append(
                 f"ckpt_path: Lightning would put the state of {trainer.ckpt_path} over that of the step: leave it out, "
@@ -93,22 +101,34 @@ class TitanCheckpoint(LoopCheckpoint):
         step = self._load(partial(self._new_manager, trainer, pl_module))
         self._counted = trainer.global_step
         iter(fit._data_fetcher)  # noqa: SLF001 - as above
-        for loop, name, then, unless in (
+        averages = averaging(trainer.callbacks)
+        for value, name, then, unless in (
             (fit.epoch_loop, "on_advance_end", self._batch_ended, _skips_validation),
             (fit, "on_advance_end", self._epoch_ended, _never),
             (fit, "on_run_start", self._run_started, _never),
+            (fit, "on_run_end", self._run_ended, self._may_change),
             (fit.epoch_loop.val_loop, "setup_data", self._validation_set_up, _never),
+            *((callback, "_swap_models", partial(self._swapped, callback), self._may_change) for callback in averages),
         ):
-            _extend(loop, name, then, unless)
-            self._opened.callback(vars(loop).pop, name, None)
-        self._loaded(trainer.optimizers, is_done=bool(step and fit.done))
+            _extend(value, name, then, unless)
+            self._opened.callback(vars(value).pop, name, None)
+        for callback in averages if not step else ():
+            load_average(callback, None, pl_module)
+        if is_done := bool(step and fit.done):
+            for callback in averages:  # as fit() has ended when it was not interrupted
+                if self._loader.num_batches:  # within an epoch
+                    callback.on_train_epoch_end(trainer, pl_module)
+                callback.on_train_end(trainer, pl_module)
+        self._loaded(trainer.optimizers, is_done=is_done)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Watch for signals, after Lightning has installed handlers of its own."""
         self._watch()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Let the guard save the last completed step."""
+        """Let the guard save the last completed step, with the weights that a validation had put aside."""
+        for callback in [*self._put_aside]:
+            callback._swap_models(pl_module)  # noqa: SLF001 - as above
         self._opened.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -125,6 +145,18 @@ class TitanCheckpoint(LoopCheckpoint):
         trainer = self._trainer
         if faults := [*own_faults(trainer, trainer.lightning_module, self._config.allow, self.manager.watch)]:
             raise ConfigError(faults)
+
+    def _run_ended(self) -> None:
+        if self._is_last:
+            self._save_last(self._metrics())
+
+    def _may_change(self, value: Any) -> bool:
+        """Wait until the save in flight has copied the weights, which callbacks change beside optimizers."""
+        self.manager.maybe_wait_for_staging()
+        return False
+
+    def _swapped(self, callback: Any) -> None:
+        self._put_aside ^= {callback}
 
     def _validation_set_up(self) -> None:
         loaders = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader  # noqa: SLF001 - as above
@@ -148,14 +180,20 @@ class TitanCheckpoint(LoopCheckpoint):
     def _step_completed(self) -> None:
         trainer, counted = self._trainer, self._trainer.global_step
         if counted == self._counted:
-            if trainer.fit_loop.done and self._completed:  # no optimizer has stepped in the last batch
-                self._save_last()
+            if trainer.fit_loop.done and self.is_resumed:  # no optimizer has stepped in the last batch
+                self._is_last = True
+                self._save(self._metrics(), is_last=True, export=False)
             return
         self._counted = counted  # of several optimizers together, and each batch is one step here
-        metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
-        if self._complete(self._completed + 1, metrics, is_last=trainer.fit_loop.done):
+        self._is_last = trainer.fit_loop.done
+        if self._complete(
+            self._completed + 1, self._metrics(), is_last=self._is_last, export=not self._is_last
+        ):
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None  # a signal waits for neither
             trainer.should_stop = True
+
+    def _metrics(self) -> dict[str, float]:
+        return {name: float(value) for name, value in self._trainer.callback_metrics.items()}
 
     def _new_manager(self, trainer: Any, pl_module: Any) -> CheckpointManager:
         self._progress = Progress(trainer, self._config.allow)
@@ -169,6 +207,7 @@ class TitanCheckpoint(LoopCheckpoint):
             lr_schedulers=[config.scheduler for config in trainer.lr_scheduler_configs],
             dataloader=self._loader,
             states=states,
+            rebuild=self._progress.rebuild,
             base_folder=trainer.default_root_dir,
         )
 
@@ -203,13 +242,13 @@ def _never(loop: Any) -> bool:
     return False
 
 
-def _extend(loop: Any, name: str, then: Any, unless: Any) -> None:
-    """Call `then` after each call of a loop's method; leave both out `unless` a condition is false."""
-    own = getattr(loop, name)
+def _extend(value: Any, name: str, then: Any, unless: Any) -> None:
+    """Call `then` after each call of a loop's or callback's method; leave both out `unless` a condition is false."""
+    own = getattr(value, name)
 
     def extended(*args: Any) -> None:
-        if not unless(loop):
+        if not unless(value):
             own(*args)
             then()
 
-    setattr(loop, name, extended)
+    setattr(value, name, extended)

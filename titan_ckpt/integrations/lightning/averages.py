@@ -1,0 +1,48 @@
+"""Averages of the weights that Lightning's callbacks keep beside the module, and put into it when fit() ends.
+
+Owns what a step holds of WeightAveraging, which exchanges the weights of the average and the module for a validation.
+Source: lightning 2.6, pytorch/callbacks/weight_averaging.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def averaging(callbacks: list[Any]) -> list[Any]:
+    """Return the callbacks that are WeightAveraging, or extend it."""
+    return [each for each in callbacks if is_callback(each, "weight_averaging.WeightAveraging")]
+
+
+def is_callback(value: Any, name: str) -> bool:
+    """Return whether a callback is, or extends, this class of a module of Lightning's callbacks."""
+    return any(f"{kind.__module__}.{kind.__qualname__}".endswith(f".callbacks.{name}") for kind in type(value).__mro__)
+
+
+def state_of_average(callback: Any) -> dict[str, Any]:
+    """Return all tensors of the average, also buffers that are not persistent, which it averages too."""
+    average: nn.Module = callback._average_model  # noqa: SLF001 - Lightning has no public name for it
+    epoch = callback._latest_update_epoch  # noqa: SLF001 - as above
+    return {"epoch": epoch, "tensors": {name: value.detach() for name, value in _named(average)}}
+
+
+def load_average(callback: Any, state: dict[str, Any] | None, module: nn.Module) -> None:
+    """Set it, or let an average of which no step is known begin with the module's weights."""
+    average: nn.Module = callback._average_model  # noqa: SLF001 - as above
+    values = {f"module.{name}": value for name, value in _named(module)}
+    if state is not None:
+        values = state["tensors"]
+        callback._latest_update_epoch = state["epoch"]  # noqa: SLF001 - as above
+    with torch.no_grad():
+        for name, value in _named(average):
+            if state is not None or name in values:
+                value.copy_(values[name])
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())

@@ -20,6 +20,7 @@ from tests import world
 from tests.interop.folders import open_strictly
 from tests.interop.tasks import TASKS, evaluated, logits, made
 from tests.tools.steps import call
+from tests.zoo.model_runs import Outcome, full_outcome, lora_outcomes
 from titan_ckpt import ExportConfig
 from titan_ckpt.testing import distributed
 
@@ -134,3 +135,11 @@ def test_a_killed_run_of_any_task_resumes_bit_for_bit(task: str, tmp_path: Path)
 def test_a_killed_run_of_any_task_resumes_bit_for_bit_under_fsdp2(task: str, tmp_path: Path) -> None:
     """The same, sharded over two ranks."""
     _trained_and_resumed(task, tmp_path)
+
+
+def test_a_run_file_trains_the_text_of_a_model_that_also_reads_images(tmp_path: Path) -> None:
+    """As any causal language model: loaded, trained, resumed and exported bit for bit; adapters never differ unseen."""
+    made("vision-language").save_pretrained(tmp_path / "base")
+    assert full_outcome(tmp_path / "base", tmp_path / "full") == Outcome("exact")
+    adapted = lora_outcomes(tmp_path / "base", tmp_path / "lora")
+    assert all(outcome.verdict != "different" for outcome in adapted.values()), adapted

@@ -95,7 +95,7 @@ def test_a_last_step_of_weights_alone_is_the_average(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_in_a_validation_is_saved_with_the_weights_that_it_trains(tmp_path: Path) -> None:
     """The module has those of the average at that time."""
-    accumulated = {"accumulate_grad_batches": 2, "val_check_interval": 3, "max_epochs": 2}
+    accumulated: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3, "max_epochs": 2}
     with pytest.raises(RuntimeError, match="the validation fails"):
         fit(tmp_path, 100, fails_at=8, **accumulated)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-4"]

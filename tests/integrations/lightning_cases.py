@@ -280,6 +280,13 @@ class Annealed(Normalized):
         return [optimizer], [torch.optim.swa_utils.SWALR(optimizer, 1e-3, anneal_epochs=2)]
 
 
+class Constant(Logging):
+    """Has no schedule."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+
 class Averaging(of_lightning.WeightAveraging):
     """Averages after every second step and every epoch, from the third step on."""
 
@@ -364,11 +371,16 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "Timer": lambda: of_lightning.Timer(duration=timedelta(hours=1)),
     "BackboneFinetuning": _backbone,
     "BaseFinetuning": Stepwise,
+    "StochasticWeightAveraging": lambda: of_lightning.StochasticWeightAveraging(1e-3, 2, 3),
     "WeightAveraging": of_lightning.WeightAveraging,
     "EMAWeightAveraging": lambda: of_lightning.EMAWeightAveraging(decay=0.5, update_starting_at_epoch=1),
     "SaveConfigCallback": lambda: SaveConfigCallback(Parser(), {}, overwrite=True),  # type: ignore[arg-type]
 }
 """One of every callback of Lightning's that is listed as exact."""
+
+
+def _swa(**settings: Any) -> Callable[[], list[Any]]:
+    return lambda: [of_lightning.StochasticWeightAveraging(1e-3, 2, 3, **settings)]
 
 
 def _one(make: Callable[[], Any]) -> list[Any]:
@@ -462,6 +474,14 @@ CASES = {
     "metrics that grow, within": Case(8, {"max_epochs": 3}, module=Metered),
     "metrics that grow, at an epoch's end": Case(12, {"max_epochs": 3}, module=Metered),
     "metrics that grow, 2 ranks": Case(8, {"max_epochs": 3}, module=Metered, ranks=2),
+    "a stochastic average, before": Case(5, {"max_epochs": 4}, _swa()),
+    "a stochastic average, within": Case(14, {"max_epochs": 5}, _swa()),
+    "a stochastic average, within, linear": Case(14, {"max_epochs": 5}, _swa(annealing_strategy="linear")),
+    "a stochastic average, at an epoch's end": Case(12, {"max_epochs": 5}, _swa()),
+    "a stochastic average, normalized": Case(14, {"max_epochs": 4}, _swa(), Normalized),
+    "a stochastic average, normalized, at the end": Case(24, {"max_epochs": 4}, _swa(), Normalized),
+    "a stochastic average, without a schedule": Case(14, {"max_epochs": 4}, _swa(), Constant),
+    "a stochastic average, 2 ranks": Case(14, {"max_epochs": 4}, _swa(), Normalized, ranks=2),
     "half precision": Case(8, {"max_epochs": 3, "precision": "bf16-true"}),
     "double precision": Case(8, {"max_epochs": 3, "precision": "64-true"}),
     "mixed precision": Case(8, {"max_epochs": 3, "precision": "bf16-mixed"}),

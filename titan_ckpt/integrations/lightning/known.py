@@ -52,8 +52,7 @@ _OF_TRAINER = {
     "callbacks.rich_model_summary.RichModelSummary": "",
     "callbacks.spike.SpikeDetection": "its load_state_dict raises an AttributeError, so no run could be resumed: leave "
     "it out",
-    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": "it exchanges the schedule in training, and a resumed "
-    "run would step the old one: use WeightAveraging, and torch.optim.swa_utils.SWALR as the schedule of the module",
+    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": "",
     "callbacks.throughput_monitor.ThroughputMonitor": "",
     "callbacks.timer.Timer": "",
     "callbacks.weight_averaging.EMAWeightAveraging": "",

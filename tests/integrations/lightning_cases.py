@@ -233,8 +233,58 @@ class Normalized(Logging):
 
     def __init__(self, *leaves: Any) -> None:
         super().__init__(*leaves)
-        self.network.append(torch.nn.BatchNorm1d(1))
+        self.network = torch.nn.Sequential(self.network, torch.nn.BatchNorm1d(1))
         self.register_buffer("passing", torch.ones(1), persistent=False)
+
+
+class Metered(Logging):
+    """Holds metrics that grow, and metrics that set attributes; a start resets one, as many a template does."""
+
+    def __init__(self, *leaves: Any) -> None:
+        super().__init__(*leaves)
+        self.best, self.lowest = torchmetrics.MaxMetric(), torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
+        self.running = torchmetrics.aggregation.RunningMean(window=4)
+        self.tracked = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=False)
+        self.all = torchmetrics.MetricTracker(self.both.clone(), maximize=[False, False])
+
+    def on_train_start(self) -> None:
+        self.best.reset()
+        self.tracked.increment()
+
+    def on_train_epoch_start(self) -> None:
+        self.tracked.increment()
+        self.all.increment()
+
+    def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+        loss = super().training_step(batch, index)
+        for metric in (self.best, self.lowest, self.running, self.tracked):
+            metric.update(loss.detach())
+        self.all.update(self.network(batch[:, :4]).detach(), batch[:, 4:])
+        self.log("running", self.running.compute())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        super().on_train_epoch_end()
+        of_all: Any = self.all.best_metric()
+        self.log_dict({**self.lowest.compute(), **of_all, "best": self.best.compute(), "steps": self.all.n_steps})
+        for number, value in enumerate(self.tracked.compute_all()[1:]):
+            self.log(f"tracked_{number}", value)
+        self.lowest.reset()
+
+
+class Annealed(Normalized):
+    """Has the schedule that StochasticWeightAveraging would make."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.swa_utils.SWALR(optimizer, 1e-3, anneal_epochs=2)]
+
+
+class Constant(Logging):
+    """Has no schedule."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
 class Averaging(of_lightning.WeightAveraging):
@@ -321,11 +371,16 @@ CALLBACKS: dict[str, Callable[[], Any]] = {
     "Timer": lambda: of_lightning.Timer(duration=timedelta(hours=1)),
     "BackboneFinetuning": _backbone,
     "BaseFinetuning": Stepwise,
+    "StochasticWeightAveraging": lambda: of_lightning.StochasticWeightAveraging(1e-3, 2, 3),
     "WeightAveraging": of_lightning.WeightAveraging,
     "EMAWeightAveraging": lambda: of_lightning.EMAWeightAveraging(decay=0.5, update_starting_at_epoch=1),
     "SaveConfigCallback": lambda: SaveConfigCallback(Parser(), {}, overwrite=True),  # type: ignore[arg-type]
 }
 """One of every callback of Lightning's that is listed as exact."""
+
+
+def _swa(**settings: Any) -> Callable[[], list[Any]]:
+    return lambda: [of_lightning.StochasticWeightAveraging(1e-3, 2, 3, **settings)]
 
 
 def _one(make: Callable[[], Any]) -> list[Any]:
@@ -407,6 +462,7 @@ CASES = {
     "averages, accumulated": Case(
         4, {"max_epochs": 4, "accumulate_grad_batches": 2, "val_check_interval": 3}, lambda: [Averaging()], Normalized
     ),
+    "averages, with an annealed rate": Case(8, {"max_epochs": 4}, lambda: [Averaging()], Annealed),
     "averages, 2 ranks": Case(
         8, {"max_epochs": 3}, lambda: [of_lightning.EMAWeightAveraging(decay=0.5)], Normalized, ranks=2
     ),
@@ -415,6 +471,17 @@ CASES = {
     "an unfrozen backbone, at an epoch's end": Case(18, {"max_epochs": 5}, lambda: [_backbone()], Unfreezing),
     "layers unfrozen in turn, within": Case(8, {"max_epochs": 4}, lambda: [Stepwise()], Unfreezing),
     "layers unfrozen in turn, at an epoch's end": Case(12, {"max_epochs": 4}, lambda: [Stepwise()], Unfreezing),
+    "metrics that grow, within": Case(8, {"max_epochs": 3}, module=Metered),
+    "metrics that grow, at an epoch's end": Case(12, {"max_epochs": 3}, module=Metered),
+    "metrics that grow, 2 ranks": Case(8, {"max_epochs": 3}, module=Metered, ranks=2),
+    "a stochastic average, before": Case(5, {"max_epochs": 4}, _swa()),
+    "a stochastic average, within": Case(14, {"max_epochs": 5}, _swa()),
+    "a stochastic average, within, linear": Case(14, {"max_epochs": 5}, _swa(annealing_strategy="linear")),
+    "a stochastic average, at an epoch's end": Case(12, {"max_epochs": 5}, _swa()),
+    "a stochastic average, normalized": Case(14, {"max_epochs": 4}, _swa(), Normalized),
+    "a stochastic average, normalized, at the end": Case(24, {"max_epochs": 4}, _swa(), Normalized),
+    "a stochastic average, without a schedule": Case(14, {"max_epochs": 4}, _swa(), Constant),
+    "a stochastic average, 2 ranks": Case(14, {"max_epochs": 4}, _swa(), Normalized, ranks=2),
     "half precision": Case(8, {"max_epochs": 3, "precision": "bf16-true"}),
     "double precision": Case(8, {"max_epochs": 3, "precision": "64-true"}),
     "mixed precision": Case(8, {"max_epochs": 3, "precision": "bf16-mixed"}),

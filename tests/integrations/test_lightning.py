@@ -12,7 +12,7 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.fsdp import FSDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.strategies.xla import XLAStrategy
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, LambdaCallback
+from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LambdaCallback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_fabric.wrappers import _FabricDataLoader
@@ -70,12 +70,12 @@ def test_fabrics_manager_is_told_what_is_not_set_up(tmp_path: Path) -> None:
 
 
 def test_a_trainer_is_told_all_that_does_not_fit_at_once() -> None:
-    """A callback that changes Lightning's own checkpoints, those, and reloaded dataloaders are refused together."""
+    """Callbacks, Lightning's own checkpoints, and reloaded dataloaders are refused together."""
     trainer = SimpleNamespace(
         strategy=DDPStrategy(),
         precision_plugin=Precision(),
         callbacks=[
-            EMAWeightAveraging(),
+            BatchSizeFinder(),
             LambdaCallback(on_save_checkpoint=lambda *_: None),
             LambdaCallback(on_train_start=lambda *_: None),
             EarlyStopping("val_loss"),
@@ -83,7 +83,7 @@ def test_a_trainer_is_told_all_that_does_not_fit_at_once() -> None:
         checkpoint_callbacks=[1],
         reload_dataloaders_every_n_epochs=1,
     )
-    names = r"(?s)EMAWeightAveraging: .*LambdaCallback: .*enable_checkpointing.*reload_dataloaders_every_n_epochs"
+    names = r"(?s)BatchSizeFinder: .*LambdaCallback: .*enable_checkpointing.*reload_dataloaders_every_n_epochs"
     with pytest.raises(ConfigError, match=names) as refused:
         attach(trainer, CheckpointConfig())
     assert "EarlyStopping" not in str(refused.value) and str(refused.value).count("callback ") == 2

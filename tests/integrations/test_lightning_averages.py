@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from torch.utils.data import DataLoader
 
 from tests.integrations.lightning_runs import Samples, attached, model
@@ -45,7 +46,7 @@ class ByEpochs(WeightAveraging):
 
 
 def fit(
-    folder: Path, config: CheckpointConfig | int, callback: type = WeightAveraging, seed: int = 0, **settings: Any
+    folder: Path, config: CheckpointConfig | int, callback: Any = WeightAveraging, seed: int = 0, **settings: Any
 ) -> dict[str, Any]:
     """Train in a folder, six steps an epoch, and return the weights of the module when fit() has ended."""
     L.seed_everything(seed, verbose=False)
@@ -72,19 +73,28 @@ def is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 EXPORTED = CheckpointConfig(save=SaveConfig(interval=100), export=(ExportConfig("dcp"),))
 
 
-@pytest.mark.parametrize("limit", [{"max_steps": 10}, {"max_epochs": 2}])
-def test_the_last_export_is_what_the_module_holds_when_fit_has_ended(tmp_path: Path, limit: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [
+        (ByEpochs, {"max_steps": 10}),
+        (ByEpochs, {"max_epochs": 2}),
+        (partial(StochasticWeightAveraging, 1e-3, 1), {"max_epochs": 2}),
+    ],
+)
+def test_the_last_export_is_what_the_module_holds_when_fit_has_ended(
+    tmp_path: Path, kind: Any, limit: dict[str, int]
+) -> None:
     """The average, also when a run that is done is started again; its last step goes on with the trained weights."""
-    ended = fit(tmp_path, EXPORTED, ByEpochs, **limit)
+    ended = fit(tmp_path, EXPORTED, kind, **limit)
     (export,) = (tmp_path / "exports").iterdir()
     assert is_same(loaded(export), ended)
     (step,) = (tmp_path / "checkpoints").glob("step-*")
     assert not is_same(loaded(step), ended)
     shutil.rmtree(export)
-    assert is_same(fit(tmp_path, EXPORTED, ByEpochs, seed=1, **limit), ended)
+    assert is_same(fit(tmp_path, EXPORTED, kind, seed=1, **limit), ended)
     assert is_same(loaded(export), ended)
     longer = {name: 2 * value for name, value in limit.items()}
-    assert is_same(fit(tmp_path, EXPORTED, ByEpochs, **longer), fit(tmp_path / "whole", EXPORTED, ByEpochs, **longer))
+    assert is_same(fit(tmp_path, EXPORTED, kind, **longer), fit(tmp_path / "whole", EXPORTED, kind, **longer))
 
 
 def test_a_last_step_of_weights_alone_is_the_average(tmp_path: Path) -> None:
@@ -95,7 +105,7 @@ def test_a_last_step_of_weights_alone_is_the_average(tmp_path: Path) -> None:
 
 def test_a_run_that_fails_in_a_validation_is_saved_with_the_weights_that_it_trains(tmp_path: Path) -> None:
     """The module has those of the average at that time."""
-    accumulated = {"accumulate_grad_batches": 2, "val_check_interval": 3, "max_epochs": 2}
+    accumulated: dict[str, Any] = {"accumulate_grad_batches": 2, "val_check_interval": 3, "max_epochs": 2}
     with pytest.raises(RuntimeError, match="the validation fails"):
         fit(tmp_path, 100, fails_at=8, **accumulated)
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-4"]

@@ -10,6 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -18,13 +19,14 @@ import torch
 import torchmetrics
 from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.strategies import Strategy
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.integrations.lightning_runs import Samples, model
 from titan_ckpt import CheckpointConfig, SaveConfig
-from titan_ckpt.errors import ConfigError, SaveError
+from titan_ckpt.errors import ConfigError, SaveError, StateEncodingError
 from titan_ckpt.integrations.lightning import attach, fabric_manager
-from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults, plugin_faults
+from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults, frozen_faults, plugin_faults
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # a Trainer in this process warns of its loaders and of torch
 
@@ -220,18 +222,33 @@ def test_an_unknown_strategy_is_refused_and_can_be_allowed() -> None:
     assert [*plugin_faults(strategy, None, ("own.Fast",))] == []
 
 
-@pytest.mark.parametrize("metric", [torchmetrics.aggregation.RunningMean(), torchmetrics.wrappers.MinMaxMetric])
-def test_a_metric_with_state_beside_its_states_is_refused(tmp_path: Path, metric: Any) -> None:
-    """Steps hold the states of add_state; what a metric keeps in other attributes would be lost."""
-    metric = metric(torchmetrics.MeanMetric()) if isinstance(metric, type) else metric
-    with pytest.raises(ConfigError, match=f"metric metric, .*{type(metric).__name__}: its code sets "):
-        fit(tmp_path, metric=metric)
+class Helped(torchmetrics.MeanMetric):
+    """Keeps an object that no step can hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = object()
+
+    def reset(self) -> None:
+        super().reset()
+        self.helper = object()
 
 
-def test_a_tracker_of_metrics_is_refused_which_a_new_process_has_empty(tmp_path: Path) -> None:
-    tracker = torchmetrics.MetricTracker(torchmetrics.MeanMetric(), maximize=True)
-    with pytest.raises(ConfigError, match=r"metric metric, .*MetricTracker: it grows in training"):
-        fit(tmp_path, metric=tracker)
+def test_a_metric_that_sets_what_no_step_can_hold_is_refused(tmp_path: Path) -> None:
+    """Numbers, lists and tensors that its code sets beside the states of add_state are saved."""
+    with pytest.raises(StateEncodingError, match=r"metrics\.held\.metric\.beside\.helper: (?s:.*)object"):
+        fit(tmp_path, metric=Helped())
+    assert not [*tmp_path.glob("checkpoints/step-*")]
+
+
+@pytest.mark.parametrize("is_frozen", [True, False])
+def test_what_ddp_does_not_average_is_not_unfrozen(is_frozen: bool) -> None:
+    """DDP has registered the gradients of other parameters alone, so ranks would train different backbones."""
+    module = torch.nn.Linear(1, 1).requires_grad_(not is_frozen)
+    wrapped = object.__new__(DistributedDataParallel)
+    trainer = SimpleNamespace(model=wrapped, callbacks=[of_lightning.BackboneFinetuning(), Holding()])
+    faults = [*frozen_faults(trainer, module)]
+    assert ["BackboneFinetuning: DDP averages no gradients" in fault for fault in faults] == [True] * is_frozen
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

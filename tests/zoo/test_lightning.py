@@ -16,7 +16,7 @@ from tests.integrations.lightning_cases import CALLBACKS
 from tests.zoo.worlds import Row
 from titan_ckpt.integrations.lightning.known import KNOWN
 
-FLOORS = {"": 29, "Precision": 8, "Strategy": 6}
+FLOORS = {"": 34, "Precision": 8, "Strategy": 6}
 _PACKAGES = ("lightning.pytorch", "lightning.fabric")
 _OF_FABRIC = {"plugins.precision": "plugins.precision.Precision", "strategies": "strategies.Strategy"}
 _OF_TRAINER = dict.fromkeys(("callbacks", "cli", "serve"), "callbacks.Callback") | _OF_FABRIC

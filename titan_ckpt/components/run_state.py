@@ -111,8 +111,8 @@ class RunState:
         """Check that all objects can be asked for their state, and list them in the order of a load.
 
         `left_out`: components that are neither saved nor loaded; their objects are forgotten. `own_settings`: returns,
-        by the stored states, the settings of optimizer groups of which a load leaves this run's values. `rebuild`: as of
-        CheckpointManager.
+        by the stored states, the settings of optimizer groups of which a load leaves this run's values. `rebuild`:
+        as of CheckpointManager.
         Raises: LoadMismatchError for optimizers that do not train this model's parameters; StateEncodingError for
         objects that return no state.
         """

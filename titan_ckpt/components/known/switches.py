@@ -1,4 +1,4 @@
-"""Keeps what code switches in training and no state dict holds: trained parameters, dropout, statistics, PEFT's adapters.
+"""Keeps what code switches in training and no state dict holds: what trains, dropout, and PEFT's adapters.
 
 Owns the comparison with the values at the start, so that a step holds only what has been switched since.
 """

@@ -1,7 +1,8 @@
 """Averages of the weights that Lightning's callbacks keep beside the module, and put into it when fit() ends.
 
-Owns what a step holds of WeightAveraging, which exchanges the weights of the average and the module for a validation.
-Source: lightning 2.6, pytorch/callbacks/weight_averaging.py.
+Owns what a step holds of WeightAveraging, which exchanges the weights of the average and the module for a validation,
+and how a resumed StochasticWeightAveraging, whose own state has the average, gets its schedule back.
+Source: lightning 2.6, pytorch/callbacks/weight_averaging.py and stochastic_weight_avg.py.
 """
 
 from __future__ import annotations
@@ -17,6 +18,20 @@ from torch import nn
 def averaging(callbacks: list[Any]) -> list[Any]:
     """Return the callbacks that are WeightAveraging, or extend it."""
     return [each for each in callbacks if is_callback(each, "weight_averaging.WeightAveraging")]
+
+
+def stochastic(callbacks: list[Any]) -> list[Any]:
+    """Return the callbacks that are StochasticWeightAveraging, or extend it; their state has the average."""
+    return [each for each in callbacks if is_callback(each, "stochastic_weight_avg.StochasticWeightAveraging")]
+
+
+def exchange_schedule(callback: Any, trainer: Any) -> None:
+    """Let a StochasticWeightAveraging exchange the schedule, if it had in the step, and change no weights."""
+    kept = callback._max_epochs, callback._latest_update_epoch  # noqa: SLF001 - Lightning has no public name for them
+    if callback._scheduler_state is not None:  # noqa: SLF001 - as above
+        callback._max_epochs, callback._latest_update_epoch = -1, trainer.current_epoch  # noqa: SLF001 - as above
+        callback.on_train_epoch_start(trainer, trainer.lightning_module)
+        callback._max_epochs, callback._latest_update_epoch = kept  # noqa: SLF001 - as above
 
 
 def is_callback(value: Any, name: str) -> bool:

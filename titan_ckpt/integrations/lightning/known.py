@@ -18,7 +18,6 @@ from titan_ckpt.components.watched import Watch
 from titan_ckpt.integrations.lightning.averages import is_callback
 
 _OWN = "it changes Lightning's own checkpoint (on_save_checkpoint), which is not written, so a resume would lose its"
-_AVERAGE = "make torch.optim.swa_utils.AveragedModel a part of the module instead"
 _WRITES = "it writes Lightning's own checkpoints beside those of titan_ckpt: leave it out"
 _FSDP1 = "it is FSDP1, which flattens parameters, so none has a shard with a name: use ModelParallelStrategy (FSDP2)"
 _DEEPSPEED = (
@@ -53,8 +52,7 @@ _OF_TRAINER = {
     "callbacks.rich_model_summary.RichModelSummary": "",
     "callbacks.spike.SpikeDetection": "its load_state_dict raises an AttributeError, so no run could be resumed: leave "
     "it out",
-    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": "it exchanges the schedule in training, and a resumed "
-    f"run would step the old one: {_AVERAGE}",
+    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": "",
     "callbacks.throughput_monitor.ThroughputMonitor": "",
     "callbacks.timer.Timer": "",
     "callbacks.weight_averaging.EMAWeightAveraging": "",

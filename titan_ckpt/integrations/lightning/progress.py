@@ -19,7 +19,14 @@ from titan_ckpt.components.gradients import is_used
 from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import unless_allowed
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.lightning.averages import averaging, is_callback, load_average, state_of_average
+from titan_ckpt.integrations.lightning.averages import (
+    averaging,
+    exchange_schedule,
+    is_callback,
+    load_average,
+    state_of_average,
+    stochastic,
+)
 from titan_ckpt.integrations.lightning.known import gives_state, overrides
 from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
 
@@ -131,6 +138,8 @@ class Progress:
             for callback in self._trainer.callbacks:
                 if gives_state(callback) and callback.state_key in self._loaded["callbacks"]:
                     callback.load_state_dict(self._loaded["callbacks"][callback.state_key])
+            for callback in stochastic(self._trainer.callbacks):
+                exchange_schedule(callback, self._trainer)
         self._loaded = None
         parameters = dict(self._trainer.lightning_module.named_parameters())
         for name, grad in self._accumulated.items():

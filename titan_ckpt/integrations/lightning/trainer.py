@@ -16,7 +16,7 @@ import torch
 
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.lightning.averages import averaging, load_average
+from titan_ckpt.integrations.lightning.averages import averaging, load_average, stochastic
 from titan_ckpt.integrations.lightning.known import callback_faults, frozen_faults, own_faults, plugin_faults
 from titan_ckpt.integrations.lightning.progress import Progress
 from titan_ckpt.integrations.loader_position import PositionedLoader
@@ -106,6 +106,7 @@ class TitanCheckpoint(LoopCheckpoint):
             (fit.epoch_loop, "on_advance_end", self._batch_ended, _skips_validation),
             (fit, "on_advance_end", self._epoch_ended, _never),
             (fit, "on_run_start", self._run_started, _never),
+            (fit, "on_advance_start", _nothing, self._may_change),
             (fit, "on_run_end", self._run_ended, self._may_change),
             (fit.epoch_loop.val_loop, "setup_data", self._validation_set_up, _never),
             *((callback, "_swap_models", partial(self._swapped, callback), self._may_change) for callback in averages),
@@ -119,6 +120,9 @@ class TitanCheckpoint(LoopCheckpoint):
                 if self._loader.num_batches:  # within an epoch
                     callback.on_train_epoch_end(trainer, pl_module)
                 callback.on_train_end(trainer, pl_module)
+            for callback in stochastic(trainer.callbacks):
+                if not callback._model_contains_batch_norm:  # noqa: SLF001 - else the last step is that of the average
+                    callback.on_train_end(trainer, pl_module)
         self._loaded(trainer.optimizers, is_done=is_done)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -186,9 +190,7 @@ class TitanCheckpoint(LoopCheckpoint):
             return
         self._counted = counted  # of several optimizers together, and each batch is one step here
         self._is_last = trainer.fit_loop.done
-        if self._complete(
-            self._completed + 1, self._metrics(), is_last=self._is_last, export=not self._is_last
-        ):
+        if self._complete(self._completed + 1, self._metrics(), is_last=self._is_last, export=not self._is_last):
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None  # a signal waits for neither
             trainer.should_stop = True
 
@@ -236,6 +238,10 @@ def _skips_validation(loop: Any) -> bool:
     """Return whether the loop has only gone over the end of the batch that was completed before the save."""
     skips, loop._skip_next_val = loop._skip_next_val, False  # noqa: SLF001 - set by TrainingEpochLoop.advance
     return bool(skips)
+
+
+def _nothing() -> None:
+    pass
 
 
 def _never(loop: Any) -> bool:

@@ -137,6 +137,10 @@ def handled(make: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
     return lambda: {"kwargs_handlers": [make()]}
 
 
+def accumulating(**settings: Any) -> dict[str, Any]:
+    return {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2, **settings)}
+
+
 SHUFFLED: dict[str, Any] = {"shuffle": True}
 UNDISPATCHED = loading(dispatch_batches=False)
 STATEFUL = loading(dispatch_batches=False, use_stateful_dataloader=True)
@@ -182,7 +186,7 @@ OF_PLUGINS: dict[str, Case] = {
     "rng_types": Case(lambda: {"rng_types": ["torch", "generator"]}, loader=SHUFFLED),
     **{
         f"GradientAccumulationPlugin {name}": Case(
-            lambda values=values: {"gradient_accumulation_plugin": GradientAccumulationPlugin(num_steps=2, **values)},
+            partial(accumulating, **values),
             loader=SHUFFLED,
             accumulated=1,
         )
@@ -240,7 +244,7 @@ def run(folder: str, interval: int, stopped_at: int | None, name: str, *, kills:
     torch.rand(int(interval))  # another process has drawn other numbers before
     bare = network
     network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
-    read: dict[int, list[list[int]]] = {}
+    read: dict[int, list[list[float]]] = {}
     rates = {}
     config = CheckpointConfig(save=SaveConfig(interval=interval))
     with accelerate_manager(accelerator, config, base_folder=path) as manager, RunGuard(manager) as guard:
@@ -349,7 +353,7 @@ def run_beside(folder: str) -> None:
         counted = Counted()
         accelerator.register_for_checkpointing(counted)
         config = CheckpointConfig(save=SaveConfig(interval=1))
-        orders = []
+        orders: list[Any] = []
         with accelerate_manager(accelerator, config, dataloader=loader, base_folder=f"{folder}/{part}") as manager:
             step = manager.load().step
             if step:

@@ -466,15 +466,15 @@ OWN: dict[str, Case] = {
     "a stream, accumulation": partial(UNDIVIDED, data=partial(stream, 14)),
     "a stream that ends at the save": partial(UNDIVIDED, data=partial(stream, 6), gradient_accumulation_steps=1),
     **{
-        f"{kind}{ranks}": partial(UNDIVIDED, data=partial(stream, 18, **data), **more)
+        f"{kind}{ranks}": partial(UNDIVIDED, data=partial(stream, 18, shards, shuffled=shuffled), **more)
         for ranks in ("", ", two ranks")
-        for kind, data, more in (
-            ("a stream of two shards", {"shards": 2}, {}),
-            ("a stream of one shard", {"shards": 1}, {}),
-            ("a shuffled stream", {"shards": 2, "shuffled": True}, {}),
-            ("a shuffled stream of one shard", {"shards": 1, "shuffled": True}, {}),
-            ("a stream, workers", {"shards": 2}, {"dataloader_num_workers": 1}),
-            ("a shuffled stream, workers", {"shards": 2, "shuffled": True}, {"dataloader_num_workers": 2}),
+        for kind, shards, shuffled, more in (
+            ("a stream of two shards", 2, False, {}),
+            ("a stream of one shard", 1, False, {}),
+            ("a shuffled stream", 2, True, {}),
+            ("a shuffled stream of one shard", 1, True, {}),
+            ("a stream, workers", 2, False, {"dataloader_num_workers": 1}),
+            ("a shuffled stream, workers", 2, True, {"dataloader_num_workers": 2}),
         )
     },
     "a callback that looks at a shuffled stream": partial(

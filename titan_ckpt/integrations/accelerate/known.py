@@ -50,7 +50,8 @@ def accelerator_faults(accelerator: Any) -> Iterator[str]:
     for name in (type(handler).__name__ for handler in handlers):
         if reason := HANDLERS.get(name, "it was not proved to continue exactly after a resume: leave it out"):
             yield f"{name}: {reason}"
-    if getattr(state, "mixed_precision", "no") == "fp8" and not any(HANDLERS.get(type(h).__name__) == _FP8 for h in handlers):
+    has_recipe = any(HANDLERS.get(type(handler).__name__) == _FP8 for handler in handlers)
+    if getattr(state, "mixed_precision", "no") == "fp8" and not has_recipe:
         yield f"mixed_precision fp8: {_FP8}"
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)
     if hook is not None and "power_sgd" in hook.value:

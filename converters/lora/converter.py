@@ -74,6 +74,7 @@ class LoRAConverter(ModelConverter):
         self._stacks: dict[str, Stack] = {}
         self._following: dict[str, str] = {}
         self._shares = False
+        self._frozen: list[str] = []
         self.added: list[WeightUpdate] = []
         """Updates beside the pairs: of biases, and rows of tables."""
         self._copied: dict[str, str] = {}
@@ -88,7 +89,8 @@ class LoRAConverter(ModelConverter):
         Raises: ConverterError listing unmatched names, weights that cannot be adapted, and ranks that are too large.
         """
         config, found, leaves = self.config, sites.find_sites(model, self.config), sites.leaf_modules(model)
-        tied, following = sites.tied_modules(model), sites.followers(model)
+        modules = {clean_fqn(name): module for name, module in model.named_modules(remove_duplicate=False)}
+        tied, following = sites.tied_modules(model), sites.followers(modules)
         dtype, record = config.torch_dtype, LoRARecord.of(asdict(config))
         leaders = following if config.ensure_weight_tying else {}
 
@@ -123,6 +125,7 @@ class LoRAConverter(ModelConverter):
         both = {
             table for fqn, table in following.items() if config.ensure_weight_tying or (table in rows) > (fqn in rows)
         }
+        self._frozen = frozen
         self._shares = bool(tied & {*adapted, *copied})
         self.tied |= (tied & {*adapted, *copied, *rows}) - both
         if self.tied:
@@ -154,7 +157,6 @@ class LoRAConverter(ModelConverter):
         for fqn, indices in rows.items():
             self.added.append(TrainedRows(f"{fqn}.weight", f"{fqn}.{ROWS}.weight", indices))
             copy_rows(leaves[fqn], indices, dtype)
-        modules = {clean_fqn(name): module for name, module in model.named_modules()}
         for fqn, leader in following.items():
             if leader in both:
                 self._following[fqn] = leader
@@ -211,8 +213,9 @@ class LoRAConverter(ModelConverter):
         """Return the adapter that names the keys as PEFT does."""
         others, added = tuple(self._others), tuple(self.added)
         return PeftAdapter(
-            self.config, self.adapted, self._copied, others, added, self._following, self._stacks, self._shares
-        )
+            self.config, self.adapted, self._copied, others, added, self._following, self._stacks, self._shares,
+            self._frozen,
+        )  # fmt: skip
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the settings; those of later versions only where they have an effect, so that old steps are equal."""

@@ -74,6 +74,8 @@ class PeftAdapter:
     """Adapted parameters of stacked experts, in the order of each module's parameters -> their form in PEFT."""
     shares: bool = False
     """Whether an adapter or a copy is on a module that shares its weight."""
+    frozen: Collection[str] = ()
+    """The modules whose copies are not trained."""
 
     def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
         """Return the table of the owned keys. If the base's table permutes a weight's rows, B's rows are permuted too.
@@ -163,7 +165,7 @@ class PeftAdapter:
         module, _, parameter = fqn.rpartition(".")
         is_bias = parameter == "bias" and self.config.bias != "none"
         by_name = any(matches(module, name) for name in self.config.modules_to_save)
-        return (is_bias and not by_name) or any(matches(module, name) for name in self.config.frozen_copies)
+        return (is_bias and not by_name) or module in self.frozen
 
     def _beside_pair(self, key: str, fqn: str) -> str:
         """Return PEFT's name of a tensor of the base, which stands below the adapter if its module has one."""

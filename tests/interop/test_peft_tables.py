@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import world
 from tests.interop.folders import disturb, gap, logits, theirs, tuned
-from titan_ckpt import InitialLoadConfig
+from titan_ckpt import ExportConfig, InitialLoadConfig
+from titan_ckpt.cli.main import main
 from titan_ckpt.converters import ModelConverters, from_tables
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.models import hf
@@ -21,7 +23,7 @@ LLAMA = {
 }  # fmt: skip
 TABLE = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["lm_head", "q_proj"]}
 
-pytestmark = pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`")
+pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, of tables
 
 
 def adapter(base: Path, folder: Path, *, seed: int, changed: bool = False) -> Any:
@@ -68,6 +70,55 @@ def test_the_table_of_a_second_adapter_does_not_undo_the_first(tmp_path: Path) -
     assert (merged[0] - base).abs().max() > 1e-2 < (merged[1] - base).abs().max()
 
 
+def test_the_table_of_a_second_step_does_not_undo_the_first(tmp_path: Path) -> None:
+    """As that of a second folder: steps hold such tables as frozen copies."""
+    theirs(LLAMA, tmp_path / "base")
+    weights = []
+    for name, seed in (("a", 1), ("b", 2)):
+        adapter(tmp_path / "base", tmp_path / name, seed=seed)
+        step = [str(tmp_path / name), str(tmp_path / f"{name}-step"), "--to", "native"]
+        assert main(["convert", *step, "--config", str(tmp_path / "base"), "--model", "hf"]) == 0
+    for form in ("", "-step"):
+        adapters = [str(tmp_path / f"{name}{form}") for name in "ab"]
+        assert main(["merge", str(tmp_path / "base"), *adapters, str(tmp_path / f"merged{form}"), "--model", "hf"]) == 0
+        weights.append(load_file(tmp_path / f"merged{form}" / "model.safetensors")["lm_head.weight"])
+    assert torch.equal(*weights)
+
+
+@pytest.mark.parametrize("named", ["lm_head", "embed_tokens"])
+def test_a_changed_tied_table_is_exported_and_merged_for_both_modules(named: str, tmp_path: Path) -> None:
+    """Whichever of the modules frozen_copies names."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    open_base: Any = AutoModelForCausalLM.from_pretrained
+    base = tmp_path / "base"
+    theirs(LLAMA | {"tie_word_embeddings": True}, base)
+    peft = tuned(open_base(base), None, "q_proj")
+    disturb(peft, lambda name, _: "embed_tokens" in name)
+    peft.save_pretrained(str(tmp_path / "a"), save_embedding_layers=True)
+    model, table = hf.build(base), TABLE | {"target_modules": ["q_proj"], "frozen_copies": [named]}
+    hooks = from_tables([table])
+    hooks.convert(model)
+    run = world.manager(
+        tmp_path / "run",
+        model,
+        torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0),
+        initial_load=[base, tmp_path / "a"],
+        model_converters=hooks,
+        export=(ExportConfig("peft"),),
+    )
+    with run:
+        run.load()
+        run.save(1, last_step=True)
+    exported = PeftModel.from_pretrained(open_base(base), str(next((tmp_path / "run/exports").iterdir())))
+    assert gap(model.eval(), peft) == gap(exported.eval(), peft) == 0
+    step = str(next((tmp_path / "run/checkpoints").glob("step-*")))
+    assert main(["merge", str(base), step, str(tmp_path / "merged"), "--model", "hf"]) == 0
+    merged = open_base(tmp_path / "merged").eval()
+    assert gap(merged, peft) <= 2e-5 and merged.config.tie_word_embeddings
+
+
 def test_a_changed_table_after_an_adapter_that_changes_it_is_refused(tmp_path: Path) -> None:
     """It would undo what was merged before."""
     theirs(LLAMA, tmp_path / "base")
@@ -108,3 +159,17 @@ def test_an_adapter_on_a_resized_vocabulary_goes_on(tmp_path: Path) -> None:
         sources = [base, InitialLoadConfig(str(tmp_path / "a"), merge=merge)]
         world.load(world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=hooks))
         assert (logits(model.eval()) - logits(peft.eval())).abs().max() <= 2e-5, merge
+
+
+@pytest.mark.parametrize("bias", ["none", "lora_only"])
+def test_dora_of_conv1d_computes_beside_a_base_of_another_dtype(bias: str) -> None:
+    """With a trained copy of the bias, which is rounded to the base's dtype."""
+    from transformers import AutoModelForCausalLM, GPT2Config
+
+    config = GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=1, n_head=4)
+    make: Any = AutoModelForCausalLM.from_config
+    model = make(config).to(torch.bfloat16).eval()
+    before = logits(model)
+    hooks = from_tables([{"kind": "lora", "target_modules": ["c_attn"], "use_dora": True, "bias": bias}])
+    hooks.convert(model)
+    assert (logits(model) - before).abs().max() <= 0.05

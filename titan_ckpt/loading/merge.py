@@ -61,7 +61,7 @@ class AdapterMerge:
     report: LoadReport = field(default_factory=lambda: LoadReport(()))
     """The keys that do not fit the model."""
     beside: set[str] = field(default_factory=set)
-    """Those of `copies` that PEFT has saved of the base, by no setting: they may be as they were."""
+    """Those of `copies` that are not trained, such as tables that PEFT saves beside: they may be as in the base."""
     unmergeable: list[str] = field(default_factory=list)
     """A line for each tensor that no weight can hold."""
     apart: set[str] = field(default_factory=set)
@@ -81,7 +81,7 @@ class AdapterMerge:
         for key in self.beside & self.copies.keys():
             for view, chunk in self.views(self.copies[key], base):
                 theirs = torch.empty_like(view)
-                self.reader.read([FilePart(key, chunk, theirs)])
+                self.reader.read([FilePart(self.prefix + key, chunk, theirs)])
                 if not torch.equal(theirs, view):
                     other.add(key)
                     break
@@ -300,10 +300,11 @@ def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Mo
                 merge.unexpected[MODEL + name] = ""
             continue
         merge.groups[weight] = KeyGroup((weight,), (weight,), IDENTITY)
-        if not (stored.tied or isinstance(update, TrainedRows)):
+        if not (stored.tied or name in stored.of_base or isinstance(update, TrainedRows)):
             merge.apart.add(MODEL + name)
         if update is None:
             merge.copies[name] = weight
+            merge.beside |= {name} & stored.of_base
         elif name == update.tensors[0]:
             if lost := {*update.tensors} - tensors.keys():
                 names = ", ".join(MODEL + other for other in lost)

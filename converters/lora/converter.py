@@ -115,7 +115,7 @@ class LoRAConverter(ModelConverter):
         problems += sites.copy_misfits({fqn: leaves[fqn] for fqn in copied}, adapted)
         problems += sites.copy_misfits({fqn: leaves[fqn] for fqn in frozen} | biased, [])
         problems += [f"{fqn}: is in frozen_copies and is trained in full" for fqn in frozen if fqn in copied]
-        problems += sites.row_misfits(rows, leaves, [*adapted, *copied, *frozen])
+        problems += sites.row_misfits(rows, leaves, [*adapted, *copied])
         problems += sites.unused_patterns(config, adapted)
         acting = {*adapted, *copied} if config.ensure_weight_tying else set[str]()
         if lost := (tied & {*acting, *frozen, *rows}) - {*following, *following.values()}:

@@ -19,7 +19,7 @@ from titan_ckpt.converters.lora.fused import Target, modules_of, targets_of
 from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.converters.lora.stacks import AlsoTransposed, StackedFactor
 from titan_ckpt.errors import ConfigError, KeyMapError
-from titan_ckpt.formats.huggingface.peft import BASE_LAYER, PREFIX, ROWS, ModuleNumbers
+from titan_ckpt.formats.huggingface.peft import BASE_LAYER, BASE_OF_ROWS, PREFIX, ROWS, ModuleNumbers
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter, trained_rows
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import (
@@ -170,7 +170,10 @@ class PeftAdapter:
     def _beside_pair(self, key: str, fqn: str) -> str:
         """Return PEFT's name of a tensor of the base, which stands below the adapter if its module has one."""
         module, _, parameter = key.rpartition(".")
-        return f"{module}{BASE_LAYER}{parameter}" if fqn.rpartition(".")[0] in self.adapted else key
+        site = fqn.rpartition(".")[0]
+        if any(update.weight == fqn for update in self._rows()):
+            return f"{module}{BASE_OF_ROWS}{parameter}"
+        return f"{module}{BASE_LAYER}{parameter}" if site in self.adapted else key
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from tests import world
@@ -88,7 +89,6 @@ def test_the_table_of_a_second_step_does_not_undo_the_first(tmp_path: Path) -> N
 @pytest.mark.parametrize("named", ["lm_head", "embed_tokens"])
 def test_a_changed_tied_table_is_exported_and_merged_for_both_modules(named: str, tmp_path: Path) -> None:
     """Whichever of the modules frozen_copies names."""
-    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     open_base: Any = AutoModelForCausalLM.from_pretrained
@@ -173,3 +173,69 @@ def test_dora_of_conv1d_computes_beside_a_base_of_another_dtype(bias: str) -> No
     hooks = from_tables([{"kind": "lora", "target_modules": ["c_attn"], "use_dora": True, "bias": bias}])
     hooks.convert(model)
     assert (logits(model) - before).abs().max() <= 0.05
+
+
+TOKENS_AND_TABLES: list[tuple[dict[str, Any], bool]] = [
+    ({"trainable_token_indices": [1, 90]}, False),
+    ({"trainable_token_indices": [1, 90]}, True),
+    ({"trainable_token_indices": {"embed_tokens": [7]}}, True),
+    ({"trainable_token_indices": {"embed_tokens": [7], "lm_head": [8]}}, False),
+    ({"modules_to_save": ["embed_tokens", "lm_head"]}, False),
+    ({"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True}, True),
+    ({"target_modules": ["q_proj", "lm_head"]}, True),
+    ({"target_modules": ["q_proj", "embed_tokens"]}, True),
+    ({"target_modules": ["q_proj", "lm_head"], "trainable_token_indices": [5]}, True),
+    ({"trainable_token_indices": {"lm_head": [5]}}, True),
+]
+
+
+@pytest.mark.parametrize(("settings", "tied"), TOKENS_AND_TABLES)
+@pytest.mark.parametrize("form", ["folder", "step"])
+def test_tables_beside_trained_rows_and_copies(settings: dict[str, Any], tied: bool, form: str, tmp_path: Path) -> None:
+    """As PEFT saves them for a resized vocabulary; a table of one of two tied modules is that of both."""
+    from transformers import AutoModelForCausalLM
+
+    open_base: Any = AutoModelForCausalLM.from_pretrained
+    base, source = tmp_path / "base", tmp_path / "a"
+    theirs(LLAMA | {"tie_word_embeddings": tied}, base)
+    peft = tuned(open_base(base), None, **{"target_modules": ["q_proj"]} | settings)
+    ends = ("embed_tokens", "lm_head", "base_layer")
+    disturb(peft, lambda name, _: ("embed" in name or "lm_head" in name) and name.split(".")[-2] in ends)
+    peft.save_pretrained(str(source), save_embedding_layers=True)
+    peft = PeftModel.from_pretrained(open_base(base), str(source)).eval()  # it does not save every changed table
+    arguments = ["--config", str(base), "--model", "hf"]
+    if form == "step" and not (
+        "lm_head" in str(settings) and tied
+    ):  # such steps are refused: no weight to merge it into
+        assert main(["convert", str(source), str(tmp_path / "step"), "--to", "native", *arguments]) == 0
+        assert main(["convert", str(tmp_path / "step"), str(tmp_path / "again"), "--to", "peft", *arguments]) == 0
+        again = PeftModel.from_pretrained(open_base(base), str(tmp_path / "again")).eval()
+        assert gap(again, peft) == 0
+        source = tmp_path / "step"
+    assert main(["merge", str(base), str(source), str(tmp_path / "merged"), "--model", "hf"]) == 0
+    assert gap(open_base(tmp_path / "merged").eval(), peft) <= 2e-5
+
+
+def test_an_adapter_that_peft_could_not_tie_is_not_tied(tmp_path: Path) -> None:
+    """GPT-2's embeddings are not among the names by which PEFT ties; their adapter acts on the embeddings alone."""
+    from transformers import AutoModelForCausalLM
+
+    config = {"model_type": "gpt2", "vocab_size": 96, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 4}
+    theirs(config, tmp_path / "base")
+    settings = {"target_modules": ["wte", "c_attn"], "ensure_weight_tying": True}
+    peft = tuned(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "a", **settings)
+    model, table = hf.build(tmp_path / "base"), TABLE | settings
+    with pytest.raises(LoadMismatchError, match="ensure_weight_tying is False, expected True"):
+        load_as_lora(tmp_path, model, table)
+    model = hf.build(tmp_path / "base")
+    load_as_lora(tmp_path, model, table | {"ensure_weight_tying": False})
+    assert gap(model.eval(), peft) == 0
+    assert main(["merge", *(str(tmp_path / name) for name in ("base", "a", "merged"))]) == 0
+    assert gap(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(), peft) <= 2e-5
+
+
+def load_as_lora(folder: Path, model: Any, table: dict[str, Any]) -> None:
+    hooks = from_tables([table])
+    hooks.convert(model)
+    sources = [folder / "base", folder / "a"]
+    world.load(world.manager(folder / "run", model, save=None, initial_load=sources, model_converters=hooks))

@@ -66,6 +66,8 @@ class AdapterMerge:
     """A line for each tensor that no weight can hold."""
     apart: set[str] = field(default_factory=set)
     """Keys of what acts on one of the modules that share a weight, and not on the others."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Name in `copies` -> the tensor in the folder that it stands for, which is a copy of another weight as well."""
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -81,7 +83,7 @@ class AdapterMerge:
         for key in self.beside & self.copies.keys():
             for view, chunk in self.views(self.copies[key], base):
                 theirs = torch.empty_like(view)
-                self.reader.read([FilePart(self.prefix + key, chunk, theirs)])
+                self.reader.read([self._part(key, chunk, theirs)])
                 if not torch.equal(theirs, view):
                     other.add(key)
                     break
@@ -142,11 +144,38 @@ class AdapterMerge:
 
     def _apply_to(self, base: StateDict, updates: Sequence[WeightUpdate], copies: Mapping[str, str]) -> None:
         of_copies = [(name, *place) for name, weight in copies.items() for place in self.views(weight, base)]
-        self.reader.read([FilePart(self.prefix + name, chunk, view) for name, view, chunk in of_copies])
+        self.reader.read([self._part(name, chunk, view) for name, view, chunk in of_copies])
         for update in updates:
             factors = update.factors(*self.values(update))
             for view, chunk in self.views(update.weight, base):
                 view.copy_(update.merged(view, chunk, factors).view(view.shape))
+
+    def share(self, head: str, embeddings: str) -> None:
+        """Let what is for one of two weights that are one in the adapter's base be for both, unless it has its own.
+
+        So are tables of the base, and trained rows of the embeddings; those of the output matrix are not.
+        """
+        copied = {fqn: key for key, weight in self.copies.items() for fqn in self.groups[weight].fqns}
+        rows = {fqn: u for u in self.updates if isinstance(u, TrainedRows) for fqn in self.groups[u.weight].fqns}
+        for fqn, alias in ((embeddings, head), (head, embeddings)):
+            group = KeyGroup((alias,), (alias,), IDENTITY)
+            if alias not in self.base or copied.get(alias) not in {None, *self.beside}:
+                continue
+            if (key := copied.get(fqn)) in self.beside and alias not in copied:
+                name = f"{key}, for {alias}"
+                self.sources[name], self.copies[name], self.groups[alias] = str(key), alias, group
+                self.beside.add(name)
+            if (
+                (update := rows.get(fqn))
+                and alias == head
+                and head not in rows
+                and self.prefix + update.rows not in self.apart
+            ):
+                self.updates.insert(0, replace(update, weight=alias))  # pairs act on the table that has these rows
+                self.groups[alias] = group
+
+    def _part(self, name: str, chunk: Chunk, into: torch.Tensor) -> FilePart:
+        return FilePart(self.prefix + self.sources.get(name, name), chunk, into)
 
 
 def prepare_merge(

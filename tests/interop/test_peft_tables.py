@@ -222,7 +222,7 @@ def test_an_adapter_that_peft_could_not_tie_is_not_tied(tmp_path: Path) -> None:
 
     config = {"model_type": "gpt2", "vocab_size": 96, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 4}
     theirs(config, tmp_path / "base")
-    settings = {"target_modules": ["wte", "c_attn"], "ensure_weight_tying": True}
+    settings: dict[str, Any] = {"target_modules": ["wte", "c_attn"], "ensure_weight_tying": True}
     peft = tuned(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "a", **settings)
     model, table = hf.build(tmp_path / "base"), TABLE | settings
     with pytest.raises(LoadMismatchError, match="ensure_weight_tying is False, expected True"):
@@ -231,7 +231,8 @@ def test_an_adapter_that_peft_could_not_tie_is_not_tied(tmp_path: Path) -> None:
     load_as_lora(tmp_path, model, table | {"ensure_weight_tying": False})
     assert gap(model.eval(), peft) == 0
     assert main(["merge", *(str(tmp_path / name) for name in ("base", "a", "merged"))]) == 0
-    assert gap(AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval(), peft) <= 2e-5
+    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert gap(merged.eval(), peft) <= 2e-5
 
 
 def load_as_lora(folder: Path, model: Any, table: dict[str, Any]) -> None:

@@ -150,6 +150,11 @@ class LoRAConverter(ModelConverter):
         for fqn in copied:
             self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in leaves[fqn].state_dict()}
             attach_copy(leaves[fqn], dtype)
+        for fqn, leader in following.items():  # before its own rows, which act on the table that it follows
+            if leader in both:
+                self._following[fqn] = leader
+            if leader in both or leader in frozen:
+                follow(modules[fqn], modules[leader], adapter=leader in both)
         for fqn, module in {**biased, **{fqn: leaves[fqn] for fqn in frozen}}.items():
             own = [name for name, _ in module.named_parameters(recurse=False)] if fqn in frozen else ["bias"]
             self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in own}
@@ -157,11 +162,6 @@ class LoRAConverter(ModelConverter):
         for fqn, indices in rows.items():
             self.added.append(TrainedRows(f"{fqn}.weight", f"{fqn}.{ROWS}.weight", indices))
             copy_rows(leaves[fqn], indices, dtype)
-        for fqn, leader in following.items():
-            if leader in both:
-                self._following[fqn] = leader
-            if leader in both or leader in frozen:
-                follow(modules[fqn], modules[leader], adapter=leader in both)
         updates = [*self.adapted.values(), *self.added]
         self._owned = {name for update in updates for name in update.tensors} | set(self._copied)
         weights = {update.weight for update in self.adapted.values()} | self._owned

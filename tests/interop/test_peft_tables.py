@@ -240,3 +240,17 @@ def load_as_lora(folder: Path, model: Any, table: dict[str, Any]) -> None:
     hooks.convert(model)
     sources = [folder / "base", folder / "a"]
     world.load(world.manager(folder / "run", model, save=None, initial_load=sources, model_converters=hooks))
+
+
+def test_rows_of_an_output_matrix_act_on_a_changed_tied_table(tmp_path: Path) -> None:
+    """The frozen copy of the embeddings is the table that the rows are in."""
+    from transformers import AutoModelForCausalLM
+
+    theirs(LLAMA | {"tie_word_embeddings": True}, tmp_path / "base")
+    settings: dict[str, Any] = {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5]}}
+    peft = tuned(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), None, **settings)
+    disturb(peft, lambda name, _: "embed_tokens" in name)
+    peft.save_pretrained(str(tmp_path / "a"), save_embedding_layers=True)
+    model = hf.build(tmp_path / "base")
+    load_as_lora(tmp_path, model, TABLE | settings | {"frozen_copies": ["embed_tokens"]})
+    assert gap(model.eval(), peft) == 0

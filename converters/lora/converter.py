@@ -74,6 +74,7 @@ class LoRAConverter(ModelConverter):
         self._stacks: dict[str, Stack] = {}
         self._following: dict[str, str] = {}
         self._shares = False
+        self._frozen: list[str] = []
         self.added: list[WeightUpdate] = []
         """Updates beside the pairs: of biases, and rows of tables."""
         self._copied: dict[str, str] = {}
@@ -88,7 +89,8 @@ class LoRAConverter(ModelConverter):
         Raises: ConverterError listing unmatched names, weights that cannot be adapted, and ranks that are too large.
         """
         config, found, leaves = self.config, sites.find_sites(model, self.config), sites.leaf_modules(model)
-        tied, following = sites.tied_modules(model), sites.followers(model)
+        modules = {clean_fqn(name): module for name, module in model.named_modules(remove_duplicate=False)}
+        tied, following = sites.tied_modules(model), sites.followers(modules)
         dtype, record = config.torch_dtype, LoRARecord.of(asdict(config))
         leaders = following if config.ensure_weight_tying else {}
 
@@ -113,7 +115,7 @@ class LoRAConverter(ModelConverter):
         problems += sites.copy_misfits({fqn: leaves[fqn] for fqn in copied}, adapted)
         problems += sites.copy_misfits({fqn: leaves[fqn] for fqn in frozen} | biased, [])
         problems += [f"{fqn}: is in frozen_copies and is trained in full" for fqn in frozen if fqn in copied]
-        problems += sites.row_misfits(rows, leaves, [*adapted, *copied, *frozen])
+        problems += sites.row_misfits(rows, leaves, [*adapted, *copied])
         problems += sites.unused_patterns(config, adapted)
         acting = {*adapted, *copied} if config.ensure_weight_tying else set[str]()
         if lost := (tied & {*acting, *frozen, *rows}) - {*following, *following.values()}:
@@ -123,6 +125,7 @@ class LoRAConverter(ModelConverter):
         both = {
             table for fqn, table in following.items() if config.ensure_weight_tying or (table in rows) > (fqn in rows)
         }
+        self._frozen = frozen
         self._shares = bool(tied & {*adapted, *copied})
         self.tied |= (tied & {*adapted, *copied, *rows}) - both
         if self.tied:
@@ -147,6 +150,11 @@ class LoRAConverter(ModelConverter):
         for fqn in copied:
             self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in leaves[fqn].state_dict()}
             attach_copy(leaves[fqn], dtype)
+        for fqn, leader in following.items():  # before its own rows, which act on the table that it follows
+            if leader in both:
+                self._following[fqn] = leader
+            if leader in both or leader in frozen:
+                follow(modules[fqn], modules[leader], adapter=leader in both)
         for fqn, module in {**biased, **{fqn: leaves[fqn] for fqn in frozen}}.items():
             own = [name for name, _ in module.named_parameters(recurse=False)] if fqn in frozen else ["bias"]
             self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in own}
@@ -154,12 +162,6 @@ class LoRAConverter(ModelConverter):
         for fqn, indices in rows.items():
             self.added.append(TrainedRows(f"{fqn}.weight", f"{fqn}.{ROWS}.weight", indices))
             copy_rows(leaves[fqn], indices, dtype)
-        modules = {clean_fqn(name): module for name, module in model.named_modules()}
-        for fqn, leader in following.items():
-            if leader in both:
-                self._following[fqn] = leader
-            if leader in both or leader in frozen:
-                follow(modules[fqn], modules[leader], adapter=leader in both)
         updates = [*self.adapted.values(), *self.added]
         self._owned = {name for update in updates for name in update.tensors} | set(self._copied)
         weights = {update.weight for update in self.adapted.values()} | self._owned
@@ -211,8 +213,9 @@ class LoRAConverter(ModelConverter):
         """Return the adapter that names the keys as PEFT does."""
         others, added = tuple(self._others), tuple(self.added)
         return PeftAdapter(
-            self.config, self.adapted, self._copied, others, added, self._following, self._stacks, self._shares
-        )
+            self.config, self.adapted, self._copied, others, added, self._following, self._stacks, self._shares,
+            self._frozen,
+        )  # fmt: skip
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the settings; those of later versions only where they have an effect, so that old steps are equal."""

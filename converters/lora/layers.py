@@ -151,6 +151,8 @@ class LoRAEmbedding(nn.Embedding):
 class LoRAConv1D(nn.Module):
     """GPT-2's Conv1D, a linear module with a weight (in_features, out_features), with an additional low-rank path."""
 
+    weight: nn.Parameter
+    bias: nn.Parameter
     adapter: LowRank
     lora_dropout: float
     lora_a: Factor
@@ -163,13 +165,13 @@ class LoRAConv1D(nn.Module):
         low: torch.Tensor = self.lora_b(self.lora_a(dropped.to(self.lora_a.weight.dtype))) * self.adapter.scaling
         if self.adapter.magnitude is None:
             return (base + low).to(base.dtype)
-        weight, factors = self.get_parameter("weight"), (self.lora_a.weight, self.lora_b.weight)
+        factors = self.adapter.factors(self.lora_a.weight, self.lora_b.weight)
         with torch.no_grad():
-            merged = self.adapter.combined(weight, *self.adapter.factors(*factors))
+            merged = self.adapter.combined(self.weight, *factors)
             norms: torch.Tensor = torch.linalg.vector_norm(merged, dim=0)
         factor = self.get_parameter("lora_magnitude.weight") / norms
         plain: torch.Tensor = super().forward(dropped) if self.training and self.lora_dropout else base
-        return (base + (factor - 1) * (plain - self.get_parameter("bias")) + factor * low).to(base.dtype)
+        return (base + (factor - 1) * (plain - self.bias) + factor * low).to(base.dtype)
 
 
 class StackAdapter(nn.Module):

@@ -19,7 +19,7 @@ from titan_ckpt.converters.lora.fused import Target, modules_of, targets_of
 from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.converters.lora.stacks import AlsoTransposed, StackedFactor
 from titan_ckpt.errors import ConfigError, KeyMapError
-from titan_ckpt.formats.huggingface.peft import BASE_LAYER, PREFIX, ROWS, ModuleNumbers
+from titan_ckpt.formats.huggingface.peft import BASE_LAYER, BASE_OF_ROWS, PREFIX, ROWS, ModuleNumbers
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter, trained_rows
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import (
@@ -74,6 +74,8 @@ class PeftAdapter:
     """Adapted parameters of stacked experts, in the order of each module's parameters -> their form in PEFT."""
     shares: bool = False
     """Whether an adapter or a copy is on a module that shares its weight."""
+    frozen: Collection[str] = ()
+    """The modules whose copies are not trained."""
 
     def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
         """Return the table of the owned keys. If the base's table permutes a weight's rows, B's rows are permuted too.
@@ -165,12 +167,15 @@ class PeftAdapter:
         module, _, parameter = fqn.rpartition(".")
         is_bias = parameter == "bias" and self.config.bias != "none"
         by_name = any(matches(module, name) for name in self.config.modules_to_save)
-        return (is_bias and not by_name) or any(matches(module, name) for name in self.config.frozen_copies)
+        return (is_bias and not by_name) or module in self.frozen
 
     def _beside_pair(self, key: str, fqn: str) -> str:
         """Return PEFT's name of a tensor of the base, which stands below the adapter if its module has one."""
         module, _, parameter = key.rpartition(".")
-        return f"{module}{BASE_LAYER}{parameter}" if fqn.rpartition(".")[0] in self.adapted else key
+        site = fqn.rpartition(".")[0]
+        if any(update.weight == fqn for update in self._rows()):
+            return f"{module}{BASE_OF_ROWS}{parameter}"
+        return f"{module}{BASE_LAYER}{parameter}" if site in self.adapted else key
 
     def file_config(self, base: KeyMap) -> dict[str, Any]:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""

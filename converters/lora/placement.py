@@ -77,8 +77,10 @@ def _misscaled(
         for number in (n for n in map(int, values.unique().tolist()) if n):
             landed.setdefault(number, []).append(module)
             source = keys[number - 1].rpartition(".lora_")[0].removeprefix(PREFIX)
-            scaling = getattr(modules.get(module), "scaling", {}).get(_NAME)
-            expected = numbers.scaling(source)
+            wrapper = modules.get(module)
+            scaling, parameter = getattr(wrapper, "scaling", {}).get(_NAME), getattr(wrapper, "parameter_name", "weight")
+            of_stack = parameter != "weight"  # then patterns name the parameter
+            expected = numbers.scaling(f"{source.replace('.base_layer', '')}.{parameter}" if of_stack else source)
             if scaling is not None and not math.isclose(scaling, expected):
                 yield f"PEFT would scale {source} by {scaling:g}, and it was trained with {expected:g}"
     if wrong := [key for number, key in enumerate(keys, start=1) if len({*landed.get(number, ())}) != 1]:

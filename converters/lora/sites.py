@@ -129,6 +129,8 @@ def stored_updates(
     """Return the adapters and the trained copies among the tensors of a step."""
     updates: list[WeightUpdate] = []
     copies: dict[str, str] = {}
+    following = followers(modules)
+    frozen = {following.get(fqn, fqn) for fqn in modules if any(matches(fqn, n) for n in record.frozen_copies)}
     for name, info in tensors.items():
         part = low_rank.lora_tensor(name)
         if part is not None and part.role == low_rank.COPY:
@@ -143,7 +145,8 @@ def stored_updates(
             updates += [update.added_bias] if update.added_bias else []
         elif part is not None and part.role == low_rank.ROWS and (rows_of := record.trained_rows(part.site)):
             updates.append(rows_of)
-    return StoredUpdates(updates, copies, tied=record.ensure_weight_tying)
+    of_base = frozenset(name for name, weight in copies.items() if weight.rpartition(".")[0] in frozen)
+    return StoredUpdates(updates, copies, of_base, tied=record.ensure_weight_tying)
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -183,9 +186,8 @@ def copy_misfits(copied: Mapping[str, nn.Module], adapted: Sequence[str]) -> Ite
             yield f"{fqn}: is in target_modules and in modules_to_save"
 
 
-def followers(model: nn.Module) -> dict[str, str]:
+def followers(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Return the linear modules that share the weight of a table -> that table."""
-    modules = {clean_fqn(name): module for name, module in model.named_modules(remove_duplicate=False)}
     tables = {id(m.weight): fqn for fqn, m in modules.items() if isinstance(m, nn.Embedding)}
     return {
         fqn: tables[id(module.weight)]

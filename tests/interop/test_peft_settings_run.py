@@ -39,6 +39,8 @@ NAMES = [
     "llama: trainable_token_indices={'embed_tokens': [3], 'lm_head': [9, 4]}",
     "tied: trainable_token_indices=[1, 2]",
     "qwen3_moe: target_modules=['q_proj'], target_parameters=['experts.down_proj', 'experts.gate_up_proj']",
+    "qwen3_moe: target_modules=['q_proj'], target_parameters=['experts.down_proj', 'experts.gate_up_proj'], "
+    "rank_pattern={'experts.down_proj': 2}, use_rslora=True",
     "gpt_oss: target_modules=['q_proj'], target_parameters=['experts.down_proj', 'experts.gate_up_proj']",
 ]
 ONE_EACH = {str(case): case for case in CASES}

@@ -102,7 +102,10 @@ def updates_in(
         )
     copies = {name: weight for part in found for name, weight in part.copies.items()}
     return StoredUpdates(
-        [update for part in found for update in part.updates], copies, tied=all(part.tied for part in found)
+        [update for part in found for update in part.updates],
+        copies,
+        frozenset[str]().union(*(part.of_base for part in found)),
+        tied=all(part.tied for part in found),
     )
 
 

@@ -61,11 +61,13 @@ class AdapterMerge:
     report: LoadReport = field(default_factory=lambda: LoadReport(()))
     """The keys that do not fit the model."""
     beside: set[str] = field(default_factory=set)
-    """Those of `copies` that PEFT has saved of the base, by no setting: they may be as they were."""
+    """Those of `copies` that are not trained, such as tables that PEFT saves beside: they may be as in the base."""
     unmergeable: list[str] = field(default_factory=list)
     """A line for each tensor that no weight can hold."""
     apart: set[str] = field(default_factory=set)
     """Keys of what acts on one of the modules that share a weight, and not on the others."""
+    sources: dict[str, str] = field(default_factory=dict)
+    """Name in `copies` -> the tensor in the folder that it stands for, which is a copy of another weight as well."""
 
     @torch.no_grad()
     def apply(self) -> None:
@@ -81,7 +83,7 @@ class AdapterMerge:
         for key in self.beside & self.copies.keys():
             for view, chunk in self.views(self.copies[key], base):
                 theirs = torch.empty_like(view)
-                self.reader.read([FilePart(key, chunk, theirs)])
+                self.reader.read([self._part(key, chunk, theirs)])
                 if not torch.equal(theirs, view):
                     other.add(key)
                     break
@@ -142,11 +144,38 @@ class AdapterMerge:
 
     def _apply_to(self, base: StateDict, updates: Sequence[WeightUpdate], copies: Mapping[str, str]) -> None:
         of_copies = [(name, *place) for name, weight in copies.items() for place in self.views(weight, base)]
-        self.reader.read([FilePart(self.prefix + name, chunk, view) for name, view, chunk in of_copies])
+        self.reader.read([self._part(name, chunk, view) for name, view, chunk in of_copies])
         for update in updates:
             factors = update.factors(*self.values(update))
             for view, chunk in self.views(update.weight, base):
                 view.copy_(update.merged(view, chunk, factors).view(view.shape))
+
+    def share(self, head: str, embeddings: str) -> None:
+        """Let what is for one of two weights that are one in the adapter's base be for both, unless it has its own.
+
+        So are tables of the base, and trained rows of the embeddings; those of the output matrix are not.
+        """
+        copied = {fqn: key for key, weight in self.copies.items() for fqn in self.groups[weight].fqns}
+        rows = {fqn: u for u in self.updates if isinstance(u, TrainedRows) for fqn in self.groups[u.weight].fqns}
+        for fqn, alias in ((embeddings, head), (head, embeddings)):
+            group = KeyGroup((alias,), (alias,), IDENTITY)
+            if alias not in self.base or copied.get(alias) not in {None, *self.beside}:
+                continue
+            if (key := copied.get(fqn)) in self.beside and alias not in copied:
+                name = f"{key}, for {alias}"
+                self.sources[name], self.copies[name], self.groups[alias] = str(key), alias, group
+                self.beside.add(name)
+            if (
+                (update := rows.get(fqn))
+                and alias == head
+                and head not in rows
+                and self.prefix + update.rows not in self.apart
+            ):
+                self.updates.insert(0, replace(update, weight=alias))  # pairs act on the table that has these rows
+                self.groups[alias] = group
+
+    def _part(self, name: str, chunk: Chunk, into: torch.Tensor) -> FilePart:
+        return FilePart(self.prefix + self.sources.get(name, name), chunk, into)
 
 
 def prepare_merge(
@@ -300,10 +329,11 @@ def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Mo
                 merge.unexpected[MODEL + name] = ""
             continue
         merge.groups[weight] = KeyGroup((weight,), (weight,), IDENTITY)
-        if not (stored.tied or isinstance(update, TrainedRows)):
+        if not (stored.tied or name in stored.of_base or isinstance(update, TrainedRows)):
             merge.apart.add(MODEL + name)
         if update is None:
             merge.copies[name] = weight
+            merge.beside |= {name} & stored.of_base
         elif name == update.tensors[0]:
             if lost := {*update.tensors} - tensors.keys():
                 names = ", ".join(MODEL + other for other in lost)

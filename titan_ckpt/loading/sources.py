@@ -170,6 +170,10 @@ def prepare_load(
             return (filled, opened), of_sources | {"shaped": sorted(filled.made - state.made)}
 
         (state, opened), of_sources = coordinator.exchange_distinct("load-plan", plan)
+        if any(isinstance(o.reader, HuggingFaceReader) and o.reader.is_untied for o in opened):
+            one, other = (transforms.key_map.group_of_key(key).fqns[0] for key in TIED)
+            for merge in (o.merge for o in opened if o.merge is not None):
+                merge.share(one, other)
         if shaped := {fqn for of_rank in of_sources.pop("shaped").values() for fqn in of_rank}:
             made, gives_back = made | shaped, True
         unknown = []

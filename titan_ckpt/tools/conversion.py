@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -222,8 +223,10 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
         try:
             merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
         except SharedWeightError:
-            table, tensors = _untied(table, tensors, folder, architecture)
+            table, tensors, aliases = _untied(table, tensors, folder, architecture)
             merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
+            for merge, pair in product(merges, aliases.items()):
+                merge.share(*pair)
         except LoadMismatchError:  # it may be of the causal language model in a composite one
             others = (other for other, _ in _variants(reader, folder, table, tensors) if other.architecture == "hf")
             if (other := next((other for other in others if other is not table), None)) is None:
@@ -256,8 +259,8 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
 
 def _untied(
     table: ModelTable, tensors: Mapping[str, LazyTensor], folder: Path, architecture: str | None
-) -> tuple[ModelTable, dict[str, LazyTensor]]:
-    """Return the same model with a weight of its own for each module, and its tensors.
+) -> tuple[ModelTable, dict[str, LazyTensor], dict[str, str]]:
+    """Return the same model with a weight of its own for each module, its tensors, and which of them were one.
 
     Raises: LoadMismatchError if it ties them whatever its config says.
     """
@@ -269,7 +272,7 @@ def _untied(
             f"{folder}: the adapter acts on one of the modules that share a weight, and this model shares it also with "
             "tie_word_embeddings = false, so that no merged weight can be written: serve the adapter beside its base"
         )
-    return untied, dict(tensors) | {alias: tensors[first] for alias, first in aliases.items()}
+    return untied, dict(tensors) | {alias: tensors[first] for alias, first in aliases.items()}, aliases
 
 
 def _variants(

@@ -124,6 +124,8 @@ class StoredUpdates:
     updates: Sequence[WeightUpdate]
     copies: Mapping[str, str]
     """Tensor of a module that was trained in full -> the tensor of the base that it replaces."""
+    of_base: frozenset[str] = frozenset()
+    """Those of `copies` that are frozen: they belong to all modules that share the weight, and may be the base's."""
     tied: bool = False
     """Whether they act on all modules that share a weight. Trained rows always do."""
 
@@ -411,6 +413,7 @@ class LoRARecord:
     lora_bias: bool = False
     trainable_token_indices: Mapping[str, Sequence[int]] = field(default_factory=dict)
     ensure_weight_tying: bool = False
+    frozen_copies: Sequence[str] = ()
 
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> Self:
@@ -443,7 +446,9 @@ class LoRARecord:
         )  # fmt: skip
 
 
-_LATER: Mapping[str, Any] = {"lora_bias": False, "trainable_token_indices": {}, "ensure_weight_tying": False}
+_LATER: Mapping[str, Any] = {
+    "lora_bias": False, "trainable_token_indices": {}, "ensure_weight_tying": False, "frozen_copies": (),
+}  # fmt: skip
 """Settings that an earlier version does not record, with what it did."""
 
 
@@ -465,6 +470,9 @@ def _faults(values: Mapping[str, Any]) -> Iterator[str]:
         isinstance(r, list | tuple) and all(type(index) is int and index >= 0 for index in r) for r in rows.values()
     ):
         yield f"trainable_token_indices is {rows!r:.80}, expected a table of rows"
+    names = values["frozen_copies"]
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
+        yield f"frozen_copies is {names!r:.80}, expected a list of names"
     for name in ("use_rslora", "use_dora", "lora_bias", "ensure_weight_tying"):
         if not isinstance(values[name], bool):
             yield f"{name} is {values[name]!r:.80}, expected true or false"

@@ -8,6 +8,7 @@ Source: peft, utils/save_and_load.py, tuners/lora/config.py; vLLM, vllm/lora/pef
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -68,6 +69,10 @@ LORA_BIAS = ".lora_B.bias"
 ROWS = ".token_adapter.trainable_tokens_delta"
 BASE_LAYER = ".base_layer."
 """In the name of a base's tensor whose module has an adapter."""
+BASE_OF_ROWS = ".token_adapter.base_layer."
+"""In the name of a table that has trained rows."""
+_INNER = re.compile(r"\.(?:modules_to_save|original_module)(?=\.[^.]+$)")
+"""Between a module that was trained in full and a parameter: the same tensor once more, and what it was before."""
 _DEFAULTS: Mapping[str, Any] = {
     "peft_type": "LORA",
     "task_type": "CAUSAL_LM",
@@ -98,7 +103,7 @@ class PeftReader(TensorReader):
     path: Place
 
     def __init__(self, path: Place) -> None:
-        """Check config and names; read no tensor.
+        """Check config and names; read no tensor, but the pairs of tables that are to be tied.
 
         An adapter with settings that cannot be honoured opens, to be looked at; `require_supported` refuses it.
         Raises: CheckpointNotFoundError; NotACheckpointError without safetensors or if it is no LoRA adapter;
@@ -113,9 +118,22 @@ class PeftReader(TensorReader):
             raise NotACheckpointError(f"{path}: no {WEIGHTS} beside {CONFIG}{hint}")
         self._files = SafetensorsFiles([read_header(path / WEIGHTS)])
         self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
+        self._tensors = {key: info for key, info in self._tensors.items() if not _is_inner(key, self._tensors)}
         self._unsupported = unsupported(self._config)  # such adapters may have tensors of other names
+        self._tensors = {key: info for key, info in self._tensors.items() if key != self._rows_again()}
         if faults := [] if self._unsupported else check_adapter(self._tensors, self._config):
             raise CorruptCheckpointError(f"{path / WEIGHTS}: {listed(faults)}. {_AGAIN}", str(path / WEIGHTS))
+        if self._config.get("ensure_weight_tying") and not (self._unsupported or self.repeated):
+            self._config = {**self._config, "ensure_weight_tying": False}  # PEFT has found no module to tie
+
+    def _rows_again(self) -> str:
+        """Return the tensor that is the trained rows of the embeddings once more, for a module that is tied to them."""
+        rows = sorted((key for key in self._tensors if key.endswith(ROWS)), key=lambda key: key.count("."))
+        indices = self._config.get("trainable_token_indices")
+        if self._unsupported or len(rows) != 2 or not self.are_equal(*rows):
+            return ""
+        unnamed = [key for key in rows if not trained_rows(self._config, key.removesuffix(ROWS).removeprefix(PREFIX))]
+        return rows[0] if isinstance(indices, list) else next(iter(unnamed), "")
 
     def leave_out(self, repeats: Sequence[tuple[str, str]]) -> None:
         """List no tensor that repeats a second one, as the A of parts that are one weight in this run's model.
@@ -206,7 +224,7 @@ class PeftReader(TensorReader):
     def copies(self) -> dict[str, str]:
         """Return key -> the name in the base's own files, of each tensor of the modules that were trained in full."""
         names = {key: key.removeprefix(PREFIX) for key in self.tensors if not key.endswith(_ENDINGS)}
-        return {key: name.replace(BASE_LAYER, ".") for key, name in names.items()}
+        return {key: name.replace(BASE_OF_ROWS, ".").replace(BASE_LAYER, ".") for key, name in names.items()}
 
     def beside(self) -> dict[str, str]:
         """Return those of `copies` that PEFT has saved of the base as they were, such as tables, by no setting."""
@@ -353,12 +371,19 @@ def _parameters(module: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
     return iter(()) if module is None else module.named_parameters(recurse=False)
 
 
+def _is_inner(key: str, keys: Container[str]) -> bool:
+    """Return whether PEFT stores a tensor with a table beside it that nothing computes with when it is loaded."""
+    return bool(_INNER.search(key)) and _INNER.sub("", key) in keys
+
+
 def _is_table(key: str, info: TensorInfo, infos: Mapping[str, TensorInfo]) -> bool:
     """Return whether this may be a table that PEFT saves as the base has it: of a module with a pair or without one."""
     module, _, parameter = key.rpartition(".")
     if ".lora_" in key or parameter not in ("weight", "bias") or len(info.shape) != (2 if parameter == "weight" else 1):
         return False
     inner = module.removesuffix(BASE_LAYER.rstrip("."))
+    if BASE_OF_ROWS in key:
+        return any(other.endswith(ROWS) for other in infos)
     has_pair = any(inner + suffix in infos for suffix in PAIRS)
     return has_pair if inner != module else parameter == "weight" and not has_pair
 

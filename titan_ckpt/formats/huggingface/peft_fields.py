@@ -154,6 +154,11 @@ class Selection:
             return True
         if targets_stacks(self._config, module):
             return True
+        return self.targets(module)
+
+    def targets(self, module: str) -> bool:
+        """Return whether target_modules names the module, in one of the chosen layers."""
+        targets = self._config.get("target_modules") or ()
         exact = isinstance(targets, str) or module in targets
         return self._names("target_modules", module) and (exact or self._in_chosen_layer(module))
 
@@ -184,7 +189,10 @@ def targets_stacks(config: Mapping[str, Any], module: str) -> bool:
     """Return whether the adapter may be on a parameter of the module that has another name than `weight`."""
     names = [str(name).rpartition(".") for name in config.get("target_parameters") or ()]
     inner = module.replace(".base_layer", "")
-    return any(not parent or _is_one_of([parent], inner) for parent, _, name in names if name != "weight")
+    parents = {parent for parent, _, name in names if name != "weight"}
+    if _is_one_of([*parents - {""}], inner):
+        return True
+    return "" in parents and not Selection(config).targets(inner)
 
 
 def target_parameters_of(config: Mapping[str, Any], module: str, parameters: Sequence[str]) -> list[str]:

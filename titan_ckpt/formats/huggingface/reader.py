@@ -67,7 +67,7 @@ class HuggingFaceReader(TensorReader):
         headers = _headers(path)
         self.file_of: Mapping[str, str] = {key: header.path.name for header in headers for key in header.entries}
         quantized = open_quantized(path, self._config, headers) if dequantize else None
-        self._is_untied = False
+        self.is_untied = False
         self._files = quantized or SafetensorsFiles(headers)
         self._tensors = quantized.tensors if quantized else {k: e.info for h in headers for k, e in h.entries.items()}
         if self._config.get("tie_word_embeddings") and not set(TIED) - self._tensors.keys() | selected(TIED, ignore):
@@ -93,7 +93,7 @@ class HuggingFaceReader(TensorReader):
     def untie(self) -> None:
         """List an output matrix that the folder leaves out because it is tied, for a model that has one of its own."""
         if self._config.get("tie_word_embeddings") and TIED[0] not in self._tensors and TIED[1] in self._tensors:
-            self._is_untied = True
+            self.is_untied = True
             self._tensors = {**self._tensors, TIED[0]: self._tensors[TIED[1]]}
 
     def _are_equal(self, info: TensorInfo, *keys: str) -> bool:
@@ -110,7 +110,7 @@ class HuggingFaceReader(TensorReader):
 
         The function that fills them raises CorruptCheckpointError if a file was cut short since it was opened.
         """
-        if self._is_untied:
+        if self.is_untied:
             requests = [part._replace(key=TIED[1]) if part.key == TIED[0] else part for part in requests]
         return self._files.plan(requests)
 

@@ -126,7 +126,9 @@ class PeftAdapter:
         paths: dict[str, str] = {}
         if base.identity:
             for site in reversed([*self.stacks]):
-                module = site.rpartition(".")[0]
+                module, _, parameter = site.rpartition(".")
+                if parameter == "weight":  # as such a parameter a reader takes the matrix of a linear module
+                    continue
                 path = f"{PREFIX}{module}"
                 while path in paths.values():
                     path += BASE_LAYER.rstrip(".")

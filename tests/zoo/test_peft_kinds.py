@@ -17,7 +17,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.tuners.lora.layer import LoraVariant
 from torch.optim import Optimizer
 
-from tests.integrations.peft_runs import ALL, CASES, CONFIG, adapted, judge, trainer_of
+from tests.integrations.peft_runs import ALL, CASES, CONFIG, WITH_BASE, adapted, judge, trainer_of
 from tests.integrations.trainer_runs import model
 from tests.zoo.sample import chosen
 from tests.zoo.worlds import Row
@@ -113,6 +113,28 @@ def test_a_kind_that_is_not_listed_is_refused_unless_it_is_allowed(tmp_path: Pat
 def test_a_trainer_is_refused_whose_steps_would_lack_something(name: str, message: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=message):
         attach(trainer_of(tmp_path, name, 0), CONFIG)
+
+
+def test_an_optimizer_over_the_base_that_the_trainer_makes_itself_is_told_what_to_attach(tmp_path: Path) -> None:
+    """The advice can be followed: a trainer that is built anew trains with it."""
+
+    def trainer(folder: Path) -> Any:
+        built: Any = trainer_of(folder, "LORA, lorafa", 0)
+        optimizer, built.optimizer = built.optimizer, None
+
+        def make(*_: Any, **__: Any) -> Any:
+            built.optimizer = optimizer
+            return optimizer
+
+        built.create_optimizer = make
+        return built
+
+    first, second = trainer(tmp_path / "first"), trainer(tmp_path / "second")
+    attach(first, CONFIG)
+    with pytest.raises(ConfigError, match=r"LoraFAOptimizer: its groups .*include_base=True\), in the attach\(\) of"):
+        first.train()
+    attach(second, WITH_BASE)
+    assert second.train().global_step > 0
 
 
 def test_hidden_tensors_of_other_settings_are_refused() -> None:

@@ -102,6 +102,8 @@ class TitanCheckpoint(LoopCheckpoint):
         is_changed = trainer.callback_handler.callbacks != self._callbacks
         if is_changed and (faults := [*self._unsaved()]):
             raise ConfigError(faults)
+        if self._only_adapter and (lacking := [*needs_base(trainer.model, trainer.optimizer.optimizer)]):
+            raise ConfigError([f"{line}, in the attach() of a trainer that is built anew" for line in lacking])
         self._run = RunProgress(self._trainer)
         self._rank = RankProgress(self._trainer, self.loader)
         self._followers = Followers(self._trainer)

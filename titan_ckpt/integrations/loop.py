@@ -73,7 +73,9 @@ class LoopCheckpoint:
         self._save(metrics, is_last=is_last, force=force, export=export)
         return self._guard.step_ended(step, metrics)
 
-    def _save(self, metrics: Mapping[str, float], *, is_last: bool, force: bool = False, export: bool = True) -> None:
+    def _save(
+        self, metrics: Mapping[str, float], *, is_last: bool, force: bool = False, export: bool = True
+    ) -> None:
         """Save the step that ended last, if it is due.
 
         `export`: False if `_save_last` will make the last step's exports, or the step that is these weights alone.

@@ -186,7 +186,9 @@ class TitanCheckpoint(LoopCheckpoint):
             return
         self._counted = counted  # of several optimizers together, and each batch is one step here
         self._is_last = trainer.fit_loop.done
-        if self._complete(self._completed + 1, self._metrics(), is_last=self._is_last, export=not self._is_last):
+        if self._complete(
+            self._completed + 1, self._metrics(), is_last=self._is_last, export=not self._is_last
+        ):
             trainer.fit_loop.min_epochs = trainer.fit_loop.epoch_loop.min_steps = None  # a signal waits for neither
             trainer.should_stop = True
 

@@ -271,3 +271,14 @@ def test_a_bias_of_b_without_a_bias_to_merge_it_into_is_converted_and_named(tmp_
         sources = [base, InitialLoadConfig(str(tmp_path / name), merge=True)]
         run = world.manager(tmp_path / "run", model, save=None, initial_load=sources)
         world.load_fails(run, LoadMismatchError, "its module has no bias, and neither PEFT nor a merge adds one")
+
+
+def test_dora_of_tied_modules_is_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They share the pair, and each has lengths of its own; those of embeddings are not merged."""
+    from transformers import AutoModelForCausalLM
+
+    theirs(LLAMA | {"tie_word_embeddings": True}, tmp_path / "base")
+    settings: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"], "use_dora": True, "ensure_weight_tying": True}
+    tuned(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "a", **settings)
+    assert main(["merge", *(str(tmp_path / name) for name in ("base", "a", "merged"))]) == 2
+    assert "use_dora of embeddings scales columns, which is not merged" in capsys.readouterr().err

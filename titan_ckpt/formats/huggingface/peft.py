@@ -269,8 +269,9 @@ class PeftReader(TensorReader):
         """
         if key.endswith(ROWS):  # PEFT ties them to those of the embeddings
             return not is_alias and sum(name.endswith(ROWS) for name in self.tensors) == 1
-        is_dora = bool(self._config.get("use_dora")) and key.endswith(tuple(PAIRS))  # each module has lengths of its own
-        return bool(self._config.get("ensure_weight_tying")) and not is_dora
+        if self._config.get("use_dora") and key.endswith(tuple(PAIRS)):  # each module has lengths of its own
+            return False
+        return bool(self._config.get("ensure_weight_tying"))
 
     def require_supported(self) -> None:
         """Check that every setting can be honoured. Raises: NotACheckpointError listing those that cannot."""

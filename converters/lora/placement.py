@@ -78,7 +78,8 @@ def _misscaled(
             landed.setdefault(number, []).append(module)
             source = keys[number - 1].rpartition(".lora_")[0].removeprefix(PREFIX)
             wrapper = modules.get(module)
-            scaling, parameter = getattr(wrapper, "scaling", {}).get(_NAME), getattr(wrapper, "parameter_name", "weight")
+            scaling = getattr(wrapper, "scaling", {}).get(_NAME)
+            parameter = getattr(wrapper, "parameter_name", "weight")
             of_stack = parameter != "weight"  # then patterns name the parameter
             expected = numbers.scaling(f"{source.replace('.base_layer', '')}.{parameter}" if of_stack else source)
             if scaling is not None and not math.isclose(scaling, expected):

@@ -38,12 +38,16 @@ NAMES = [
     "gpt2: use_dora=True",
     "llama: trainable_token_indices={'embed_tokens': [3], 'lm_head': [9, 4]}",
     "tied: trainable_token_indices=[1, 2]",
+    "tied: trainable_token_indices=[1, 2], target_modules=['q_proj'], changed tables beside",
     "qwen3_moe: target_modules=['q_proj'], target_parameters=['experts.down_proj', 'experts.gate_up_proj']",
-    "qwen3_moe: target_modules=['q_proj'], target_parameters=['experts.down_proj', 'experts.gate_up_proj'], "
-    "rank_pattern={'experts.down_proj': 2}, use_rslora=True",
+    (
+        "qwen3_moe: target_modules=['q_proj'], target_parameters=['experts.down_proj', 'experts.gate_up_proj'], "
+        "rank_pattern={'experts.down_proj': 2}, use_rslora=True"
+    ),
     "gpt_oss: target_modules=['q_proj'], target_parameters=['experts.down_proj', 'experts.gate_up_proj']",
 ]
-ONE_EACH = {str(case): case for case in CASES}
+RESIZED = Case({"trainable_token_indices": [1, 2], "target_modules": ["q_proj"]}, base="tied", save=changed_tables)
+ONE_EACH = {str(case): case for case in [*CASES, RESIZED]}
 
 
 class TrainedOn:

@@ -204,9 +204,7 @@ def test_tables_beside_trained_rows_and_copies(settings: dict[str, Any], tied: b
     peft.save_pretrained(str(source), save_embedding_layers=True)
     peft = PeftModel.from_pretrained(open_base(base), str(source)).eval()  # it does not save every changed table
     arguments = ["--config", str(base), "--model", "hf"]
-    if form == "step" and not (
-        "lm_head" in str(settings) and tied
-    ):  # such steps are refused: no weight to merge it into
+    if form == "step" and settings != {"target_modules": ["q_proj", "lm_head"]}:  # PEFT saves half of the pair
         assert main(["convert", str(source), str(tmp_path / "step"), "--to", "native", *arguments]) == 0
         assert main(["convert", str(tmp_path / "step"), str(tmp_path / "again"), "--to", "peft", *arguments]) == 0
         again = PeftModel.from_pretrained(open_base(base), str(tmp_path / "again")).eval()
@@ -254,3 +252,33 @@ def test_rows_of_an_output_matrix_act_on_a_changed_tied_table(tmp_path: Path) ->
     model = hf.build(tmp_path / "base")
     load_as_lora(tmp_path, model, TABLE | settings | {"frozen_copies": ["embed_tokens"]})
     assert gap(model.eval(), peft) == 0
+
+
+def test_a_bias_of_b_without_a_bias_to_merge_it_into_is_converted_and_named(tmp_path: Path) -> None:
+    """PEFT adds none either."""
+    from transformers import AutoModelForCausalLM
+
+    base, arguments = tmp_path / "base", ["--config", str(tmp_path / "base"), "--model", "hf"]
+    theirs(LLAMA, base)
+    settings: dict[str, Any] = {"target_modules": ["q_proj"], "lora_bias": True}
+    peft = tuned(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a", **settings)
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "step"), "--to", "native", *arguments]) == 0
+    assert main(["convert", str(tmp_path / "step"), str(tmp_path / "again"), "--to", "peft", *arguments]) == 0
+    model: Any = AutoModelForCausalLM.from_pretrained(base)
+    assert gap(PeftModel.from_pretrained(model, str(tmp_path / "again")).eval(), peft) == 0
+    for name in ("a", "step"):
+        model = hf.build(base)
+        sources = [base, InitialLoadConfig(str(tmp_path / name), merge=True)]
+        run = world.manager(tmp_path / "run", model, save=None, initial_load=sources)
+        world.load_fails(run, LoadMismatchError, "its module has no bias, and neither PEFT nor a merge adds one")
+
+
+def test_dora_of_tied_modules_is_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """They share the pair, and each has lengths of its own; those of embeddings are not merged."""
+    from transformers import AutoModelForCausalLM
+
+    theirs(LLAMA | {"tie_word_embeddings": True}, tmp_path / "base")
+    settings: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"], "use_dora": True, "ensure_weight_tying": True}
+    tuned(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "a", **settings)
+    assert main(["merge", *(str(tmp_path / name) for name in ("base", "a", "merged"))]) == 2
+    assert "use_dora of embeddings scales columns, which is not merged" in capsys.readouterr().err

@@ -37,6 +37,7 @@ _SHARED = (
     "{}: {} is another module's weight too, which a merge would change: merge it into a model of the same base that "
     "is built with tie_word_embeddings = false"
 )
+_NO_BIAS = "{}: its module has no bias, and neither PEFT nor a merge adds one"
 
 
 @dataclass(slots=True)
@@ -204,7 +205,7 @@ def prepare_merge(
     if isinstance(reader, PeftReader):
         _read_peft(merge, reader, key_map, modules, tied)
     else:
-        _read_step(merge, key_map, modules)
+        _read_step(merge, key_map, modules, tied)
     tied_problems = [_SHARED.format(key, fqn) for key, fqn in merge.unexpected.items() if fqn in shared]
     mismatched: list[Mismatch] = []
     for name, weight, fits in [
@@ -302,9 +303,7 @@ def _read_peft(
             if finds(update.bias, update.weight, AddedBias):
                 merge.updates.append(update)
             elif merge.unexpected.pop(update.bias, None):
-                merge.unmergeable.append(
-                    f"{update.bias}: its module has no bias, and neither PEFT nor a merge adds one"
-                )
+                merge.unmergeable.append(_NO_BIAS.format(update.bias))
         elif group := finds(update.tensors[0], update.weight, type(update)):
             if isinstance(update, LowRank):
                 by_parameter = targets_parameter(config, update.site)  # then PEFT adds B A to it, whatever it is for
@@ -315,7 +314,7 @@ def _read_peft(
     merge.beside = {*beside}
 
 
-def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Module]) -> None:
+def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Module], tied: Mapping[str, str]) -> None:
     """Find the place of every tensor of a step. Raises: LoadMismatchError if nothing says what they do."""
     reader, merge.prefix = merge.reader, MODEL
     tensors = {key.removeprefix(MODEL): info for key, info in reader.tensors.items() if key.startswith(MODEL)}
@@ -324,12 +323,15 @@ def _read_step(merge: AdapterMerge, key_map: KeyMap, modules: Mapping[str, nn.Mo
     for name in tensors:
         update = of_update.get(name)
         weight = stored.copies.get(name) if update is None else update.weight
-        if weight is None or weight not in merge.base:
-            if update is None or name == update.tensors[0]:
+        place = tied.get(weight or "", weight)
+        if weight is None or place not in merge.base:
+            if isinstance(update, AddedBias) and update.weight.removesuffix("bias") + "weight" in merge.base:
+                merge.unmergeable.append(_NO_BIAS.format(MODEL + name))
+            elif update is None or name == update.tensors[0]:
                 merge.unexpected[MODEL + name] = ""
             continue
-        merge.groups[weight] = KeyGroup((weight,), (weight,), IDENTITY)
-        if not (stored.tied or name in stored.of_base or isinstance(update, TrainedRows)):
+        merge.groups[weight] = KeyGroup((place,), (weight,), IDENTITY)
+        if place != weight or not (stored.tied or name in stored.of_base or isinstance(update, TrainedRows)):
             merge.apart.add(MODEL + name)
         if update is None:
             merge.copies[name] = weight

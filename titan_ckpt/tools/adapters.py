@@ -107,7 +107,8 @@ def with_settings(adapter: Adapter, path: Path, folder: Path | None, table: Mode
 
 
 def _weights(names: Iterable[str]) -> set[str]:
-    return {part.weight for name in names if (part := lora_tensor(name)) is not None}
+    parts = (lora_tensor(name) for name in names)  # a bias of B may be for a module that has none
+    return {part.weight for part in parts if part is not None and part.role != low_rank.BIAS}
 
 
 def attached(table: ModelTable, settings: Mapping[str, Any], source: str) -> ModelHooks:

@@ -269,6 +269,8 @@ class PeftReader(TensorReader):
         """
         if key.endswith(ROWS):  # PEFT ties them to those of the embeddings
             return not is_alias and sum(name.endswith(ROWS) for name in self.tensors) == 1
+        if self._config.get("use_dora") and key.endswith(tuple(PAIRS)):  # each module has lengths of its own
+            return False
         return bool(self._config.get("ensure_weight_tying"))
 
     def require_supported(self) -> None:

@@ -68,7 +68,7 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
     as_here = cuda.as_here()
     errors: list[BaseException] = []
     busy: set[int] = set()
-    lock = threading.Lock()  # entered itself: an interrupt in `Condition.__enter__` leaves it taken
+    lock = threading.RLock()  # entered itself: an interrupt in `Condition.__enter__` leaves it taken
     changed = threading.Condition(lock)
 
     def work() -> None:

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 from tests.integrations.trainer_cases import plain
 from tests.zoo.offered import below
 from titan_ckpt import CheckpointConfig
+from titan_ckpt.components import unsaved_state
 from titan_ckpt.components.known import peft_adapters
 from titan_ckpt.components.known.streams import PARTS
 from titan_ckpt.components.unsaved_state import faults
@@ -100,6 +101,7 @@ def test_a_class_of_a_newer_version_is_refused_until_it_is_listed(
     assert "was not proved" in lines[0] and f'checkpoint.allow = ["{name}"]' in lines[0]
     monkeypatch.undo()
     del kind
+    unsaved_state._stored_within.cache_clear()
     gc.collect()
 
 

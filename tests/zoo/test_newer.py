@@ -20,7 +20,7 @@ from tests.integrations.trainer_cases import plain
 from tests.zoo.offered import below
 from titan_ckpt import CheckpointConfig
 from titan_ckpt.components import unsaved_state
-from titan_ckpt.components.known import peft_adapters
+from titan_ckpt.components.known import peft_adapters, switches
 from titan_ckpt.components.known.streams import PARTS
 from titan_ckpt.components.unsaved_state import faults
 from titan_ckpt.errors import ConfigError
@@ -102,6 +102,7 @@ def test_a_class_of_a_newer_version_is_refused_until_it_is_listed(
     monkeypatch.undo()
     del kind
     unsaved_state._stored_within.cache_clear()
+    switches._any_of_peft.cache_clear()
     gc.collect()
 
 

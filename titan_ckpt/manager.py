@@ -98,8 +98,8 @@ class CheckpointManager:
         groups, such as "weight_decay", of which a resume leaves this run's values; of "lr" also the group's
         "initial_lr", and a schedule has its rates in its own state. `rebuild` is called with them too, before a load
         compares the run with the step: it adds what training had added since its start, such as groups of optimizers.
-        Without `sd_transforms` and converters, a model of
-        transformers has those of StateDictTransforms.from_transformers.
+        Without `sd_transforms` and converters, a model of transformers has those of
+        StateDictTransforms.from_transformers.
         Raises: ConfigError for a folder that is a URI, if `external_weights` and `config.components` do not agree, for
         streams that would lose examples, and for adapters and optimizers of PEFT that were not proved to continue
         exactly; StateEncodingError for tensors of the model and for `states` that no checkpoint can hold.
@@ -131,8 +131,8 @@ class CheckpointManager:
             rank=coordinator.rank, world_size=coordinator.world_size, left_out=config.left_out(),
             own_settings=own_settings, rebuild=rebuild,
         )  # fmt: skip
-        if config.save is not None and self._run.states:
-            coordinator.together("states", self._run.check_states)  # a state may be collective
+        if config.save is not None:
+            self._run.check_states()  # on this rank alone: another one may have other states, or none
         self.watch = self._run.watch
         """What no step holds and must not change; an integration adds to it."""
         telemetry = self.base_folder if config.save or config.export else None  # a run that only loads writes nothing

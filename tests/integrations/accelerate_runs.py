@@ -47,7 +47,7 @@ from titan_ckpt.integrations.accelerate import accelerate_manager
 from titan_ckpt.integrations.accelerate.known import WORKS
 
 SAMPLES, STEPS = 20, 9
-"""Of two batches of two samples each; an epoch has an odd number of batches on two ranks, ten on one."""
+"""A step takes two batches of two samples each; an epoch has an odd number of batches on two ranks, ten on one."""
 
 
 class Noisy(torch.utils.data.Dataset[torch.Tensor]):
@@ -115,7 +115,7 @@ class Block(nn.Module):
 
 
 class Case(NamedTuple):
-    """What is read, and how."""
+    """A case says what is read, and how."""
 
     accelerator: Callable[[], dict[str, Any]] = dict
     """Arguments of the Accelerator; objects of accelerate are made in the process that uses them."""
@@ -320,6 +320,7 @@ def run_refused(folder: str) -> None:
     loader.skip_batches = 1  # as it is for a stream
     refused("skip_first_batches", dataloader=loader)
     loader.skip_batches = 0
+    refused("states: accelerator: the name of accelerate's own", dataloader=loader, states={"accelerator": Counted()})
     for kind in (AORecipeKwargs, TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs):
         accelerator.ao_recipe_handler = object.__new__(kind)  # some need packages that are not installed
         refused(f"{kind.__name__}: no step is known to hold the scales")
@@ -374,6 +375,13 @@ def run_beside(folder: str) -> None:
                 if step == steps:
                     break
         found[part] = orders
+    accelerator = Accelerator(cpu=True)
+    alone: Any = accelerator.prepare(*built(), DataLoader(Still(), 10, shuffle=True))
+    accelerator.register_for_checkpointing(Counted())
+    other = accelerate_manager(accelerator, CheckpointConfig(), base_folder=f"{folder}/resumed")
+    with other, pytest.raises(LoadMismatchError, match="prepare the same, in the same order"):
+        other.load()
+    del alone
     assert len(found["resumed"]) == 4
     assert found["whole"][-4:] == found["resumed"]
 

@@ -82,7 +82,7 @@ WORLDS = {"1": _alone, "2": _sharded}
 
 @pytest.mark.parametrize("ranks", WORLDS)
 def test_a_signal_to_one_rank_saves_the_step_and_ends_the_run(assets: Path, tmp_path: Path, ranks: str) -> None:
-    """Of a run whose last step would hold the model alone; torchtitan's Trainer ends as after its last step."""
+    """The run's last step would hold the model alone; torchtitan's Trainer ends as after its last step."""
     WORLDS[ranks](assets, tmp_path, "signal")
 
 

@@ -30,7 +30,7 @@ UNREACHABLE = {
     "loading/plan.py:model": "torchtitan's steps hold the model",
     "manager.py:save_step": "a method that a subclass of the manager calls",
 }
-"""Where a message is, and a word in it, -> why a run of torchtitan does not meet it."""
+"""Place of a message and a word in it -> why a run of torchtitan does not meet it."""
 OWN = re.compile(
     r"checkpoint\.(\w+)|\[\[?checkpoint|\[\[converters|(?:cast|merge) = true|training_state|initial_load\b|\(ignore\)"
 )
@@ -101,6 +101,6 @@ def _resumed_by_one(assets: Path, folder: Path) -> None:
 
 
 def test_an_error_and_a_line_of_a_run_name_what_its_user_can_write(assets: Path, tmp_path: Path) -> None:
-    """Of a resume on another number of data-parallel ranks, and with other settings of the optimizer."""
+    """The run resumes on another number of data-parallel ranks, and with other settings of the optimizer."""
     _trained_by_two(assets, tmp_path)
     _resumed_by_one(assets, tmp_path)

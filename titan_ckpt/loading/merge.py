@@ -264,7 +264,7 @@ def _read_peft(
 ) -> None:
     """Find the place of every tensor of a PEFT folder.
 
-    Of two that PEFT keeps equal, because their modules share a weight, the first is taken.
+    It takes the first of two that PEFT keeps equal because their modules share a weight.
     """
     reader.require_supported()
     config, beside = reader.metadata(), reader.beside()

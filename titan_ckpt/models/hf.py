@@ -54,7 +54,7 @@ def build(source: str | Path | Mapping[str, Any], dtype: torch.dtype = torch.flo
 def build_named(source: str | Path | Mapping[str, Any]) -> PreTrainedModel:
     """Return the model of the class that a config names in `architectures`, whatever its task is, without weights.
 
-    Of a config that names no class of transformers, it is the causal language model. Raises: as `build`.
+    A config that names no class of transformers gives the causal language model. Raises: as `build`.
     """
     config = transformers_config(source)
     model: PreTrainedModel = _made(_named_class(config) or _causal_class(config, source), config, source, torch.float32)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -21,6 +22,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from tests import world
 from tests.unit.components.test_run_state import Holder, flat, manager
 from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.testing import distributed
 
 Pair = namedtuple("Pair", "a b")
 
@@ -171,3 +173,17 @@ def test_a_traced_model_is_saved_and_filled(make: Any, tmp_path: Path) -> None:
     assert world.load(manager(tmp_path, second)).step == 1
     assert flat(dict(first.state_dict())) == flat(dict(second.state_dict()))
     assert torch.equal(first(torch.ones(3, 2)), second(torch.ones(3, 2)))
+
+
+@distributed(nproc=2)
+def test_ranks_may_have_different_states(tmp_path: Path) -> None:
+    """One rank has a state, another one none: both make their managers, save, and resume."""
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(1.0)
+    for step in (1, 2):
+        states = {"own": Holder(step)} if dist.get_rank() == 0 else {}
+        with manager(tmp_path, model, states=states, timeout_seconds=20) as made:
+            assert made.load().step == step - 1
+            made.save(step)

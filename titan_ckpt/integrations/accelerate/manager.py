@@ -15,7 +15,7 @@ from accelerate import Accelerator
 from titan_ckpt.components.known.loaders import samplers_of
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.accelerate.known import accelerator_faults
 from titan_ckpt.integrations.accelerate.loader import LoopLoader, Positioned
 from titan_ckpt.integrations.loop import iterate_over
@@ -51,6 +51,8 @@ def accelerate_manager(
         iterate_over(read, position := LoopLoader(read, config.allow), Positioned)
     others = [loader for loader in loaders if loader is not read]
     own = prepared._custom_objects  # noqa: SLF001
+    if taken := sorted({"accelerator", "scaler"} & {*(states or {})}):
+        raise ConfigError([f"states: {', '.join(taken)}: the name of accelerate's own state; choose another"])
     names = [f"{class_name(value)} {i}" for i, value in enumerate(own)]
     return CheckpointManager(
         config,
@@ -100,10 +102,17 @@ class _Progress:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set them."""
+        orders = state_dict["orders"]
+        if len(orders) != len(self._others):
+            raise LoadMismatchError(
+                f"accelerator: the step has the orders of {len(orders)} loaders beside the training's, and this run "
+                f"prepares {len(self._others)}: prepare the same, in the same order, or start them afresh: "
+                'checkpoint.resume.exclude = ["states"]'
+            )
         self._accelerator.step = state_dict["step"]
-        for other, (iteration, states) in zip(self._others, state_dict["orders"], strict=False):
+        for other, (iteration, states) in zip(self._others, orders, strict=True):
             other.iteration = iteration
-            for generator, state in zip(_generators(other), states, strict=False):
+            for generator, state in zip(_generators(other), states, strict=False):  # some are made when they are used
                 generator.set_state(state)
 
 

@@ -99,6 +99,8 @@ class Progress:
             if is_callback(callback, "finetuning.BaseFinetuning"):
                 of_optimizers = stored.get(callback.state_key, {}).get("internal_optimizer_metadata", {})
                 for index, groups in of_optimizers.items():
+                    if index >= len(trainer.optimizers):  # the load refuses what no optimizer takes
+                        continue
                     trainer.optimizers[index].param_groups = [
                         group | {"params": [parameters[name] for name in group["params"] if name in parameters]}
                         for group in deepcopy(groups)

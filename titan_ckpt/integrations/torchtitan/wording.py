@@ -58,7 +58,7 @@ WORDS: Mapping[str, str] = {
     r"; or leave the optimizer out of checkpoints: checkpoint\.components": "",
     r"\[checkpoint\.stop\]": "checkpoint.stop",
 }
-"""What a message says, as a pattern, and what it says inside torchtitan; each is replaced in this order."""
+"""Pattern in a message -> what the message says inside torchtitan; they are replaced in this order."""
 
 
 def reworded(text: str) -> str:

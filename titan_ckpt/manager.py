@@ -132,7 +132,7 @@ class CheckpointManager:
             own_settings=own_settings, rebuild=rebuild,
         )  # fmt: skip
         if config.save is not None:
-            self._run.check_states()  # on this rank alone: another one may have other states, or none
+            coordinator.together("states", self._run.check_states)  # also on a rank that has no state
         self.watch = self._run.watch
         """What no step holds and must not change; an integration adds to it."""
         telemetry = self.base_folder if config.save or config.export else None  # a run that only loads writes nothing

@@ -358,11 +358,10 @@ def _pretrained_class(model: nn.Module) -> Any:
 
 def _empty_places(part: nn.Module) -> Iterator[tuple[str, Place]]:
     """Yield (fqn, place) as `named_tensors` does; only of modules with a mark, because most loads meet none."""
-    for prefix, module in part.named_modules(remove_duplicate=False):
+    for prefix, module in named_modules(part):
         if module.__dict__.get(_EMPTY):
             names = [name for own in (module._parameters, module._buffers) for name, v in own.items() if v is not None]
-            places = [(module, name) for name in names if _is_empty((module, name))]
-            yield from ((clean_fqn(f"{prefix}.{name}" if prefix else name), (m, name)) for m, name in places)
+            yield from ((prefix + name, (module, name)) for name in names if _is_empty((module, name)))
 
 
 def _is_empty(place: Place) -> bool:

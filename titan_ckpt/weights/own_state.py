@@ -136,7 +136,7 @@ class HookedSubtree:
 
     def __iter__(self) -> Iterator[tuple[str, Any]]:
         """Yield (fqn, value) of every entry except the extra state of modules."""
-        extra = {clean_fqn(self.prefix + name) for name, _ in extra_state_modules(self.module)}
+        extra = {self.prefix + name for name, _ in extra_state_modules(self.module)}
         for name, value in self.entries.items():
             if (fqn := clean_fqn(self.prefix + name)) not in extra:
                 yield fqn, value
@@ -255,10 +255,12 @@ def refuse_lossy(faults: Iterable[str]) -> None:
 
 
 def extra_state_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (name of its extra state, module) for each module that overrides `get_extra_state`."""
-    for name, module in part.named_modules():
-        if type(module).get_extra_state is not nn.Module.get_extra_state:
-            yield f"{name}.{EXTRA_STATE}" if name else EXTRA_STATE, module
+    """Yield (fqn of its extra state, module) once for each module that overrides `get_extra_state`."""
+    met: set[nn.Module] = set()
+    for prefix, module in named_modules(part):
+        if type(module).get_extra_state is not nn.Module.get_extra_state and module not in met:
+            met.add(module)
+            yield prefix + EXTRA_STATE, module
 
 
 def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, tuple[Any, ...]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -18,7 +19,7 @@ from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
 from titan_ckpt.weights.digest import Partial, partial_digest
 from titan_ckpt.weights.inner_tensors import is_made_of_others, with_inner_tensors
 from titan_ckpt.weights.live_memory import is_same
-from titan_ckpt.weights.names import WRAPPER_SEGMENTS, clean_fqn, is_compiled, named_modules
+from titan_ckpt.weights.names import WRAPPER_SEGMENTS, is_compiled, named_modules
 from titan_ckpt.weights.own_state import HookedSubtree, extra_state_modules, read_state, refuse_lossy, takes_shape
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
@@ -211,9 +212,9 @@ class ModelWrapper:
     def buffers(self) -> StateDict:
         """Return the persistent buffers, which a forward pass may change, by fqn, aliases included."""
         return {
-            clean_fqn(f"{prefix}.{name}" if prefix else name): value
+            prefix + name: value
             for part in self.parts
-            for prefix, module in part.named_modules()
+            for prefix, module in named_modules(part)
             for name, value in module._buffers.items()  # noqa: SLF001 - torch has no public name for what persists
             if value is not None and name not in module._non_persistent_buffers_set  # noqa: SLF001
         }
@@ -270,9 +271,7 @@ class ModelWrapper:
         return live
 
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
-        for part in self.parts:
-            for name, module in extra_state_modules(part):
-                yield clean_fqn(name), module
+        return chain.from_iterable(map(extra_state_modules, self.parts))
 
     def _exported(self, tensors: StateDict, subtrees: Sequence[HookedSubtree], hooks: ModelHooks) -> StateDict:
         """Return the tensors after the converters' last-step transforms.

@@ -188,17 +188,18 @@ def test_folders_that_are_files_are_all_named_before_anything_is_built(
         "data": {"cache_folder": str(tmp_path / "file" / "cache")},
         "checkpoint": {"folder": "steps", "export": {"format": "hf", "folder": "file"}},
         "tensorboard": {"folder": "file"},
-        "profiling": {"interval": 2, "folder": "file/traces"},
+        "profiling": {"interval": 2},
     }
     path = write_config(tmp_path, tables)
     (tmp_path / "file").write_text("")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "steps").write_text("")
     (tmp_path / "run" / "file").write_text("")
+    (tmp_path / "run" / "profiles").write_text("")
     assert main([str(path)]) == 2
     lines = capsys.readouterr().err.splitlines()[1:]
     assert [line.split(":")[0].strip() for line in lines] == [
-        "data.cache_folder", "checkpoint.folder", "checkpoint.export.0.folder", "tensorboard.folder", "profiling.folder"
+        "data.cache_folder", "checkpoint.folder", "checkpoint.export.0.folder", "tensorboard.folder", "profiling"
     ]  # fmt: skip
     assert all(" is a file" in line for line in lines)
     (tmp_path / "out").write_text("")

@@ -262,14 +262,8 @@ class WandbConfig(Checked):
     """The W&B project; it is made if it does not exist."""
     name: NonEmpty | None = None
     """Name of the run. Absent: W&B makes one up."""
-    entity: NonEmpty | None = None
-    """User or team. Absent: the default of the key that is logged in."""
-    group: NonEmpty | None = None
-    """Name that runs share which belong together."""
     tags: tuple[NonEmpty, ...] = ()
-    """Words to filter runs by."""
-    mode: Literal["online", "offline"] | None = None
-    """Send now, or write to the output folder for `wandb sync`. Absent: the value of WANDB_MODE, else online."""
+    """Words to filter runs by. All else is W&B's own environment: WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_MODE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,22 +271,18 @@ class ProfilingConfig(Checked):
     """[profiling]: writes traces of torch.profiler, which Perfetto and chrome://tracing can open."""
 
     interval: PositiveSteps
-    """Steps from one trace to the next; the last `active` steps of each interval are traced."""
-    warmup: PositiveSteps = 1
-    """Steps right before a trace in which the profiler already runs; their data is discarded."""
+    """Steps from one trace to the next; the last `active` steps of each interval are traced. In the step before them
+    the profiler runs already, and what it finds is discarded."""
     active: PositiveSteps = 1
     """Number of steps per trace."""
     num_traces: PositiveInt | None = 1
     """Number of traces that a process writes."""
     ranks: tuple[NonNegative, ...] = (0,)
-    """The ranks that write traces."""
-    folder: LocalPath = "profiles"
-    """Relative to the output folder."""
+    """The ranks that write traces, to the folder profiles in the output folder."""
 
     def problems(self) -> Iterator[str]:
-        if self.interval < self.warmup + self.active:
-            least = self.warmup + self.active
-            yield f"interval: {self.interval} steps are fewer than warmup + active = {least}; raise it"
+        if self.interval < 1 + self.active:
+            yield f"interval: {self.interval} steps are fewer than 1 + active = {1 + self.active}; raise it"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.telemetry.events import TELEMETRY
 from titan_ckpt.training.callbacks.console import METRICS
+from titan_ckpt.training.callbacks.process import PROFILES
 from titan_ckpt.training.callbacks.trackers import RUN_ID
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.outcome import STOPPED
@@ -61,4 +62,4 @@ def _folders(config: RunConfig, output: Path) -> Iterator[tuple[str, Path]]:
     if config.tensorboard is not None:
         yield "tensorboard.folder", output / config.tensorboard.folder
     if config.profiling is not None:
-        yield "profiling.folder", output / config.profiling.folder
+        yield "profiling", output / PROFILES

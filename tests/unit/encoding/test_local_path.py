@@ -26,7 +26,7 @@ URIS = ("s3://b/x", "gs://b", "memory://", "file:///tmp/x", "az://c/x", "hf://or
 
 PATHS = {
     "output_folder", "model.folder", "data.corpus", "data.cache_folder", "data.tokenizer.folder",
-    "evaluation.corpus", "tensorboard.folder", "profiling.folder", "checkpoint.folder",
+    "evaluation.corpus", "tensorboard.folder", "checkpoint.folder",
     "checkpoint.initial_load.0.path", "checkpoint.initial_load.2.path", "checkpoint.export.folder",
     "checkpoint.export.assets",
 }  # fmt: skip
@@ -40,7 +40,6 @@ def settings_with(path: str) -> dict[str, Any]:
         "data": {"corpus": path, "cache_folder": path, "tokenizer": {"folder": path}},
         "evaluation": {"interval": 1, "corpus": path},
         "tensorboard": {"folder": path},
-        "profiling": {"interval": 2, "folder": path},
         "checkpoint": {
             "folder": path,
             "initial_load": [{"path": path}, {"path": "base"}, {"path": f"{path}/model"}],

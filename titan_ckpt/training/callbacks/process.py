@@ -19,13 +19,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+PROFILES = "profiles"
+"""Folder of traces in the output folder."""
+
 
 class Profiler(Callback):
     """Writes traces of a few steps at an interval: <folder>/step-<last traced>-rank-<r>.json.gz, for Perfetto."""
 
     def __init__(self, config: ProfilingConfig, base_folder: Path) -> None:
         self._config = config
-        self._folder = base_folder / config.folder
+        self._folder = base_folder / PROFILES
         self._profile: torch.profiler.profile | None = None
         self._step = 0
 
@@ -50,8 +53,8 @@ class Profiler(Callback):
         self._profile = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *cuda],
             schedule=torch.profiler.schedule(
-                wait=config.interval - config.warmup - config.active,
-                warmup=config.warmup,
+                wait=config.interval - 1 - config.active,
+                warmup=1,
                 active=config.active,
                 repeat=config.num_traces or 0,
             ),

@@ -80,7 +80,7 @@ class Wandb(Callback):
             except wandb.Error as error:
                 problem = f"{error} "
         if trainer.ranks.sum(torch.tensor(float(bool(problem)), device=trainer.ranks.device)):
-            raise ConfigError([f'wandb: {problem}W&B cannot begin this run; write to disk with mode = "offline"'])
+            raise ConfigError([f"wandb: {problem}W&B cannot begin this run; write to disk with WANDB_MODE=offline"])
 
     def _begin(self, trainer: Trainer, *, resumed: bool) -> None:
         import wandb

@@ -15,7 +15,7 @@ STYLE = """
 .plot { position: relative; height: 12rem; margin: .6rem .8rem 1.6rem 4.2rem; font-size: .75rem; }
 .plot svg { position: absolute; inset: 0; width: 100%; height: 100%; fill: none; stroke-width: 2; overflow: visible; }
 .plot svg * { vector-effect: non-scaling-stroke; }
-.plot .grid { stroke: var(--line); stroke-width: 1; } .dashed { stroke: var(--b); stroke-dasharray: 4 3; }
+.plot .grid { stroke: var(--line); stroke-width: 1; } .dashed { stroke: var(--soft); stroke-dasharray: 4 3; }
 .plot span { position: absolute; color: var(--soft); font-variant-numeric: tabular-nums; white-space: nowrap; }
 .plot .y { right: 100%; padding-right: .5rem; transform: translateY(50%); }
 .plot .x { top: 100%; padding-top: .2rem; transform: translateX(-50%); }

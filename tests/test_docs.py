@@ -6,16 +6,25 @@ tests/test_wheel.py runs every Python block, each page in an empty folder, its b
 from __future__ import annotations
 
 import ast
+import dataclasses
+import inspect
 import re
 import sys
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
+from xml.dom import minidom
 
+import lightning
 import pytest
+from transformers import TrainingArguments
 
 import titan_ckpt
-from titan_ckpt import errors
+from docs.examples import api_index, benchmark_pictures
+from titan_ckpt import CheckpointManager, RunGuard, errors
+from titan_ckpt.converters import ModelConverter
+from titan_ckpt.training.launch.reference import tables
 from titan_ckpt.training.run_file import read_run
 
 ROOT = Path(__file__).parent.parent
@@ -108,19 +117,120 @@ def api() -> list[str]:
     return re.findall(r"^::: (\S+)$", (ROOT / "docs" / "api.md").read_text(), flags=re.MULTILINE)
 
 
+def test_the_table_of_the_api_page_has_a_sentence_for_every_name() -> None:
+    """It is what `python -m docs.examples.api_index` writes, so a reader of the forge sees what each name is."""
+    page = api_index.PAGE.read_text()
+    assert page == api_index.redrawn(page)
+    rows = re.findall(r"^\| `([\w.]+)` \| (.*) \|$", page, flags=re.MULTILINE)
+    assert len(rows) == len(api())
+    assert [name for name, sentence in rows if not sentence.endswith(".")] == []
+
+
 def test_what_the_docs_import_is_public() -> None:
     """A reader who copies a page's code uses only names of the API page, wherever the page imports them from."""
-    pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "examples").glob("*.py")]
-    imports = re.compile(r"^\s*from (titan_ckpt[.\w]*) import ([\w, ]+)", flags=re.MULTILINE)
-    used = {
-        f"{module}.{name.split(' as ')[0].strip()}"
-        for page in pages
-        for module, names in imports.findall(page.read_text())
-        for name in names.split(",")
-    }
+    used = set()
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for block in re.findall(r"^```(?:python|py)\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL):
+            used |= imported(ast.parse(block))
+    for example in (ROOT / "docs" / "examples").glob("*.py"):
+        used |= imported(ast.parse(example.read_text()))
     assert len(used) > 50
     public = [found(name) for name in api() if "torchtitan" not in name]
     assert not [name for name in used - {*api()} if not any(found(name) is value for value in public)]
+
+
+def imported(tree: ast.AST) -> set[str]:
+    """Return the full names of what a program imports from this package."""
+    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    ours = [node for node in nodes if (node.module or "").partition(".")[0] == "titan_ckpt"]
+    return {f"{node.module}.{alias.name}" for node in ours for alias in node.names}
+
+
+@pytest.mark.parametrize("cls", [CheckpointManager, RunGuard, ModelConverter], ids=lambda cls: cls.__name__)
+def test_what_public_methods_take_and_return_is_public(cls: type[Any]) -> None:
+    """A reader who calls a method, or extends one in a subclass, finds the classes in its signature on the API page."""
+
+    def classes(hint: Any) -> Iterator[type[Any]]:
+        if isinstance(hint, type) and hint.__module__.startswith("titan_ckpt"):
+            yield hint
+        for part in get_args(hint):
+            yield from classes(part)
+
+    public = [found(name) for name in api() if "torchtitan" not in name]
+    missing = set()
+    for name, member in vars(cls).items():
+        function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+        if inspect.isfunction(function) and (name == "__init__" or not name.startswith("_")):
+            hints = get_type_hints(function).values()
+            missing |= {f"{name}: {one.__name__}" for hint in hints for one in classes(hint) if one not in public}
+    assert missing == set()
+
+
+def test_code_fits_the_page() -> None:
+    """No line of a block is cut on the forge or on the site; what a console prints is as it is printed."""
+    wide = [
+        f"{page.name}: {line}"
+        for page in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+        for kind, block in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+        for line in block.splitlines()
+        if len(line) > 88 and kind != "console"
+    ]
+    assert wide == []
+
+
+def test_the_pictures_of_the_benchmarks_are_drawn_from_their_tables() -> None:
+    """`python -m docs.examples.benchmark_pictures` would change none of them."""
+    wanted = dict(benchmark_pictures.pictures(benchmark_pictures.PAGE.read_text()))
+    assert len(wanted) > 3
+    stale = [file for file, svg in wanted.items() if (ROOT / "docs" / file).read_text() != svg]
+    assert stale == []
+
+
+def test_every_picture_is_well_formed() -> None:
+    """A browser shows each of them."""
+    pictures = [*(ROOT / "docs" / "pictures").glob("*.svg")]
+    assert pictures
+    for picture in pictures:
+        minidom.parseString(picture.read_text())
+
+
+def test_the_readme_has_measured_figures_only() -> None:
+    """Each figure of its table stands on the page of the benchmarks, whose figures were measured."""
+    table = (ROOT / "README.md").read_text().partition("## Measured")[2].partition("\n## ")[0]
+    figures = re.findall(r"(?<=\| )[\d.]+x?(?= \|)", table)
+    measured = (ROOT / "docs" / "benchmarks.md").read_text()
+    assert len(figures) >= 30
+    missing = [one for one in figures if not re.search(rf"(?<![\d.]){re.escape(one)}(?![\d.]*\d)", measured)]
+    assert missing == []
+
+
+def test_the_page_for_newcomers_names_settings_that_exist() -> None:
+    """On the left those of transformers and Lightning, as they are installed; on the right ours."""
+    page = (ROOT / "docs" / "coming-from.md").read_text()
+    headers = {table.header.strip("[]") for table in tables()}
+    keys = {f"{table.header.strip('[]')}.{key.name}".lstrip(".") for table in tables() for key in table.keys}
+    theirs = {
+        "`TrainingArguments`": {field.name for field in dataclasses.fields(TrainingArguments)},
+        "`Trainer`": {*inspect.signature(lightning.Trainer).parameters},
+        "`ModelCheckpoint`": {*inspect.signature(lightning.pytorch.callbacks.ModelCheckpoint).parameters},
+    }
+    unknown, tables_seen = [], []
+    for head, body in re.findall(r"^\| (.+) \| run file \|\n\|---\|---\|\n((?:\|.*\n)+)", page, flags=re.MULTILINE):
+        tables_seen.append(head)
+        for row in body.splitlines():
+            left, right = re.findall(r"^\| (.*?) \| (.*) \|$", row)[0]
+            unknown += [name for name in re.findall(r"`(\w+)`", left) if name not in theirs.get(head, {name})]
+            named = re.findall(r"(?<![\w.\"])[a-z_]+(?:\.[a-z_]+)+", right)
+            unknown += [name for name in named if name not in keys | headers]
+    assert unknown == []
+    assert len(tables_seen) == 5
+
+
+def test_every_source_of_the_comparison_is_named_and_used() -> None:
+    """A number in a cell leads to a source; a source without a cell is a leftover."""
+    cells, _, sources = (ROOT / "docs" / "comparison.md").read_text().partition("## Sources")
+    used = {number for group in re.findall(r"(?<!\w)\[([\d, ]+)\](?!\()", cells) for number in group.split(", ")}
+    assert used == {*re.findall(r"^(\d+)\. ", sources, flags=re.MULTILINE)}
 
 
 def found(name: str) -> Any:

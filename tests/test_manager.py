@@ -17,6 +17,7 @@ from tests import world
 from tests.run_folder import Disk, RunFolder
 from tests.world import Bare, Value, same, step_with_ones
 from tests.world import manager as build
+from titan_ckpt import ExportConfig, KeyMap, KeyRule, StateDictTransforms
 from titan_ckpt.config import InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import ConverterError, CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.formats.reading import engine
@@ -307,6 +308,24 @@ def test_a_failed_background_save_is_raised_once(run_folder: RunFolder) -> None:
         assert manager.save(3), "it is not taken for saved because a save of it was started"
         manager.wait()
     assert run_folder.steps() == [1, 3]
+
+
+def test_a1_names_and_dtypes_in_files_are_those_of_the_transforms(tmp_path: Path) -> None:
+    """The manager and the storage have none of their own: an export is named by the table, a step by the model."""
+    model = nn.Linear(4, 4)
+    table = KeyMap((KeyRule.of("weight", "model.w"), KeyRule.of("bias", "model.b")))
+    transforms, export = StateDictTransforms(table, {"model_type": "mine"}), ExportConfig("hf", dtype="bfloat16")
+    with build(tmp_path, model, sd_transforms=transforms, export=(export,)) as manager:
+        manager.load()
+        manager.save(1, last_step=True)
+    exported = world.tensors(tmp_path / "exports/step-1")
+    assert {key: value.dtype for key, value in exported.items()} == dict.fromkeys(
+        ("model.w", "model.b"), torch.bfloat16
+    )
+    assert torch.equal(exported["model.w"], model.weight.bfloat16())
+    fresh = nn.Linear(4, 4)
+    world.load(build(tmp_path, fresh))
+    assert torch.equal(fresh.weight, model.weight)
 
 
 def test_f12_an_optimizer_step_waits_for_staging(run_folder: RunFolder) -> None:

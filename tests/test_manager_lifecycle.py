@@ -210,6 +210,29 @@ def test_a_save_that_is_due_meanwhile_waits_or_is_skipped(
     assert [f"step 2 is due and {said}" in line for line in caplog.messages].count(True) == 1, caplog.messages
 
 
+def test_f12_a_save_without_settings_is_written_while_training_goes_on(
+    run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """save() returns before any byte of the step is written, on the CPU; the optimizer steps before the commit."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    with world.manager(run_folder, model, optimizer) as m:
+        m.load()
+        go_on, write = threading.Event(), StagedFile.write
+        monkeypatch.setattr(StagedFile, "write", lambda file, folder: (go_on.wait(20), write(file, folder))[1])
+        saved = model.weight.detach().clone()
+        assert m.save(1)
+        world.step_with_ones(optimizer)
+        assert not torch.equal(model.weight, saved)
+        assert run_folder.steps() == []
+        go_on.set()
+        m.wait()
+        assert run_folder.steps() == [1]
+    fresh = nn.Linear(2, 2)
+    world.load(world.manager(run_folder, fresh, torch.optim.SGD(fresh.parameters(), lr=1.0)))
+    assert torch.equal(fresh.weight, saved)
+
+
 def test_the_last_step_waits_for_the_save_in_flight(run_folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     """The step is committed when save(last_step=True) returns."""
     with manager(run_folder, "thread") as m:

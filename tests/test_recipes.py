@@ -1,22 +1,33 @@
-"""The scripts of docs/parallel.md for Slurm and Kubernetes, run by bash with stand-ins for the cluster's programs."""
+"""The recipes of docs/parallel.md for Slurm, Kubernetes, SageMaker and Ray, run with stand-ins for their programs."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
 import subprocess
+import sys
+import threading
 import time
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from tests.tiny_run import rows, write_toml
+from titan_ckpt.training.trainer import Trainer
+
 PAGE = (Path(__file__).parents[1] / "docs" / "parallel.md").read_text()
-DIRECT, BY_TORCHRUN = re.findall(r"^```bash\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+DIRECT, BY_TORCHRUN, SAGEMAKER = re.findall(r"^```bash\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
 (MANIFESTS,) = re.findall(r"^```yaml\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
 _, JOB = yaml.safe_load_all(MANIFESTS)
 POD = JOB["spec"]["template"]["spec"]["containers"][0]
+(SAGEMAKER_JOB,) = re.findall(r"^```json\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+(RAY,) = re.findall(r"^```py\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+SAVES_AND_ENDS = "trap 'sleep 0.3; touch {0}/stopped.json; exit 1' TERM; touch {0}/ready; while :; do sleep 0.05; done"
 
 
 def cluster(folder: Path, program: str, text: str) -> dict[str, str]:
@@ -68,11 +79,91 @@ def test_kubernetes_replaces_a_pod_that_was_stopped(code: int, stopped: bool, ex
 
 def test_kubernetes_hands_the_signal_on(tmp_path: Path) -> None:
     """The pod's shell gets SIGTERM, and waits until the run has saved and ended."""
-    save = f"sleep 0.3; touch {tmp_path}/stopped.json; exit 1"
-    text = f"trap '{save}' TERM; touch {tmp_path}/ready; while :; do sleep 0.05; done"
-    environment = {**cluster(tmp_path, "torchrun", text), "RUN": str(tmp_path)}
+    environment = {**cluster(tmp_path, "torchrun", SAVES_AND_ENDS.format(tmp_path)), "RUN": str(tmp_path)}
     pod = subprocess.Popen([*POD["command"], *POD["args"]], env=environment)
     while not (tmp_path / "ready").exists():
         time.sleep(0.01)
     pod.send_signal(signal.SIGTERM)
     assert pod.wait(timeout=30) == 75
+
+
+def sagemaker(folder: Path, program: str) -> dict[str, str]:
+    """Return the environment of a container on the first of two instances."""
+    config = folder / "resourceconfig.json"
+    config.write_text('{"current_host": "algo-1", "hosts": ["algo-1", "algo-2"], "network_interface_name": "eth0"}')
+    environment = cluster(folder, "torchrun", program)
+    return {**environment, "RESOURCE_CONFIG": str(config), "TRAINING_JOB_NAME": "pretrain-1"}
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_sagemaker_joins_the_instances_of_a_job(code: int, tmp_path: Path) -> None:
+    """They meet at the first one, and the container has the run's exit code; the job's request names what it must."""
+    done = subprocess.run(["bash", "-c", SAGEMAKER], env=sagemaker(tmp_path, f"exit {code}"), check=False)
+    assert done.returncode == code
+    words = (tmp_path / "words").read_text()
+    assert "--nnodes 2 " in words
+    assert "--rdzv-endpoint algo-1:29500 --rdzv-id pretrain-1 " in words
+    job = json.loads(SAGEMAKER_JOB)
+    assert job["StoppingCondition"]["MaxWaitTimeInSeconds"] >= job["StoppingCondition"]["MaxRuntimeInSeconds"]
+    assert job["EnableManagedSpotTraining"]
+
+
+def test_sagemaker_hands_the_signal_on(tmp_path: Path) -> None:
+    """The script is process 1, which alone gets SIGTERM; it waits until the run has saved and ended."""
+    environment = sagemaker(tmp_path, SAVES_AND_ENDS.format(tmp_path))
+    container = subprocess.Popen(["bash", "-c", SAGEMAKER], env=environment)
+    while not (tmp_path / "ready").exists():
+        time.sleep(0.01)
+    container.send_signal(signal.SIGTERM)
+    assert container.wait(timeout=30) == 1
+    assert (tmp_path / "stopped.json").exists()
+
+
+def test_ray_starts_a_run_again_and_it_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray's part is played: it calls the function in a thread, again after an error, as often as it was told."""
+    run, starts = write_toml(tmp_path, training={"steps": 6}), []
+
+    class TorchTrainer:
+        def __init__(self, function: Any, **settings: Any) -> None:
+            self.function, self.settings = function, settings
+
+        def fit(self) -> None:
+            for _ in range(1 + self.settings["run_config"].failure_config.max_failures):
+                errors: list[Exception] = []
+
+                def call(errors: list[Exception] = errors) -> None:
+                    try:
+                        self.function(self.settings["train_loop_config"])
+                    except Exception as error:
+                        errors.append(error)
+
+                thread = threading.Thread(target=call)
+                thread.start()
+                thread.join()
+                if not errors:
+                    return
+            raise errors[0]
+
+    def compute_loss(self: Trainer, batch: Any) -> Any:
+        if self.state.step == 4 and len(starts) == 1:
+            raise RuntimeError("a GPU fell off the bus")
+        return loss(self, batch)
+
+    def load(self: Trainer) -> Any:
+        result = resume(self)
+        starts.append(self.state.step)
+        return result
+
+    loss, resume = Trainer.compute_loss, Trainer.load
+    monkeypatch.setattr(Trainer, "compute_loss", compute_loss)
+    monkeypatch.setattr(Trainer, "load", load)
+    modules = {name: ModuleType(name) for name in ("ray", "ray.train", "ray.train.torch")}
+    modules["ray.train"].__dict__.update(
+        dict.fromkeys(("FailureConfig", "RunConfig", "ScalingConfig"), SimpleNamespace)
+    )
+    modules["ray.train.torch"].__dict__.update(TorchTrainer=TorchTrainer, TorchConfig=SimpleNamespace)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    exec(RAY.replace("/shared/run.toml", str(run)).replace("/shared/runs/pretrain", str(tmp_path / "run")), {})
+    assert starts == [0, 4]
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4, 5, 6]

@@ -18,6 +18,7 @@ from tests.tiny_run import AfterStep, settings
 from titan_ckpt.cli.main import main
 from titan_ckpt.telemetry.events import TELEMETRY, read_events
 from titan_ckpt.tools.listing import list_run, size
+from titan_ckpt.tools.plots import ticks
 from titan_ckpt.training.trainer import Trainer
 
 
@@ -32,7 +33,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was killed after step 5, resumed from step 4 and finished, with an export."""
     folder = tmp_path_factory.mktemp("report")
     checkpoint = {"save": {"interval": 2, "keep": {"latest": 2}}, "export": [{"format": "hf"}]}
-    config = settings(folder, training={"steps": 8, "log_interval": 1}, checkpoint=checkpoint)
+    training, evaluation = {"steps": 8, "log_interval": 1}, {"interval": 4, "max_sequences": 2}
+    config = settings(folder, training=training, checkpoint=checkpoint, evaluation=evaluation, data={"held_out": 0.2})
     pid = fork(Trainer(config, callbacks=[AfterStep(5, kill)]).run)
     assert os.WTERMSIG(os.waitpid(pid, 0)[1]) == signal.SIGKILL
     Trainer(config).run()
@@ -85,9 +87,17 @@ def test_the_page_has_the_figures_of_the_files(run: Path, capsys: pytest.Capture
     events = [*read_events(run / TELEMETRY)]
     assert (told["last step"], told["loss"]) == ("8", f"{rows[-1]['loss']:.4f}")
     assert told["starts"] == "2"
-    losses = [row["loss"] for row in rows]
-    assert f"loss of steps 1 to 8, from {min(losses):.4g} to {max(losses):.4g}; dashed: a resume<" in text
-    assert (text.count("resumed from step 4"), text.count('<div class="bar">')) == (2, 4)
+    captions = [re.sub("<.*?>", "", caption) for caption in re.findall("<figcaption>(.*?)</figcaption>", text)]
+    plots = ({"loss": "loss", "eval/loss": "evaluation loss"}, {"grad_norm": "gradient norm"}, {"lr": "learning rate"})
+    for caption, columns in zip(captions, plots, strict=True):
+        lines = []
+        for column, name in columns.items():
+            of = {row["step"]: row[column] for row in rows if column in row}
+            lowest, highest = min(of.values()), max(of.values())
+            lines.append(f"{name} of steps {min(of)} to {max(of)}, from {lowest:.4g} to {highest:.4g}")
+        assert caption == "; ".join([*lines, "dashed: a resume"])
+    assert (text.count("resumed from step 4"), text.count('<div class="bar">')) == (3, 4)
+    assert told["evaluation loss"] == f"{[row['eval/loss'] for row in rows if 'eval/loss' in row][-1]:.4f}"
     listing = list_run(run)
     head, *steps = page.tables["steps"]
     assert head == ["step", "kind", "saved", "loss", "size", "ranks", "remarks"]
@@ -113,6 +123,44 @@ def test_the_page_has_the_figures_of_the_files(run: Path, capsys: pytest.Capture
     start = [event for event in events if event["event"] == "start"][-1]
     assert start["versions"].items() <= versions.items()
     assert "&quot;sequence_length&quot;: 16" in text
+
+
+def test_the_total_time_is_that_in_which_the_run_was_alive(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """From each start to its end, or to the last event or row of a process that was killed."""
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "unix_seconds": 1060.0}\n')
+    events = [
+        {"event": "start", "unix_seconds": 1000.0},
+        {"event": "save", "unix_seconds": 1010.0, "seconds": 30.0},
+        {"event": "start", "unix_seconds": 5000.0},
+        {"event": "save", "unix_seconds": 5010.0, "seconds": 90.5},
+    ]
+    (tmp_path / TELEMETRY).write_text("".join(json.dumps(event) + "\n" for event in events))
+    assert main(["report", str(tmp_path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["total time"] == "0:02:40"
+    _, first, second = Page((tmp_path / "report.html").read_text()).tables["starts"]
+    assert (first[6], second[6]) == ("0:01:00", "0:01:40")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [(0, 8, [0, 2, 4, 6, 8]), (4.95, 7.63, [5, 5.5, 6, 6.5, 7, 7.5]), (3.3e-4, 4e-3, [1e-3, 2e-3, 3e-3, 4e-3]),
+     (1, 240, [50, 100, 150, 200]), (2, 2, [2]), (1, 2, [1, 1.2, 1.4, 1.6, 1.8, 2]), (1e16, 1e16 + 2, [1e16])],
+)  # fmt: skip
+def test_axes_have_round_numbers(low: float, high: float, expected: list[float]) -> None:
+    """At most six, within the values, evenly spaced."""
+    assert ticks(low, high) == pytest.approx(expected)
+
+
+def test_axes_have_ticks_and_tables_scroll_on_their_own(run: Path) -> None:
+    """A narrow screen does not shrink labels, which are text; the first column stays while a table moves."""
+    assert main(["report", str(run)]) == 0
+    text = (run / "report.html").read_text()
+    for plot in re.findall(r"<figure>.*?</figure>", text):
+        assert re.findall(r'<span class="x" style="left:[\d.]+%">(\d+)</span>', plot) == ["2", "4", "6", "8"]
+        assert 2 <= len(re.findall(r'<span class="y"', plot)) <= 6
+    assert text.count("<table>") == text.count('<div class="wide" tabindex="0"><table>') > 3
+    assert ".wide { overflow-x: auto; }" in text
+    assert ".wide :is(th, td):first-child { position: sticky; left: 0;" in text
 
 
 def test_the_page_needs_nothing_from_elsewhere(run: Path) -> None:

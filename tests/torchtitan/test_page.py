@@ -1,15 +1,21 @@
-"""docs/use-in-torchtitan.md runs inside torchtitan, and its table has every setting."""
+"""docs/use-in-torchtitan.md runs inside torchtitan, and its table has every setting; so has README.md's."""
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 from pathlib import Path
+from typing import Any
+
+from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
 
 from tests.torchtitan.runs import config, distributed
 from titan_ckpt.integrations.torchtitan.settings import SETTINGS
 
-PAGE = (Path(__file__).parents[2] / "docs" / "use-in-torchtitan.md").read_text()
+PAGES = Path(__file__).parents[2]
+PAGE = (PAGES / "docs" / "use-in-torchtitan.md").read_text()
 
 
 @distributed(1)
@@ -61,3 +67,27 @@ def test_the_page_names_every_setting() -> None:
     """No setting is missing from the table on the page."""
     table = PAGE.partition("## What each setting means")[2].partition("\n## ")[0]
     assert [name for name in SETTINGS if f"`{name}`" not in table] == []
+
+
+def test_the_readme_names_every_key_of_torchtitan() -> None:
+    """Its first way in says what becomes of each."""
+    table = (PAGES / "README.md").read_text().partition("### Inside torchtitan")[2].partition("\n### ")[0]
+    theirs = {field.name for field in dataclasses.fields(CheckpointManager.Config)}
+    assert {*re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)))} == theirs
+
+
+def test_the_page_for_newcomers_names_settings_of_torchtitan() -> None:
+    """Each exists in the release that constraints.txt names."""
+    page = (PAGES / "docs" / "coming-from.md").read_text()
+    (rows,) = re.findall(r"^\| torchtitan \| run file \|\n\|---\|---\|\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
+    named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", "\n".join(row.split(" | ")[0] for row in rows.splitlines()))
+    config = llama3_debugmodel()
+    unknown = []
+    for name in named:
+        value: Any = config
+        for part in name.split("."):
+            value = getattr(value, part, unknown)
+        if value is unknown and name not in ("lr", "betas", "eps", "weight_decay"):
+            unknown.append(name)
+    assert len(named) > 30
+    assert unknown == []

@@ -21,6 +21,7 @@ from titan_ckpt.encoding.strict_json import Json, as_int, as_list, as_str, parse
 from titan_ckpt.errors import CorruptCheckpointError, StateEncodingError, listed
 
 MANIFEST_NAME = "MANIFEST.json"
+"""The file that makes a folder a committed step."""
 MAX_BYTES = 32 * 2**20
 SCHEMA_VERSION = 1
 Kind = Literal["full", "adapter", "model", "external"]

@@ -41,10 +41,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class DueSave:
-    """A save that the manager has found due."""
+    """A save that is due, as `CheckpointManager.save` gives it to `save_step`."""
 
     step: int
+    """The step that has just been completed, or with `mark` the one that the mark is of."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    """The values that retention compares and `titan-ckpt ls` shows."""
     skippable: bool = False
     """Whether it may be left out while another save is being written (if_busy)."""
     last: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -33,6 +34,8 @@ class Session:
     """None: it was killed, or is still running."""
     failures: int
     """Number of loads, saves and exports that failed."""
+    seconds: float
+    """From its start to its end, or to its last sign of life."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +70,7 @@ def read_figures(run: Path) -> Figures:
     """Read a run's folder. Raises: CheckpointNotFoundError; NotACheckpointError if no run has written there."""
     if not run.is_dir():
         raise CheckpointNotFoundError(f"{run} is no folder; name a run's folder")
-    metrics = [row for row in read_events(run / METRICS) if isinstance(row.get("step"), int)]
+    metrics = [row for row in read_events(run / METRICS) if type(s := row.get("step")) is int and 0 <= s < 2**53]
     events = [event for event in read_events(run / TELEMETRY) if _is_sound(event)]
     listing = None
     with contextlib.suppress(NotACheckpointError):
@@ -81,7 +84,7 @@ def read_figures(run: Path) -> Figures:
         of_kind["save"],
         of_kind["export"],
         of_kind["load"],
-        tuple(_sessions(events)),
+        tuple(_sessions(events, [time for row in metrics if isinstance(time := row.get("unix_seconds"), float)])),
         listing,
         of_kind["start"][-1] if of_kind["start"] else {},
     )
@@ -105,17 +108,23 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
     )
 
 
-def _sessions(events: Sequence[Mapping[str, Any]]) -> Iterator[Session]:
+def _sessions(events: Sequence[Mapping[str, Any]], row_times: Sequence[float]) -> Iterator[Session]:
+    """Yield the processes of the run. `row_times`: when rows of metrics.jsonl were written, as unix seconds."""
     starts = [i for i, event in enumerate(events) if event.get("event") == "start"]
     for first, after in pairwise([*starts, len(events)]):
         own = events[first:after]
+        started = own[0].get("unix_seconds", 0.0)
+        next_start = events[after].get("unix_seconds", math.inf) if after < len(events) else math.inf
+        seen = [event.get("unix_seconds", started) + event.get("seconds", 0.0) for event in own]
+        seen += [time for time in row_times if started <= time < next_start]
         newest = {event.get("event"): event for event in own if event.get("error") is None}
         yield Session(
-            own[0].get("unix_seconds", 0.0),
+            started,
             str(own[0].get("host", "")),
             int(own[0].get("world_size", 1)),
             newest.get("load", {}).get("step"),
             newest.get("save", {}).get("step"),
             newest.get("end", {}).get("unix_seconds"),
             sum(event.get("error") is not None for event in own if event.get("event") != "end"),
+            min(max(seen) - started, _MOST["seconds"]),
         )

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import html
 import json
-import math
 import os
 import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from titan_ckpt.tools.figures import Figures, Session, phase, read_figures, waited
 from titan_ckpt.tools.listing import size
+from titan_ckpt.tools.plots import STYLE, Line, plot
 
 _MAX_ROWS = 60
 """Rows of a table; the newest are shown, and a sentence says how many there are."""
-_MAX_STRETCHES = 300
-"""Of a line that is drawn; each has two points."""
-_RESUME = '<path class="dashed" d="M{:.1f} 0V200"><title>resumed from step {}</title></path>'
-_STYLE = """
+_LINES = (
+    (("loss", "loss", "--a"), ("eval/loss", "evaluation loss", "--b")),
+    (("grad_norm", "gradient norm", "--d"),),
+    (("lr", "learning rate", "--c"),),
+)
+"""The plots: (column of metrics.jsonl, name, CSS colour) of each line."""
+_STYLE = (
+    """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #5d6778; --line: #d9dee6; --page: #fff; --card: #f6f8fa;
   --a: #2563c9; --b: #c2571a; --c: #2e8b57; --d: #8b5cb5; }
 @media screen and (prefers-color-scheme: dark) { :root { --ink: #e6e9ef; --soft: #9aa5b5; --line: #333c4a;
@@ -34,19 +38,21 @@ p { margin: .3rem 0; } .soft, figcaption { color: var(--soft); font-size: .85rem
 .cards div { background: var(--card); border-radius: .5rem; padding: .6rem .8rem; }
 .cards b { display: block; font-size: 1.25rem; font-variant-numeric: tabular-nums; }
 .wide { overflow-x: auto; } table { border-collapse: collapse; width: 100%; font-size: .85rem; }
+.wide :is(th, td):first-child { position: sticky; left: 0; background: var(--page); padding-right: .8rem; }
 th, td { text-align: left; padding: .25rem .8rem .25rem 0; border-bottom: 1px solid var(--line); white-space: nowrap; }
 td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 td.w { white-space: normal; overflow-wrap: anywhere; min-width: 10rem; }
 figure { margin: 0; }
-svg { width: 100%; height: auto; display: block; fill: none; stroke-width: 2; }
-.dashed { stroke: var(--b); stroke-dasharray: 4 3; }
-.bar { display: flex; height: 1.3rem; font-size: .85rem; print-color-adjust: exact; } .bar span { flex: 0 0 6rem; }
+.bar { display: flex; gap: .5rem; height: 1.3rem; font-size: .85rem; print-color-adjust: exact; }
+.bar span { flex: 0 0 5.5rem; } .bar div { flex: 1; display: flex; min-width: 0; } .bar b { flex: 0 0 4.5rem; }
 .bad { color: var(--b); } pre { background: var(--card); padding: .8rem; overflow-x: auto; font-size: .8rem; }
 @media print { body { max-width: none; padding: 0; font-size: 11pt; } .wide { overflow: visible; }
   table { font-size: 8pt; } th, td { white-space: normal; padding-right: .5rem; } td.w { min-width: 0; }
   details > pre { white-space: pre-wrap; }
   h2 { break-after: avoid; } tr, figure { break-inside: avoid; } }
 """
+    + STYLE
+)
 
 
 def write_report(run: Path, output: Path) -> dict[str, Any]:
@@ -68,7 +74,7 @@ def page(figures: Figures) -> str:
         f"<h1>{_text(name)}</h1>",
         f'<p class="soft">{_text(Path(figures.folder).resolve())}</p>',
         _cards(_headline(figures)),
-        *_section("Loss and learning rate", _training(figures)),
+        *_section("Loss, gradients and learning rate", _training(figures)),
         *_section("Saves", _saves(figures)),
         *_section("Starts, kills and resumes", _sessions(figures.sessions)),
         *_section("Steps on disk", _steps(figures)),
@@ -90,6 +96,9 @@ def _headline(figures: Figures) -> Iterator[tuple[str, str]]:
         yield "last step", str(last["step"])
         if isinstance(last.get("loss"), (int, float)):
             yield "loss", f"{last['loss']:.4f}"
+        evaluated = [row["eval/loss"] for row in figures.metrics if _is_finite(row.get("eval/loss"))]
+        if evaluated:
+            yield "evaluation loss", f"{evaluated[-1]:.4f}"
         if isinstance(last.get("tokens_per_second"), (int, float)):
             yield "tokens per second", f"{last['tokens_per_second']:,.0f}"
     if figures.listing is not None:
@@ -104,6 +113,7 @@ def _headline(figures: Figures) -> Iterator[tuple[str, str]]:
         yield "failed", str(failed)
     if figures.sessions:
         yield "starts", str(len(figures.sessions))
+        yield "total time", _span(sum(session.seconds for session in figures.sessions))
 
 
 def _cards(values: Iterable[tuple[str, str]]) -> str:
@@ -124,27 +134,14 @@ def _section(title: str, parts: Iterable[str]) -> list[str]:
 
 def _training(figures: Figures) -> Iterator[str]:
     resumed = [s.resumed_step for s in figures.sessions[1:] if s.resumed_step]
-    for name, title, color in (("loss", "loss", "--a"), ("lr", "learning rate", "--c")):
-        known = [(row["step"], float(row[name])) for row in figures.metrics if isinstance(row.get(name), (int, float))]
-        points = [(x, y) for x, y in known if math.isfinite(y)]
-        if len(points) > 1:
-            yield _line(points, title, color, resumed)
-
-
-def _line(points: Sequence[tuple[int, float]], title: str, color: str, resumed: Iterable[int]) -> str:
-    """Return a line through points, of each stretch the lowest and the highest, so that no spike is lost."""
-    width = len(points) // _MAX_STRETCHES + 1
-    shown = [points[at : at + width] for at in range(0, len(points), width)]
-    kept = [point for few in shown for point in sorted({min(few, key=lambda p: p[1]), max(few, key=lambda p: p[1])})]
-    (first, _), (last, _) = points[0], points[-1]
-    low, high = min(y for _, y in kept), max(y for _, y in kept)
-    across, down = (last - first) or 1, (high - low) or 1
-    path = " ".join(f"{(x - first) / across * 1000:.1f},{(high - y) / down * 200:.1f}" for x, y in kept)
-    inside = [step for step in resumed if first <= step <= last]
-    marks = "".join(_RESUME.format((step - first) / across * 1000, step) for step in inside)
-    drawn = f'<polyline points="{path}" stroke="var({color})"/>{marks}'
-    caption = f"{title} of steps {first} to {last}, from {low:.4g} to {high:.4g}" + "; dashed: a resume" * bool(inside)
-    return f'<figure><svg viewBox="-2 -2 1004 204">{drawn}</svg><figcaption>{_text(caption)}</figcaption></figure>'
+    for shown in _LINES:
+        lines = []
+        for column, name, color in shown:
+            points = [(row["step"], float(row[column])) for row in figures.metrics if _is_finite(row.get(column))]
+            if len(points) > 1:
+                lines.append(Line(name, color, points))
+        if lines:
+            yield plot(lines, resumed)
 
 
 def _saves(figures: Figures) -> Iterator[str]:
@@ -157,7 +154,8 @@ def _saves(figures: Figures) -> Iterator[str]:
             f'<i style="width:{seconds / longest:.1%};background:var({color})" title="{name}: {seconds:.3f} s"></i>'
             for name, seconds, color in _parts(save)
         )
-        yield f'<div class="bar"><span>step {_text(save.get("step"))}</span>{parts}</div>'
+        total = f"{sum(seconds for _, seconds, _ in _parts(save)):.2f} s"
+        yield f'<div class="bar"><span>step {_text(save.get("step"))}</span><div>{parts}</div><b>{total}</b></div>'
     names = ", ".join(f'<b style="color:var({color})">{name}</b>' for name, _, color in _parts(shown[-1]))
     yield f'<p class="soft">Seconds of the last saves: {names}; all but the first part run beside training.</p>'
     columns = ("step", "kind", "begun", "size", "waited s", "queued s", "blocking s", "stall s", "copy s", "write s")
@@ -187,9 +185,10 @@ def _sessions(sessions: Sequence[Session]) -> Iterator[str]:
         resumed = "not loaded" if session.resumed_step is None else session.resumed_step or "start"
         saved = "" if session.last_step is None else session.last_step
         where = f"{session.host}, {session.world_size} rank{'s' * (session.world_size > 1)}"
-        rows.append((number, _time(session.started), resumed, saved, session.failures, end, where))
+        ran = _span(session.seconds)
+        rows.append((number, _time(session.started), resumed, saved, session.failures, end, ran, where))
     if rows:
-        columns = ("start", "time", "went on from step", "last saved", "failures", "ended", "where")
+        columns = ("start", "time", "went on from step", "last saved", "failures", "ended", "ran", "where")
         yield _table(columns, rows[-_MAX_ROWS:], len(rows))
 
 
@@ -255,7 +254,8 @@ def _table(columns: Sequence[str], rows: Sequence[Sequence[object]], total: int)
         for row in rows
     )
     more = f'<p class="soft">The newest {len(rows)} of {total}.</p>' if total > len(rows) else ""
-    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>{more}'
+    table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+    return f'<div class="wide" tabindex="0">{table}</div>{more}'
 
 
 def _class(is_number: bool, cell: str = "") -> str:
@@ -265,6 +265,14 @@ def _class(is_number: bool, cell: str = "") -> str:
 def _is_number(cell: object) -> bool:
     text = str(cell)
     return text == "" or text.split()[0].replace(".", "", 1).replace(",", "").lstrip("-").isdigit()
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) < 1e300  # also false for NaN
+
+
+def _span(seconds: float) -> str:
+    return str(timedelta(seconds=min(round(seconds), 10**13)))
 
 
 def _time(unix_seconds: object) -> str:

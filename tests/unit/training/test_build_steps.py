@@ -30,20 +30,30 @@ STEPS = [
 
 
 def test_d1_thirteen_steps_are_called_once_each_in_their_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A subclass can replace each step, and its own runs in that place."""
-    called: list[str] = []
+    """A subclass can replace each step: its own runs in that place, and the run is made of what it returns."""
+    made: dict[str, Any] = {}
 
     def noting(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def step(self: Trainer) -> Any:
-            called.append(name)
-            return original(self)
+            assert name not in made, "called twice"
+            made[name] = original(self)
+            return made[name]
 
         return step
 
     for name in STEPS:
         monkeypatch.setattr(Trainer, name, noting(name, getattr(Trainer, name)))
-    Trainer(settings(tmp_path, training={"steps": 1})).run()
-    assert called == STEPS
+    trainer = Trainer(settings(tmp_path, training={"steps": 1}))
+    trainer.run()
+    assert [*made] == STEPS
+    for name, part in {
+        "build_model": trainer.model, "build_assets": trainer.tokenizer, "build_data_transform": trainer.encode,
+        "build_dataset": trainer.dataset, "build_collate": trainer.collate, "build_dataloader": trainer.dataloader,
+        "parallelize_model": trainer.model_parts, "build_optimizer": trainer.optimizer,
+        "build_lr_scheduler": trainer.lr_scheduler, "build_training_context": trainer.training_context,
+        "build_callbacks": trainer.callbacks,
+    }.items():  # fmt: skip
+        assert part is made[name], name
 
 
 def test_d1_a_step_can_be_called_by_itself(tmp_path: Path) -> None:

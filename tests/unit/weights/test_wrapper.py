@@ -27,10 +27,17 @@ class Tied(nn.Module):
 
 
 def test_a2_values_alias_the_live_parameters() -> None:
-    """A load fills the model by filling these tensors."""
+    """A load fills the model by filling these tensors, in every mode; nothing is kept between two calls."""
     model = nn.Linear(2, 2)
-    ModelWrapper([model]).state_dict()["weight"].fill_(7)
+    wrapper = ModelWrapper([model])
+    wrapper.state_dict()["weight"].fill_(7)
     assert (model.weight == 7).all()
+    for new in (nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(4, 2))):
+        model.weight = new
+        for mode in ("full", "base", "export"):
+            assert wrapper.state_dict(mode)["weight"].data_ptr() == new.data_ptr()
+    model.register_buffer("late", torch.zeros(1))
+    assert "late" in wrapper.state_dict()
 
 
 def test_a_tied_weight_appears_once_under_its_first_name() -> None:

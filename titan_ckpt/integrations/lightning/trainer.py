@@ -130,7 +130,8 @@ class TitanCheckpoint(LoopCheckpoint):
                     callback.on_train_epoch_end(trainer, pl_module)
                 callback.on_train_end(trainer, pl_module)
             for callback in stochastic(trainer.callbacks):
-                if not callback._model_contains_batch_norm:  # noqa: SLF001 - else the last step is that of the average
+                # else the last epoch, which has no limit of steps, has put the average into the module
+                if not callback._model_contains_batch_norm or callback._max_epochs == -1:  # noqa: SLF001 - as above
                     callback.on_train_end(trainer, pl_module)
         self._loaded(trainer.optimizers, is_done=is_done)
 

@@ -278,6 +278,24 @@ def test_the_last_completed_step_has_the_states_of_its_end(tmp_path: Path, chang
     assert torch.equal(states[1].values, torch.zeros(numel))
 
 
+def test_the_last_completed_step_has_the_groups_of_its_end(tmp_path: Path) -> None:
+    """A hook has set a rate and added a group, as one that unfreezes layers does, before a guard saves."""
+    rates = []
+    for is_first in (True, False):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        optimizer = torch.optim.AdamW(model[0].parameters(), lr=0.5 if is_first else 0.75)
+        with build(tmp_path, model, optimizer, interval=100) as manager:
+            manager.load()
+            if is_first:
+                step_with_ones(optimizer)
+                manager.last_step.complete(1)
+                optimizer.param_groups[0]["lr"] = 0.25
+                optimizer.add_param_group({"params": [*model[1].parameters()], "lr": 1.0})
+                manager.last_step.save()
+        rates.append([group["lr"] for group in optimizer.param_groups])
+    assert rates == [[0.25, 1.0], [0.5]]
+
+
 @distributed(nproc=2, timeout_seconds=60)
 def test_a_copy_that_fails_on_one_rank_ends_the_save_on_all(tmp_path: Path) -> None:
     """optimizer.step() raises nowhere; the next wait raises on both, for an error of the copy and for a shard."""

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator, skip_first_batches
+from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -35,6 +37,7 @@ from accelerate.utils import (
 )
 from datasets import Dataset
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
@@ -42,7 +45,7 @@ from torch.utils.data import DataLoader
 from tests.integrations.phases import die_at, leave_behind
 from tests.integrations.trainer_runs import fsdp2_on_a_cpu
 from titan_ckpt import CheckpointConfig, RunGuard, SaveConfig
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError
 from titan_ckpt.integrations.accelerate import accelerate_manager
 from titan_ckpt.integrations.accelerate.known import WORKS
 
@@ -308,7 +311,15 @@ def run_refused(folder: str) -> None:
             accelerate_manager(accelerator, config, base_folder=folder, **given)
 
     refused(r"no model is prepared: call accelerator\.prepare\(model, optimizer, loader, scheduler\) first")
-    accelerator.prepare(network, optimizer, scheduler)
+    accelerator.prepare(network)
+    saving = CheckpointConfig(save=SaveConfig(interval=1))
+    with pytest.raises(ConfigError, match="no optimizer is prepared, so no step would hold its state"):
+        accelerate_manager(accelerator, saving, base_folder=folder)
+    accelerator.prepare(optimizer)
+    with pytest.raises(ConfigError, match=r"a schedule of torch\.optim\.adamw\.AdamW is not prepared"):
+        accelerate_manager(accelerator, saving, base_folder=folder)
+    with accelerate_manager(accelerator, saving, states={"rate": scheduler}, base_folder=folder):
+        accelerator.prepare(scheduler)
     other = DataLoader(Noisy(), 2)
     refused("dataloader: DataLoader is not what accelerator.prepare returns", dataloader=other)
     dispatched = accelerator.prepare(DataLoader(stream(), 2, collate_fn=collated))
@@ -384,6 +395,124 @@ def run_beside(folder: str) -> None:
     del alone
     assert len(found["resumed"]) == 4
     assert found["whole"][-4:] == found["resumed"]
+
+
+class Drawn(Noisy):
+    """Vectors with noise of a generator of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = random.Random(3)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return super().__getitem__(index) + self.own.random()
+
+
+EVALUATED: dict[str, Callable[[], tuple[DataLoader[torch.Tensor], int]]] = {
+    "workers that are kept": lambda: (DataLoader(Still(), 10, num_workers=1, persistent_workers=True), 9),
+    "a generator of the data": lambda: (DataLoader(Drawn(), 10), 9),
+    "a loop that is broken off": lambda: (DataLoader(Still(), 10), 1),
+}
+"""What evaluations read, and how many batches of it."""
+
+
+def run_evaluated(folder: str) -> None:
+    """Go on with what evaluations leave behind; a step takes two batches of five, or the last one."""
+    for name, of_evaluation in EVALUATED.items():
+        found = {}
+        for part, steps in (("whole", 7), ("resumed", 2), ("resumed", 7)):
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
+            accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+            set_seed(5)
+            evaluated, limit = of_evaluation()
+            prepared: Any = accelerator.prepare(*built(), DataLoader(Noisy(), 4, shuffle=True), evaluated)
+            network, optimizer, scheduler, loader, evaluated = prepared
+            config = CheckpointConfig(save=SaveConfig(interval=1))
+            seen: list[Any] = []
+            with accelerate_manager(accelerator, config, dataloader=loader, base_folder=f"{folder}/{name}/{part}") as m:
+                step = m.load().step
+                while step < steps:
+                    for batch in loader:
+                        with accelerator.accumulate(network):
+                            loss = (network(batch[:, 1:5]) - batch[:, 5:]).square().mean()
+                            accelerator.backward(loss)
+                            optimizer.step()
+                            scheduler.step()
+                            optimizer.zero_grad()
+                        seen.append((float(loss.detach()), accelerator.sync_gradients))
+                        if not accelerator.sync_gradients:
+                            continue
+                        step += 1
+                        seen += [rows.sum().item() for rows in islice(evaluated, limit if step in (2, 4) else 0)]
+                        m.save(step, last_step=step == steps)
+                        if step == steps:
+                            break
+            found[part] = seen
+        assert len(found["resumed"]) > 8, name
+        assert found["resumed"] == found["whole"][-len(found["resumed"]) :], name
+
+
+def run_unheld(folder: str) -> None:
+    """See a save refused that would leave out what was registered late, or the position in a second loader."""
+    accelerator = Accelerator(cpu=True)
+    prepared: Any = accelerator.prepare(*built(), *(DataLoader(Still(), 4) for _ in range(2)))
+    network, optimizer, _, loader, other = prepared
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    with accelerate_manager(accelerator, config, dataloader=loader, base_folder=folder) as manager:
+        manager.load()
+        for step, (batch, _) in enumerate(zip(loader, other, strict=True), 1):
+            accelerator.backward(network(batch[:, 1:5]).sum())
+            optimizer.step()
+            with pytest.raises(SaveError, match="prepared loader 0 beside the training's: it is being read"):
+                manager.save(step)
+            break
+        manager.save(1)
+        accelerator.register_for_checkpointing(Counted())
+        with pytest.raises(SaveError, match="Counted: prepared or registered after accelerate_manager"):
+            manager.save(2)
+
+
+def run_compressed(folder: str) -> None:
+    """See PowerSGD refused also if the loop itself has given it to DDP."""
+    accelerator = Accelerator(cpu=True)
+    prepared: Any = accelerator.prepare(*built())
+    prepared[0].register_comm_hook(powerSGD_hook.PowerSGDState(None), powerSGD_hook.powerSGD_hook)
+    with pytest.raises(ConfigError, match=r"DDP's communication hook .*powerSGD_hook"):
+        accelerate_manager(accelerator, CheckpointConfig(), base_folder=folder)
+
+
+class Late(nn.Module):
+    """Layers whose gradients come in another order than the parameters are listed in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.first = nn.Linear(64, 1), nn.Linear(4, 64)
+        self.second, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.head(self.norm(self.second(self.first(x).relu())).relu())
+        return result
+
+
+def run_summed(folder: str) -> None:
+    """See the first gradients after a resume, summed over three ranks, with the bits that the whole run has."""
+    found = []
+    for _ in range(2):
+        accelerator = Accelerator(cpu=True)
+        torch.manual_seed(0)
+        network: Any = Late()
+        network, optimizer = accelerator.prepare(network, torch.optim.AdamW(network.parameters(), lr=1e-2))
+        batches = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(accelerator.process_index))
+        with accelerate_manager(accelerator, CheckpointConfig(save=SaveConfig(interval=1)), base_folder=folder) as m:
+            for step in range(m.load().step, 2):
+                optimizer.zero_grad()
+                accelerator.backward(network(batches[step]).square().mean())
+                if step == 0:
+                    optimizer.step()
+                    m.save(1)
+        found.append([parameter.grad.clone() for parameter in network.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 class Counted:

@@ -65,6 +65,16 @@ class Samples(torch.utils.data.Dataset[torch.Tensor]):
         return self.values[index] + 0.1 * torch.rand(5) + 0.1 * drawn
 
 
+class Jittered:
+    """Makes batches with noise of a generator of its own."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(5)
+
+    def __call__(self, rows: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack(rows) + 0.1 * self.random.random()
+
+
 class Watch(L.Callback):
     """Notes every hook of the training, with the counters at that time."""
 
@@ -334,6 +344,8 @@ class Case:
     logs: bool = False
     keeps_workers: bool = False
     """Whether a worker that is kept reads the data of validations."""
+    draws_validation: bool = False
+    """Whether validations read data in an order, and with noise, of generators of its own."""
 
     @property
     def run(self) -> Run:
@@ -417,6 +429,10 @@ CASES = {
     "validation every second epoch, after one": Case(12, {"max_epochs": 4, "check_val_every_n_epoch": 2}),
     "validation every second epoch, without": Case(6, {"max_steps": 20, "check_val_every_n_epoch": 2}),
     "validation by a worker that is kept, at an epoch's end": Case(6, {"max_epochs": 4}, keeps_workers=True),
+    "validation in an order of its own": Case(
+        6, {"max_epochs": 4, "limit_val_batches": 1, "val_check_interval": 4, "check_val_every_n_epoch": None},
+        draws_validation=True,
+    ),
     "limited batches, within": Case(5, {"max_epochs": 3, "limit_train_batches": 4}),
     "limited batches, at an epoch's end": Case(4, {"max_steps": 11, "limit_train_batches": 4}),
     "a limited share of the batches": Case(3, {"max_epochs": 3, "limit_train_batches": 0.5}),
@@ -509,6 +525,9 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
     if case.keeps_workers:  # what they draw is their own
         still: Any = [*Samples(4, "validate").values]
         validated = DataLoader(still, batch_size=2, num_workers=1, persistent_workers=True)
+    if case.draws_validation:
+        drawn = {"shuffle": True, "generator": torch.Generator().manual_seed(4)}
+        validated = DataLoader(Samples(4, "read"), batch_size=2, collate_fn=Jittered(), **drawn)
     trainer.fit(module, data, validated)
     rank = os.environ.get("RANK", 0)
     (path / f"events-{rank}.txt").write_text("\n".join(map(json.dumps, EVENTS)))

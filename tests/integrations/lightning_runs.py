@@ -9,16 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import lightning as L
+import pytest
 import torch
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
+from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
 from tests.integrations.phases import die_at
 from titan_ckpt import CheckpointConfig, SaveConfig
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning import attach, fabric_manager
 
 
@@ -199,6 +203,20 @@ def run_two_optimizers(folder: str, interval: int, killed_at: int | None) -> Non
     steps = [int(path.name.removeprefix("step-")) for path in Path(folder, "checkpoints").glob("step-*")]
     assert max(steps) == 24, "twelve steps of each epoch: none of the two optimizers steps in the last batch"
     write(Path(folder), module.network, [module.num_batches, trainer.global_step], data.num_read)
+
+
+def run_compressed(folder: str) -> None:
+    """See PowerSGD refused, which keeps the errors of its compression, in the Trainer and in Fabric."""
+    state = powerSGD_hook.PowerSGDState(None)
+    strategy = DDPStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook.powerSGD_hook)
+    with pytest.raises(ConfigError, match=r"DDP's communication hook .*powerSGD_hook"):
+        attached(folder, 1, max_epochs=1, strategy=strategy).fit(Regression(), shuffled(Samples(4)))
+    fabric = L.Fabric(accelerator="cpu", devices=1, strategy="ddp")
+    fabric.launch()
+    network: Any = fabric.setup_module(model())
+    network._forward_module.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    with pytest.raises(ConfigError, match=r"DDP's communication hook .*powerSGD_hook"):
+        fabric_manager(fabric, CheckpointConfig(), model=network, base_folder=folder)
 
 
 def attached(folder: str, saves: int | CheckpointConfig, **settings: Any) -> L.Trainer:

@@ -182,8 +182,27 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "a shuffled stream, workers": lambda: DataLoader(shuffled(), 2, num_workers=2),
     "a shuffled stream, a worker that is kept": lambda: DataLoader(shuffled(), 2, **KEPT),
     "a stream, workers": lambda: DataLoader(numbers(), 1, num_workers=2),
+    "a generator of the collator": lambda: DataLoader(Numbers(), 2, shuffle=True, collate_fn=Jittered()),
+    "a generator of the collator of a stream that draws its order": lambda: DataLoader(
+        Turning(), 2, collate_fn=partial(jittered, random.Random(5))
+    ),
+    "a generator of the collator of a shuffled stream": lambda: DataLoader(shuffled(), 2, collate_fn=Jittered()),
     "a shuffled stream that is mapped": lambda: DataLoader(shuffled().map(noisy), 2),
 }
+
+
+class Jittered:
+    """Makes batches with noise of a generator of its own."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(5)
+
+    def __call__(self, rows: list[Any]) -> list[float]:
+        return jittered(self.random, rows)
+
+
+def jittered(draw: random.Random, rows: list[Any]) -> list[float]:
+    return [(row["a"] if isinstance(row, dict) else row) + draw.random() for row in rows]
 
 
 class Estimated(BatchSampler):

@@ -68,10 +68,20 @@ def test_each_setting_goes_on_bit_for_bit(name: str, ranks: int, interval: int, 
     assert_same(tmp_path, ranks)
 
 
-@pytest.mark.parametrize("function", ["run_refused", "run_beside"])
-def test_what_a_function_of_accelerate_runs_sees_itself(function: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("function", "ranks"),
+    [
+        ("run_refused", 1),
+        ("run_beside", 1),
+        ("run_evaluated", 1),
+        ("run_unheld", 1),
+        ("run_compressed", 2),
+        ("run_summed", 3),
+    ],
+)
+def test_what_a_function_of_accelerate_runs_sees_itself(function: str, ranks: int, tmp_path: Path) -> None:
     """Settings are refused by name; what is registered goes on, and so does a loader that evaluates."""
-    assert play(MODULE, [Phase(function, str(tmp_path), 1)]) == [[0]]
+    assert play(MODULE, [Phase(function, str(tmp_path), ranks)]) == [[0] * ranks]
 
 
 def test_every_setting_of_the_installed_accelerate_has_a_run_or_a_reason() -> None:

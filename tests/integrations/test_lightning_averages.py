@@ -38,6 +38,14 @@ class Trained(L.LightningModule):
         return torch.optim.AdamW(self.parameters(), lr=1e-2)
 
 
+class Normalized(Trained):
+    """A network for which StochasticWeightAveraging adds an epoch, if the epochs are limited."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        super().__init__(fails_at)
+        self.network = torch.nn.Sequential(self.network, torch.nn.BatchNorm1d(1))
+
+
 class ByEpochs(WeightAveraging):
     """Averages after every step and once more when an epoch has ended."""
 
@@ -46,11 +54,16 @@ class ByEpochs(WeightAveraging):
 
 
 def fit(
-    folder: Path, config: CheckpointConfig | int, callback: Any = WeightAveraging, seed: int = 0, **settings: Any
+    folder: Path,
+    config: CheckpointConfig | int,
+    callback: Any = WeightAveraging,
+    seed: int = 0,
+    kind: type[Trained] = Trained,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train in a folder, six steps an epoch, and return the weights of the module when fit() has ended."""
     L.seed_everything(seed, verbose=False)
-    module = Trained(settings.pop("fails_at", None))
+    module = kind(settings.pop("fails_at", None))
     trainer = attached(str(folder), config, callbacks=[callback()], num_sanity_val_steps=0, **settings)
     validated = DataLoader(Samples(2), batch_size=2)
     trainer.fit(module, DataLoader(Samples(12), batch_size=2, shuffle=True), validated)
@@ -95,6 +108,14 @@ def test_the_last_export_is_what_the_module_holds_when_fit_has_ended(
     assert is_same(loaded(export), ended)
     longer = {name: 2 * value for name, value in limit.items()}
     assert is_same(fit(tmp_path, EXPORTED, kind, **longer), fit(tmp_path / "whole", EXPORTED, kind, **longer))
+
+
+def test_a_done_run_of_a_normalized_network_ends_with_the_average_again(tmp_path: Path) -> None:
+    """A limit of steps leaves the epoch out in which the average would be trained on."""
+    runs = [
+        fit(tmp_path, 100, partial(StochasticWeightAveraging, 1e-3, 1), kind=Normalized, max_steps=10) for _ in "12"
+    ]
+    assert is_same(*runs)
 
 
 def test_a_last_step_of_weights_alone_is_the_average(tmp_path: Path) -> None:

@@ -18,12 +18,16 @@ import pytest
 import torch
 import torchmetrics
 from lightning.pytorch import callbacks as of_lightning
-from lightning.pytorch.strategies import Strategy
+from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from tests.integrations.lightning_runs import Samples, model
+from tests.integrations.phases import Phase, play
 from titan_ckpt import CheckpointConfig, SaveConfig
+from titan_ckpt.components.known.exchanges import exchange_faults
+from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, SaveError, StateEncodingError
 from titan_ckpt.integrations.lightning import attach, fabric_manager
 from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults, frozen_faults, plugin_faults
@@ -143,6 +147,16 @@ class Holding(L.Callback):
         self.module = module
 
 
+def numbering() -> Any:
+    seen = 0
+
+    def count(*_: Any) -> None:
+        nonlocal seen
+        seen += 1
+
+    return count
+
+
 NAME = f"{__name__}.Counting"
 
 
@@ -153,6 +167,8 @@ NAME = f"{__name__}.Counting"
         (Early(), "Early: its on_fit_start is called before its state is loaded"),
         (Patient("loss"), r"Patient: its code sets self\.seen"),
         (Holding(torch.nn.Linear(1, 1)), r"Holding: self\.module is a Linear"),
+        (of_lightning.LambdaCallback(on_train_batch_end=numbering()), r"count: its code sets seen, which is outside"),
+        (of_lightning.WeightAveraging(avg_fn=numbering()), r"WeightAveraging .*count: its code sets seen"),
     ],
 )
 def test_a_callback_of_the_users_own_whose_state_would_be_lost_is_refused(
@@ -249,6 +265,43 @@ def test_what_ddp_does_not_average_is_not_unfrozen(is_frozen: bool) -> None:
     trainer = SimpleNamespace(model=wrapped, callbacks=[of_lightning.BackboneFinetuning(), Holding()])
     faults = [*frozen_faults(trainer, module)]
     assert ["BackboneFinetuning: DDP averages no gradients" in fault for fault in faults] == [True] * is_frozen
+
+
+@pytest.mark.parametrize(
+    ("hook", "state", "is_refused"),
+    [
+        (default_hooks.bf16_compress_hook, None, False),
+        (default_hooks.fp16_compress_wrapper(default_hooks.allreduce_hook), None, False),
+        (default_hooks.allreduce_hook, numbering(), True),
+        (powerSGD_hook.powerSGD_hook, None, True),
+        (default_hooks.fp16_compress_wrapper(powerSGD_hook.powerSGD_hook), None, True),
+        (numbering(), None, True),
+    ],
+)
+def test_a_hook_of_ddp_that_may_keep_more_than_gradients_is_refused(hook: Any, state: Any, is_refused: bool) -> None:
+    """PowerSGD's errors and the step counts of others are in no step."""
+    wrapped = object.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(wrapped)
+    wrapped._comm_hooks, wrapped.static_graph = [(hook, state)], False
+    lines = [*exchange_faults([torch.nn.Sequential(wrapped)], ())]
+    assert ["DDP's communication hook" in line for line in lines] == [True] * is_refused
+    assert [*exchange_faults([wrapped], (class_name(hook),))] == []
+
+
+def test_lightning_and_fabric_look_at_the_hooks_of_ddp(tmp_path: Path) -> None:
+    assert play("tests.integrations.lightning_runs", [Phase("run_compressed", str(tmp_path), 1)]) == [[0]]
+
+
+@pytest.mark.parametrize("kind", ["BackboneFinetuning", "EMAWeightAveraging", "StochasticWeightAveraging"])
+def test_a_callback_that_copies_or_freezes_weights_is_refused_beside_shards(tmp_path: Path, kind: str) -> None:
+    """Lightning ends with an error from deep inside, or averages nothing."""
+    settings = (1e-3,) if kind.startswith("Stochastic") else ()
+    trainer = L.Trainer(
+        accelerator="cpu", strategy=ModelParallelStrategy(1, 1), callbacks=[getattr(of_lightning, kind)(*settings)],
+        default_root_dir=tmp_path, enable_checkpointing=False, logger=False,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=f"{kind}: ModelParallelStrategy replaces the parameters"):
+        attach(trainer, CheckpointConfig())
 
 
 @pytest.mark.parametrize("package", ["lightning.pytorch", "pytorch_lightning"])

@@ -17,6 +17,7 @@ from datasets import interleave_datasets
 from requests import Session
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from transformers import DataCollatorForLanguageModeling
 
 from tests import world
 from tests.integrations.loader_cases import (
@@ -175,6 +176,7 @@ class Unknown(IterableDataset[int]):
         ),
         (lambda: DataLoader(Stream(), num_workers=1), "Stream is read by 1 worker processes"),
         (lambda: [1, 2], "list is no DataLoader"),
+        (lambda: DataLoader(Plain(2), collate_fn=DataCollatorForLanguageModeling(None, mlm=False, seed=1)), "its seed"),
     ],
 )
 def test_data_without_a_position_is_refused(loader: Callable[[], Any], fault: str) -> None:
@@ -228,6 +230,16 @@ def read_once() -> Any:
     return Streamed.from_generator(lambda: ({"a": number} for number in numbers))
 
 
+class Numbering:
+    """Numbers the batches that it makes."""
+
+    number = 0
+
+    def __call__(self, rows: list[int]) -> tuple[int, list[int]]:
+        self.number += 1
+        return self.number, rows
+
+
 COUNT = count()
 
 
@@ -258,6 +270,10 @@ _AGAIN = "it reads examples once more after a resume"
         (lambda: DataLoader(Streamed.from_generator(noisy_generator, gen_kwargs={"shards": [1, 2]})), _AGAIN),
         (lambda: DataLoader(read_once(), 2), r"list_iterator: a function of the stream reads from it"),
         (lambda: DataLoader(numbers().map(joined), 2), "count: a function of the stream reads from it"),
+        (
+            lambda: DataLoader(Plain(9), 2, collate_fn=Numbering()),
+            r"collate_fn .*Numbering: its code sets self\.number",
+        ),
         (lambda: DataLoader(counted(), 2), "function of a stream .*counted.*it draws from draw, a Random"),
     ],
 )

@@ -75,6 +75,8 @@ class Mark:
     trained: tuple[list[torch.Tensor], list[int], list[int], list[int]]
     """The optimizers' parameters; their version counters; the addresses of their values, or the counters of their
     shards; the version counters of the optimizers' state."""
+    groups: list[tuple[Any, list[tuple[dict[str, Any], dict[str, Any]]]]]
+    """The optimizers, each with its groups and what these held: a hook may add groups, or set a rate, before a step."""
     attributes: dict[str, tuple[Any, ...]]
     """Plain attributes of modules with state-dict code of their own, to show whether that code would return more."""
     unused: Unused
@@ -146,7 +148,34 @@ def take_mark(run_state: RunState, step: int, unused: Unused) -> Mark:
             marked.tensors[name] = value.clone()
         else:
             large[name] = value, value._version  # noqa: SLF001 - torch has no other name for it
-    return Mark(step, marked, large, _trained(run_state), plain_attributes(run_state.model.parts), unused)
+    optimizers = [innermost(optimizer) for optimizer in run_state.optimizers]
+    groups = [(o, [(group, {k: _copied(v) for k, v in group.items()}) for group in o.param_groups]) for o in optimizers]
+    attributes = plain_attributes(run_state.model.parts)
+    return Mark(step, marked, large, _trained(run_state), groups, attributes, unused)
+
+
+def _copied(value: Any) -> Any:
+    """Return a setting of a group as it is now; its list of parameters stays the group's own."""
+    return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def _groups_as_marked(mark: Mark) -> Iterator[None]:
+    """Give the optimizers the groups that they had, with what these held."""
+    now = [(o, [(group, dict(group)) for group in o.param_groups]) for o, _ in mark.groups]
+    try:
+        _set_groups(mark.groups)
+        yield
+    finally:
+        _set_groups(now)
+
+
+def _set_groups(of_optimizers: list[tuple[Any, list[tuple[dict[str, Any], dict[str, Any]]]]]) -> None:
+    for optimizer, groups in of_optimizers:
+        optimizer.param_groups[:] = [group for group, _ in groups]
+        for group, held in groups:
+            group.clear()
+            group.update(held)
 
 
 def _trained(run_state: RunState) -> tuple[list[torch.Tensor], list[int], list[int], list[int]]:
@@ -191,6 +220,11 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
 
     Raises: SaveError for large state that has changed since.
     """
+    with _groups_as_marked(mark):
+        return _snapshot_of_mark(run_state, mark, model)
+
+
+def _snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snapshot:
     now = take_snapshot(
         run_state, mark.step, model, [item for item in run_state.items if item.is_stepped or item is run_state.extra]
     )

@@ -109,7 +109,7 @@ def function_faults(
     functions: Iterable[tuple[str, Any]],
     allow: Collection[str],
     *,
-    live: Iterable[nn.Module] = (),
+    live: Iterable[Any] = (),
     others: Collection[Any] = (),
     watch: Watch | None = None,
 ) -> Iterator[str]:
@@ -124,7 +124,8 @@ def function_faults(
         if isinstance(given, partial) and watch is not None and class_name(function) not in allow:
             what, name = f"{role} {class_name(function)}", class_name(function)
             watch.add(given, what, name, partial(_arguments_of, given), saved)
-        for generator in held_generators([given.args, given.keywords]) if isinstance(given, partial) else ():
+        around = held_generators([given.args, given.keywords]) if isinstance(given, partial) else []
+        for generator in (each for each in around if id(each) not in saved):
             reason = f"it draws from a {type(generator).__qualname__} that it is given, and no step holds that"
             yield from unless_allowed(f"{role} {class_name(function)}", class_name(function), reason, allow)
         owner = getattr(function, "__self__", function)
@@ -229,7 +230,7 @@ class Own:
         where = f" of self{path}" if path else ""
         stored = stored_by_code_of(self._kinds, (*self._builds, *self._begins))
         yield from (f"its code{where} sets {name}" for name in stored)
-        yield from (fault for function in self._functions() for fault in _drawn_by(function))
+        yield from (fault for function in self._functions() for fault in _drawn_by(function, self._saved))
         begun = self._begun() if is_begun else {}
         for name, item in self._attributes().items():
             yield from _changing_item(item, self._saved, f"{path}.{name}", depth + 1, begun.get(name))
@@ -358,10 +359,10 @@ def _filled_by(code: CodeType, *loads: str) -> Iterator[str]:
             yield from _filled_by(inner, *loads)
 
 
-def _drawn_by(function: FunctionType) -> Iterator[str]:
-    """Yield the generators around a function, which it draws from."""
+def _drawn_by(function: FunctionType, saved: Collection[int]) -> Iterator[str]:
+    """Yield the generators around a function, which it draws from, but those that are saved."""
     for name, value in used_by(function).items():
-        if is_random(value):
+        if is_random(value) and id(value) not in saved:
             yield f"it draws from {name}, a {type(value).__qualname__}"
 
 

@@ -1,4 +1,4 @@
-"""Decides whether the order in which samplers give indices continues exactly after a resume.
+"""Decides whether the order in which samplers give indices, and the making of batches, continue exactly after a resume.
 
 A resumed loader asks its samplers for their order again and leaves out what was read. So an order may depend on the
 epoch, on a torch.Generator named `generator`, on the process's random state and on the state that a sampler gives, and
@@ -11,12 +11,21 @@ from __future__ import annotations
 import pickle
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import numpy as np
 import torch
 
-from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, stored_by_code_of, unless_allowed
+from titan_ckpt.components.unsaved_state import (
+    LIBRARIES,
+    class_name,
+    function_faults,
+    package_of,
+    stored_by_code_of,
+    unless_allowed,
+)
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.rng import process_state
 
@@ -84,6 +93,19 @@ def sampler_faults(samplers: Collection[Any], allow: Collection[str]) -> Iterato
         elif not has_state(sampler) and (stored := next(stored_by_code_of(own, builds=("set_epoch",)), None)):
             reason = f"its code sets {stored}, which no step holds, so {_ADVICE}"
             yield from unless_allowed(f"sampler {name}", name, reason, allow)
+
+
+def collator_faults(collator: Any, allow: Collection[str], held: Collection[Any]) -> Iterator[str]:
+    """Yield one line if the function that makes batches keeps what no step holds.
+
+    `held`: the generators that steps hold. A method is judged with its object, where that is looked at.
+    """
+    function = collator.func if isinstance(collator, partial) else collator
+    if function is None or isinstance(function, MethodType):
+        return
+    yield from function_faults([("collate_fn", collator)], allow, live=held)
+    if package_of(type(function)) in LIBRARIES and getattr(function, "seed", None) is not None:
+        yield "collate_fn: its seed gives it random numbers of its own, which no step holds: leave the seed out"
 
 
 _END = object()

@@ -26,7 +26,7 @@ from titan_ckpt.components.known.loaders import is_of_torchdata, samplers_of, st
 from titan_ckpt.components.known.streams import begin_once, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.integrations.data_order import OrderWatch, has_state, sampler_faults
+from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
 from titan_ckpt.rng import RandomState, get_random, held_generators, set_random
 
 _log = logging.getLogger(__name__)
@@ -46,6 +46,9 @@ class PositionedLoader:
     Each `for batch in loader` is one epoch, or after a load the rest of one; samplers are told its number. Another
     number of ranks continues at the same sample if a DistributedSampler divides the data.
     """
+
+    judges_collator = True
+    """Whether nobody else looks at the function that makes batches."""
 
     def __init__(
         self, loader: Any, inner: Any = None, data_rank: DataRank | None = None, allow: Collection[str] = ()
@@ -186,6 +189,8 @@ class PositionedLoader:
             batches = iter(self.inner)
             for _ in islice(batches, self.num_batches):
                 pass
+            if resumed and within:
+                self._set_of_data(resumed)
             if resumed and now and (within or resumed["is_kept"]):
                 self._set_random(now)
             yield from batches
@@ -206,6 +211,7 @@ class PositionedLoader:
             self._set_random(resumed["now"])
             if next(batches, _END) is not _END:  # else that was the end of the epoch before
                 source.load_state_dict(resumed["source"])
+                self._set_of_data(resumed)
                 self._set_random(resumed["now"])
             batches = iter(self.inner)
         begin_once(self.inner)
@@ -286,8 +292,7 @@ class PositionedLoader:
         self._resumed = state_dict
         self._goes_on = state_dict["batches"] == length_of(self.loader)  # else it would be the end
         self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
-        for generator, state in zip(self._of_data, state_dict["of_data"], strict=True):
-            set_random(generator, state)
+        self._set_of_data(state_dict)
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Continue at the position of a different number of ranks, if it is one of whole batches.
@@ -382,6 +387,8 @@ class PositionedLoader:
     def _order_faults(self) -> Iterator[str]:
         data = getattr(self.inner, "dataset", None)
         yield from stream_faults(data, self._allow, is_read_again=self.is_read_again)
+        if self.judges_collator:
+            yield from collator_faults(getattr(self.inner, "collate_fn", None), self._allow, self._of_data)
         if self._gives_state:
             yield from stateful_faults(self.inner, self._allow)
         else:
@@ -411,9 +418,14 @@ class PositionedLoader:
             )
         return None
 
+    def _set_of_data(self, state_dict: dict[str, Any]) -> None:
+        """Set the generators that the data draws from."""
+        for generator, state in zip(self._of_data, state_dict["of_data"], strict=True):
+            set_random(generator, state)
+
     def _look_for_generators(self) -> list[Any]:
         """Return the generators that the data draws from, which a step holds."""
-        return held_generators(self._stream)
+        return held_generators([self._stream, getattr(self.inner, "collate_fn", None)])
 
     def _facts(self) -> dict[str, Any]:
         samplers = samplers_of(self.inner)
@@ -455,6 +467,24 @@ class PositionedLoader:
         owners = [self.inner, *samplers_of(self.inner)]
         found = [getattr(o, "generator", None) for o in owners if not hasattr(o, "initial_seed")]
         return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+
+
+def generators_of(loader: Any) -> list[Any]:
+    """Return the generators that decide the order of a DataLoader, and those that its data draws from."""
+    found = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
+    found = [generator for generator in found if isinstance(generator, torch.Generator)]
+    found += held_generators([getattr(loader, name, None) for name in ("dataset", "collate_fn")])
+    return [*{id(generator): generator for generator in found}.values()]
+
+
+def seed_workers_apart(loader: Any) -> None:
+    """Let workers that are kept get their seed from a generator that nothing else draws from.
+
+    They get one in a process, so a run that is resumed would draw once more.
+    """
+    if getattr(loader, "persistent_workers", False):
+        own, given = torch.Generator(), loader.generator
+        loader.generator = own if given is None else own.manual_seed(given.initial_seed())
 
 
 def _divides(sampler: Any) -> bool:

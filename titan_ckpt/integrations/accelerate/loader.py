@@ -8,7 +8,7 @@ Source: accelerate 1.15, data_loader.py DataLoaderShard.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
@@ -124,6 +124,21 @@ class Positioned(Iterated):
     def set_epoch(self, epoch: int) -> None:
         self.titan_ckpt.check_epoch(epoch)
         super().set_epoch(epoch)  # type: ignore[misc]  # DataLoaderShard, which `extend` puts behind, has it
+
+
+class Beside:
+    """The methods of a prepared loader beside the training's, which say whether it is being read."""
+
+    titan_ckpt_num_read = 0
+    """How many iterations over it are open."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.titan_ckpt_num_read += 1
+        try:
+            yield from super().__iter__()  # type: ignore[misc]  # the class that `extend` puts behind has it
+        finally:
+            self.titan_ckpt_num_read -= 1
+            self.end()  # type: ignore[attr-defined]  # or accumulate() takes one that a break left for the training's
 
 
 def _sharding(inner: Any) -> BatchSamplerShard | None:

@@ -5,21 +5,24 @@ Source: accelerate 1.15, accelerator.py `prepare` and `accumulate`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from accelerate import Accelerator
+from torch.optim import Optimizer
 
-from titan_ckpt.components.known.loaders import samplers_of
+from titan_ckpt.components.exchange_order import ExchangeOrder
+from titan_ckpt.components.known.exchanges import exchange_faults, wrappers_of
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError, listed
 from titan_ckpt.integrations.accelerate.known import accelerator_faults
-from titan_ckpt.integrations.accelerate.loader import LoopLoader, Positioned
-from titan_ckpt.integrations.loop import iterate_over
+from titan_ckpt.integrations.accelerate.loader import Beside, LoopLoader, Positioned
+from titan_ckpt.integrations.loader_position import generators_of, seed_workers_apart
+from titan_ckpt.integrations.loop import extend, iterate_over
 from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.rng import get_random, set_random
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -43,13 +46,23 @@ def accelerate_manager(
     """
     prepared: Any = accelerator
     loaders = prepared._dataloaders  # noqa: SLF001 - accelerate has no public names for what it has prepared
-    if problems := [*accelerator_faults(accelerator), *_not_prepared(prepared, dataloader)]:
+    wrapped = wrappers_of(prepared._models)  # noqa: SLF001 - as above
+    if problems := [
+        *accelerator_faults(accelerator),
+        *exchange_faults(wrapped, config.allow),
+        *_not_prepared(prepared, dataloader),
+        *(_unsaved(prepared, states or {}, config.left_out()) if config.save is not None else ()),
+    ]:
         raise ConfigError(problems)
     read = dataloader if dataloader is not None else next(iter(loaders), None)
     position = None
     if read is not None:
         iterate_over(read, position := LoopLoader(read, config.allow), Positioned)
     others = [loader for loader in loaders if loader is not read]
+    for other in others:
+        if not isinstance(other, Beside):  # else an earlier manager in this process has changed it
+            extend(other, Beside)
+        seed_workers_apart(other.base_dataloader)
     own = prepared._custom_objects  # noqa: SLF001
     if taken := sorted({"accelerator", "scaler"} & {*(states or {})}):
         raise ConfigError([f"states: {', '.join(taken)}: the name of accelerate's own state; choose another"])
@@ -61,7 +74,7 @@ def accelerate_manager(
         lr_schedulers=prepared._schedulers,  # noqa: SLF001
         dataloader=position,
         states={
-            "accelerator": _Progress(accelerator, others),
+            "accelerator": _Progress(accelerator, others, ExchangeOrder(wrapped)),
             **({} if accelerator.scaler is None else {"scaler": accelerator.scaler}),
             **dict(zip(names, own, strict=True)),
             **(states or {}),
@@ -89,16 +102,51 @@ def _not_prepared(prepared: Any, dataloader: Any) -> Iterator[str]:
         )
 
 
+def _unsaved(prepared: Any, states: Mapping[str, Stateful], left_out: Collection[str]) -> Iterator[str]:
+    """Yield why the optimizer, or a schedule of one, would be in no step."""
+    given = [*prepared._custom_objects, *states.values()]  # noqa: SLF001 - as above
+    own = [optimizer.optimizer for optimizer in prepared._optimizers]  # noqa: SLF001 - as above
+    if "optimizer" not in left_out and not own and not any(isinstance(value, Optimizer) for value in given):
+        yield (
+            "accelerator: no optimizer is prepared, so no step would hold its state: pass it through "
+            'accelerator.prepare; a training without one has checkpoint.components without "optimizer"'
+        )
+    known = [*prepared._schedulers, *given]  # noqa: SLF001 - as above
+    known += [held for value in known for held in getattr(value, "__dict__", {}).values()]
+    followed = {id(getattr(value, "optimizer", None)) for value in known}
+    for optimizer in own if "lr_scheduler" not in left_out else ():
+        if hasattr(optimizer.step, "_wrapped_by_lr_sched") and id(optimizer) not in followed:  # torch's mark
+            yield (
+                f"accelerator: a schedule of {class_name(optimizer)} is not prepared, so no step would hold it: pass "
+                "it through accelerator.prepare, or give it to accelerator.register_for_checkpointing"
+            )
+
+
 class _Progress:
     """The numbers of the Accelerator: its batches since the last step, and the orders of loaders beside the data."""
 
-    def __init__(self, accelerator: Accelerator, others: list[Any]) -> None:
-        self._accelerator, self._others = accelerator, others
+    def __init__(self, accelerator: Accelerator, others: list[Any], exchanges: ExchangeOrder) -> None:
+        self._accelerator, self._others, self._exchanges = accelerator, others, exchanges
+        self._known = _everything(accelerator)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return them."""
-        orders = [(other.iteration, [g.get_state() for g in _generators(other)]) for other in self._others]
-        return {"step": self._accelerator.step, "orders": orders}
+        """Return them. Raises: SaveError for what the steps of the manager cannot hold."""
+        known = {id(value) for value in self._known}
+        if late := [class_name(value) for value in _everything(self._accelerator) if id(value) not in known]:
+            raise SaveError(
+                f"accelerator: {listed(late)}: prepared or registered after accelerate_manager, so no step holds it: "
+                "call accelerate_manager when everything is prepared"
+            )
+        if read := [f"prepared loader {i}" for i, other in enumerate(self._others) if other.titan_ckpt_num_read]:
+            raise SaveError(
+                f"accelerator: {listed(read)} beside the training's: it is being read, and a step holds the position "
+                "in one loader: let one read all data of the training, such as torch's StackDataset, and leave no "
+                "iterator of another open while a step is saved"
+            )
+        orders = [
+            (other.iteration, [get_random(g) for g in generators_of(other.base_dataloader)]) for other in self._others
+        ]
+        return {"step": self._accelerator.step, "orders": orders, "exchanges": self._exchanges.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set them."""
@@ -110,13 +158,18 @@ class _Progress:
                 'checkpoint.resume.exclude = ["states"]'
             )
         self._accelerator.step = state_dict["step"]
+        self._exchanges.load_state_dict(state_dict.get("exchanges", []))
         for other, (iteration, states) in zip(self._others, orders, strict=True):
             other.iteration = iteration
             for generator, state in zip(_generators(other), states, strict=False):  # some are made when they are used
-                generator.set_state(state)
+                set_random(generator, state)
 
 
-def _generators(loader: Any) -> list[torch.Generator]:
-    inner = loader.base_dataloader
-    found = [getattr(owner, "generator", None) for owner in (inner, *samplers_of(inner))]
-    return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+def _everything(accelerator: Any) -> list[Any]:
+    """Return what is prepared and registered."""
+    kinds = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
+    return [value for kind in kinds for value in getattr(accelerator, kind)]
+
+
+def _generators(loader: Any) -> list[Any]:
+    return generators_of(loader.base_dataloader)

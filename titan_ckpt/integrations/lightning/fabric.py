@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from titan_ckpt.components.known.exchanges import exchange_faults
 from titan_ckpt.components.unsaved_state import faults
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
@@ -58,7 +59,12 @@ def fabric_manager(
         ]
         if not hasattr(given, attribute)
     ]
-    if problems := [*not_set_up, *plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow), *judged()]:
+    if problems := [
+        *not_set_up,
+        *plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow),
+        *exchange_faults([wrapper], config.allow),
+        *judged(),
+    ]:
         raise ConfigError(problems)
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if scaler is not None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, faults, unless_allowed
+from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, faults, function_faults, is_own, unless_allowed
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.integrations.lightning.averages import is_callback
 
@@ -99,6 +100,7 @@ _BUILDS = (
     "val_dataloader",
 )  # fmt: skip
 _FINETUNING = "finetuning.BaseFinetuning"
+_AVERAGES = ("weight_averaging.WeightAveraging", "stochastic_weight_avg.StochasticWeightAveraging")
 _BEGINS = ("on_fit_start", "on_train_start")
 """Hooks that every start calls: before its load or after its last step, and after its load."""
 
@@ -135,6 +137,8 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
     own = [c for c in trainer.callbacks if not (_is_of_library(type(c)) or _listed(type(c)) or _is_here(c))]
     judged = partial(faults, allow=allow, live=live, builds=_BUILDS, begins=_BEGINS, watch=watch)
     yield from judged([("callback", callback) for callback in own], KNOWN, gives_state=gives_state)
+    given = [each for c in trainer.callbacks if _is_of_library(type(c)) for each in _functions_of(c)]
+    yield from function_faults(given, allow, live=live, others=trainer.callbacks, watch=watch or Watch())
     for role, value, hook in (
         ("module", module, "on_save_checkpoint"),
         ("data module", trainer.datamodule, "state_dict"),
@@ -146,6 +150,26 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
         if gives_state(callback) and not _is_of_library(_home(callback, "on_fit_start")):
             reason = "its on_fit_start is called before its state is loaded: name the method on_train_start"
             yield from unless_allowed(f"callback {class_name(callback)}", class_name(callback), reason, allow)
+
+
+def _functions_of(callback: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the functions of the user's that a callback of Lightning's was given, as LambdaCallback is."""
+    for value in vars(callback).values():
+        for each in value.values() if isinstance(value, dict) else [value]:
+            function = each.func if isinstance(each, partial) else each
+            if isinstance(function, (FunctionType, MethodType)) and is_own(getattr(function, "__self__", function)):
+                yield f"function of callback {class_name(callback)}", each
+
+
+def sharded_faults(strategy: Any, callbacks: Iterable[Any]) -> Iterator[str]:
+    """Yield why a callback does not work with weights that are sharded."""
+    is_sharded = any(kind.__name__ == "ModelParallelStrategy" for kind in type(strategy).__mro__)
+    for callback in callbacks if is_sharded else ():
+        if any(is_callback(callback, name) for name in (_FINETUNING, *_AVERAGES)):
+            yield (
+                f"callback {class_name(callback)}: ModelParallelStrategy replaces the parameters that it has copied or "
+                "frozen by shards, after its setup: leave it out, or use DDPStrategy or one device"
+            )
 
 
 def frozen_faults(trainer: Any, module: nn.Module) -> Iterator[str]:

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
+from titan_ckpt.components.exchange_order import ExchangeOrder
 from titan_ckpt.components.gradients import is_used
 from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import unless_allowed
@@ -29,6 +31,8 @@ from titan_ckpt.integrations.lightning.averages import (
 )
 from titan_ckpt.integrations.lightning.known import gives_state, overrides
 from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
+from titan_ckpt.integrations.loader_position import generators_of, seed_workers_apart
+from titan_ckpt.rng import get_random, set_random
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +45,11 @@ class Progress:
         self._accumulated: dict[str, torch.Tensor] = {}
         self.holds_gradients = not trainer.lightning_module.automatic_optimization
         """The manager refuses to save gradients that no step has used, unless a state has them."""
+        wrapped = [trainer.model] if isinstance(trainer.model, DistributedDataParallel) else []
+        self._exchanges = ExchangeOrder(wrapped)
         self._loaded: dict[str, Any] | None = None
+        self._drawn: list[Any] = []
+        """The states of the generators of loaders that validate, until these are built."""
         modes = ((name, part, "training") for name, part in trainer.lightning_module.named_modules())
         self._switches = Switches([*switches_of(trainer.lightning_module), *modes])
 
@@ -62,6 +70,8 @@ class Progress:
             "gradients": self._gradients(),
             "should_stop": trainer.should_stop,
             "switches": self._switches.changed(),
+            "exchanges": self._exchanges.state_dict(),
+            "validated": self._drawn or [[*map(get_random, generators_of(each))] for each in self._validated()],
         }
         offered = self._checkpoint(state)
         checkpoint = dict(offered)
@@ -81,6 +91,8 @@ class Progress:
         self._accumulated = state_dict["gradients"]
         self._loaded = state_dict | {"callbacks": deepcopy(state_dict["callbacks"])}
         trainer.should_stop = state_dict["should_stop"]
+        self._drawn = state_dict.get("validated", [])
+        self._exchanges.load_state_dict(state_dict.get("exchanges", []))
         self._load_callbacks(state_dict)
         self._tell_module(state_dict)
         if trainer.datamodule is not None:
@@ -147,6 +159,20 @@ class Progress:
         for name, grad in self._accumulated.items():
             parameters[name].grad = _like(parameters[name], grad)
         self._accumulated = {}
+
+    def set_up_validation(self) -> None:
+        """Let the loaders that validate go on in their order."""
+        if loaders := self._validated():
+            for loader in loaders:
+                seed_workers_apart(loader)
+            for loader, states in zip(loaders, self._drawn, strict=False):
+                for generator, state in zip(generators_of(loader), states, strict=False):
+                    set_random(generator, state)
+            self._drawn = []
+
+    def _validated(self) -> list[Any]:
+        loaders = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader  # noqa: SLF001 - Lightning has no public name for it
+        return [] if loaders is None else loaders.flattened
 
     def go_on(self) -> None:
         """Set what callbacks set at the start of the epoch."""

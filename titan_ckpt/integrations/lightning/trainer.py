@@ -12,12 +12,17 @@ import importlib
 from functools import partial
 from typing import Any
 
-import torch
-
+from titan_ckpt.components.known.exchanges import exchange_faults
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.lightning.averages import averaging, load_average, stochastic
-from titan_ckpt.integrations.lightning.known import callback_faults, frozen_faults, own_faults, plugin_faults
+from titan_ckpt.integrations.lightning.known import (
+    callback_faults,
+    frozen_faults,
+    own_faults,
+    plugin_faults,
+    sharded_faults,
+)
 from titan_ckpt.integrations.lightning.progress import Progress
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.integrations.loop import LoopCheckpoint
@@ -40,6 +45,7 @@ def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
     faults = [
         *plugin_faults(trainer.strategy, trainer.precision_plugin, config.allow),
         *callback_faults(trainer.callbacks, config.allow),
+        *sharded_faults(trainer.strategy, trainer.callbacks),
     ]
     if any(isinstance(callback, TitanCheckpoint) for callback in trainer.callbacks):
         faults.append("this trainer is attached already: give the first call all settings")
@@ -74,7 +80,9 @@ class TitanCheckpoint(LoopCheckpoint):
 
         Raises: ConfigError for a callback that `attach` would have refused.
         """
-        if stage == "fit" and (faults := [*callback_faults(trainer.callbacks, self._config.allow)]):
+        faults = [*callback_faults(trainer.callbacks, self._config.allow)]
+        faults += sharded_faults(trainer.strategy, trainer.callbacks)
+        if stage == "fit" and faults:
             raise ConfigError(faults)
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
@@ -86,6 +94,7 @@ class TitanCheckpoint(LoopCheckpoint):
         self._is_last, self._put_aside = False, frozenset()
         faults = [*own_faults(trainer, pl_module, self._config.allow)]
         faults += frozen_faults(trainer, pl_module)
+        faults += exchange_faults([trainer.model], self._config.allow)
         if trainer._checkpoint_connector._loaded_checkpoint:  # noqa: SLF001 - Lightning has no public name for it
             faults.append(
                 f"ckpt_path: Lightning would put the state of {trainer.ckpt_path} over that of the step: leave it out, "
@@ -108,7 +117,7 @@ class TitanCheckpoint(LoopCheckpoint):
             (fit, "on_run_start", self._run_started, _never),
             (fit, "on_advance_start", _nothing, self._may_change),
             (fit, "on_run_end", self._run_ended, self._may_change),
-            (fit.epoch_loop.val_loop, "setup_data", self._validation_set_up, _never),
+            (fit.epoch_loop.val_loop, "setup_data", self._progress.set_up_validation, _never),
             *((callback, "_swap_models", partial(self._swapped, callback), self._may_change) for callback in averages),
         ):
             _extend(value, name, then, unless)
@@ -121,7 +130,8 @@ class TitanCheckpoint(LoopCheckpoint):
                     callback.on_train_epoch_end(trainer, pl_module)
                 callback.on_train_end(trainer, pl_module)
             for callback in stochastic(trainer.callbacks):
-                if not callback._model_contains_batch_norm:  # noqa: SLF001 - else the last step is that of the average
+                # else the last epoch, which has no limit of steps, has put the average into the module
+                if not callback._model_contains_batch_norm or callback._max_epochs == -1:  # noqa: SLF001 - as above
                     callback.on_train_end(trainer, pl_module)
         self._loaded(trainer.optimizers, is_done=is_done)
 
@@ -161,13 +171,6 @@ class TitanCheckpoint(LoopCheckpoint):
 
     def _swapped(self, callback: Any) -> None:
         self._put_aside ^= {callback}
-
-    def _validation_set_up(self) -> None:
-        loaders = self._trainer.fit_loop.epoch_loop.val_loop._combined_loader  # noqa: SLF001 - as above
-        for loader in () if loaders is None else loaders.flattened:
-            # workers that are kept draw a seed once in a process, so a resumed run would draw once more
-            if getattr(loader, "persistent_workers", False) and loader.generator is None:
-                loader.generator = torch.Generator()
 
     def _batch_ended(self) -> None:
         loop = self._trainer.fit_loop

@@ -68,7 +68,7 @@ def test_each_setting_goes_on_bit_for_bit(name: str, ranks: int, interval: int, 
     assert_same(tmp_path, ranks)
 
 
-@pytest.mark.parametrize("function", ["run_refused", "run_beside"])
+@pytest.mark.parametrize("function", ["run_refused", "run_beside", "run_beside_stateful"])
 def test_what_a_function_of_accelerate_runs_sees_itself(function: str, tmp_path: Path) -> None:
     """Settings are refused by name; what is registered goes on, and so does a loader that evaluates."""
     assert play(MODULE, [Phase(function, str(tmp_path), 1)]) == [[0]]

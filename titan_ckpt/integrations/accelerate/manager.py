@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from titan_ckpt.components.known.loaders import samplers_of
+from titan_ckpt.components.known.loaders import begin_afresh, samplers_of
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError
@@ -50,6 +50,8 @@ def accelerate_manager(
     if read is not None:
         iterate_over(read, position := LoopLoader(read, config.allow), Positioned)
     others = [loader for loader in loaders if loader is not read]
+    for other in others:
+        begin_afresh(getattr(other, "base_dataloader", other))
     own = prepared._custom_objects  # noqa: SLF001
     if taken := sorted({"accelerator", "scaler"} & {*(states or {})}):
         raise ConfigError([f"states: {', '.join(taken)}: the name of accelerate's own state; choose another"])

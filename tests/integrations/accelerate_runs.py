@@ -352,12 +352,18 @@ def run_refused(folder: str) -> None:
         refused("context and sequence parallelism")
 
 
-def run_beside(folder: str) -> None:
+def run_beside_stateful(folder: str) -> None:
+    """Do the same with loaders of torchdata, of which accelerate makes an iterator when it prepares them."""
+    run_beside(folder, use_stateful_dataloader=True)
+
+
+def run_beside(folder: str, **settings: Any) -> None:
     """Go on with what is registered, and with the order of a loader that evaluates, from the attribute of the epoch."""
     found = {}
     for part, steps in (("whole", 6), ("resumed", 3), ("resumed", 6)):
         set_seed(5)
-        accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+        loading = DataLoaderConfiguration(**settings or {"use_seedable_sampler": True})
+        accelerator = Accelerator(cpu=True, dataloader_config=loading)
         network, optimizer, scheduler = built()
         loaders = [DataLoader(Still(), 10, shuffle=True) for _ in range(2)]
         prepared: Any = accelerator.prepare(network, optimizer, scheduler, *loaders)

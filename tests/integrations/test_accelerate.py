@@ -73,6 +73,7 @@ def test_each_setting_goes_on_bit_for_bit(name: str, ranks: int, interval: int, 
     [
         ("run_refused", 1),
         ("run_beside", 1),
+        ("run_beside_stateful", 1),
         ("run_evaluated", 1),
         ("run_unheld", 1),
         ("run_compressed", 2),

@@ -95,7 +95,7 @@ EXPORTED = CheckpointConfig(save=SaveConfig(interval=100), export=(ExportConfig(
     ],
 )
 def test_the_last_export_is_what_the_module_holds_when_fit_has_ended(
-    tmp_path: Path, kind: Any, limit: dict[str, int]
+    tmp_path: Path, kind: Any, limit: dict[str, Any]
 ) -> None:
     """The average, also when a run that is done is started again; its last step goes on with the trained weights."""
     ended = fit(tmp_path, EXPORTED, kind, **limit)
@@ -106,7 +106,7 @@ def test_the_last_export_is_what_the_module_holds_when_fit_has_ended(
     shutil.rmtree(export)
     assert is_same(fit(tmp_path, EXPORTED, kind, seed=1, **limit), ended)
     assert is_same(loaded(export), ended)
-    longer = {name: 2 * value for name, value in limit.items()}
+    longer: dict[str, Any] = {name: 2 * value for name, value in limit.items()}
     assert is_same(fit(tmp_path, EXPORTED, kind, **longer), fit(tmp_path / "whole", EXPORTED, kind, **longer))
 
 

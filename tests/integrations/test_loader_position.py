@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -176,7 +176,12 @@ class Unknown(IterableDataset[int]):
         ),
         (lambda: DataLoader(Stream(), num_workers=1), "Stream is read by 1 worker processes"),
         (lambda: [1, 2], "list is no DataLoader"),
-        (lambda: DataLoader(Plain(2), collate_fn=DataCollatorForLanguageModeling(None, mlm=False, seed=1)), "its seed"),
+        (
+            lambda: DataLoader(
+                Plain(2), collate_fn=DataCollatorForLanguageModeling(cast("Any", None), mlm=False, seed=1)
+            ),
+            "its seed",
+        ),
     ],
 )
 def test_data_without_a_position_is_refused(loader: Callable[[], Any], fault: str) -> None:

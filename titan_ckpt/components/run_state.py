@@ -123,8 +123,8 @@ class RunState:
         self._dataloader = None if "dataloader" in left_out else dataloader
         self.states = {} if "states" in left_out else states or {}
         self.half_loaded = HalfLoaded()
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        """The shapes of the model's buffers before a load."""
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+        """The shapes of the model's buffers before a load, then at the last save; None if nothing was loaded."""
         self.watch = Watch()
         """Compares what objects keep in attributes: no step holds it, so it must not change."""
         self.extra = None if "model" in left_out else ExtraState(model)
@@ -202,7 +202,7 @@ class RunState:
         """
         if self.extra is not None:
             require_memory(self.model.memory())
-            self._shapes = {fqn: tuple(value.shape) for fqn, value in self.model.buffers().items()}
+            self._shapes = self._shapes_now()
         with generators_kept():
             _refuse([fault for item in self.items for fault in item.faults(allow)])
 
@@ -218,26 +218,37 @@ class RunState:
 
         Raises: StateEncodingError; SaveError.
         """
-        self.watch.refuse(step)
-        self._check_shapes()
+        self.refuse_changed(step)
         for item in self.items:
             if item.is_stepped:
                 typed_json.encode(item.value({}), item.key)
 
-    def _check_shapes(self) -> None:
-        """Check that a new process can take the buffers whose shape the first step has changed."""
-        now = self.model.buffers() if self._shapes else {}
-        changed = {f: shape for f, shape in self._shapes.items() if f in now and tuple(now[f].shape) != shape}
-        if not changed:
+    def refuse_changed(self, step: int) -> None:
+        """Check before a save that a new process can take what it holds. Raises: SaveError; StateEncodingError."""
+        self.watch.refuse(step)
+        if self._shapes is None:
             return
-        known = self.model.shaped_by_loading(changed)
-        if lost := [f"{f} {list(s)} -> {list(now[f].shape)}" for f, s in changed.items() if f not in known]:
+        before, now = self._shapes, self._shapes_now()
+        if others := sorted(before.keys() ^ now.keys()):
             raise StateEncodingError(
-                f"the first step has changed the shape of {counted(len(lost), 'buffer')} of the model: "
+                f"training has added or removed {counted(len(others), 'buffer')} of the model: "
+                f"{listed(others, ', ', ' ')}. A new process builds the model as it was, so no load could fill it: "
+                "register every buffer in __init__, or call the model once before load()",
+                others[0],
+            )
+        changed = {f: shape for f, shape in before.items() if now[f] != shape}
+        known = self.model.shaped_by_loading(changed) if changed else {}
+        if lost := [f"{f} {list(s)} -> {list(now[f])}" for f, s in changed.items() if f not in known]:
+            raise StateEncodingError(
+                f"training has changed the shape of {counted(len(lost), 'buffer')} of the model: "
                 f"{listed(lost, ', ', ' ')}. A new process builds the first shape, so no load could fill it: call the "
                 "model once before load(), or resize buffers in their module's _load_from_state_dict()",
                 lost[0],
             )
+        self._shapes = now
+
+    def _shapes_now(self) -> dict[str, tuple[int, ...]]:
+        return {fqn: tuple(value.shape) for fqn, value in self.model.buffers().items()}
 
     def restored(self, exclude: Collection[str]) -> list[Item]:
         """Return the items that a load restores which leaves these components out.

@@ -22,7 +22,7 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.known.loaders import is_of_torchdata, samplers_of, stateful_faults
+from titan_ckpt.components.known.loaders import begin_afresh, is_of_torchdata, samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import begin_once, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
@@ -82,8 +82,7 @@ class PositionedLoader:
         self._is_last = False
         self._read_again = self._why_read_again()
         """Why a resume reads the epoch from its start; "" if it does not."""
-        if is_of_torchdata(self.inner):
-            self.inner.load_state_dict({})  # accelerate has made its iterator, and with it an order and a seed
+        begin_afresh(self.inner)
         self._of_data = self._look_for_generators()
         faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
         if faults:

@@ -59,6 +59,25 @@ class Seen(nn.Module):
         return out
 
 
+class Late(nn.Module):
+    """A buffer that the forward pass at a step makes, or takes away."""
+
+    def __init__(self, at: int, *, is_there: bool) -> None:
+        super().__init__()
+        self.linear, self.at = nn.Linear(4, 6), at
+        self.late: torch.Tensor | None
+        self.number: torch.Tensor
+        self.register_buffer("late", torch.zeros(3) if is_there else None)
+        self.register_buffer("number", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.number += 1
+        if self.number == self.at:
+            self.late = torch.zeros(3) if self.late is None else None
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
 def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
     world.step_on(model, optimizer, torch.randn(3, 4, generator=torch.Generator().manual_seed(number)))
 
@@ -107,6 +126,25 @@ def test_weights_alone_are_loaded_into_the_shape_that_they_have(tmp_path: Path) 
         world.load(world.manager(tmp_path / f"second{has_run}", model, initial_load=[source]))
         assert model.get_buffer("weight_fake_quant.scale").shape == (6,)
         assert model.get_buffer("weight_fake_quant.activation_post_process.min_val").abs().min() > 0
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("at", [1, 2])
+def test_a_buffer_that_training_makes_or_takes_away_is_refused_before_it_is_saved(
+    at: int, is_there: bool, tmp_path: Path
+) -> None:
+    """No run could resume such a step: a new process builds the model without the buffer, or with it."""
+    model = Late(at, is_there=is_there)
+    optimizer = world.adamw(model)
+    with world.manager(tmp_path, model, optimizer) as manager:
+        manager.load()
+        for number in range(1, at):
+            step(model, optimizer, number)
+            manager.save(number)
+        step(model, optimizer, at)
+        with pytest.raises(StateEncodingError, match=r"added or removed 1 buffer of the model: late\. .*in __init__"):
+            manager.save(at)
+    assert f"step-{at}" not in world.names_in(tmp_path / "checkpoints")
 
 
 def test_a_buffer_that_no_new_process_could_load_is_refused_before_the_first_save(tmp_path: Path) -> None:

@@ -42,6 +42,12 @@ def is_of_torchdata(loader: Any) -> bool:
     return any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
 
 
+def begin_afresh(loader: Any) -> None:
+    """Let a loader of torchdata forget the iterator that accelerate makes in prepare(), with an order and a seed."""
+    if is_of_torchdata(loader):
+        loader.load_state_dict({})
+
+
 def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew."""
     if not is_of_torchdata(loader):

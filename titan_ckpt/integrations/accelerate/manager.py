@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from titan_ckpt.components.exchange_order import ExchangeOrder
 from titan_ckpt.components.known.exchanges import exchange_faults, wrappers_of
+from titan_ckpt.components.known.loaders import begin_afresh
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError, listed
@@ -63,6 +64,7 @@ def accelerate_manager(
         if not isinstance(other, Beside):  # else an earlier manager in this process has changed it
             extend(other, Beside)
         seed_workers_apart(other.base_dataloader)
+        begin_afresh(getattr(other, "base_dataloader", other))
     own = prepared._custom_objects  # noqa: SLF001
     if taken := sorted({"accelerator", "scaler"} & {*(states or {})}):
         raise ConfigError([f"states: {', '.join(taken)}: the name of accelerate's own state; choose another"])

@@ -66,6 +66,7 @@ class Late(nn.Module):
         super().__init__()
         self.linear, self.at = nn.Linear(4, 6), at
         self.late: torch.Tensor | None
+        self.number: torch.Tensor
         self.register_buffer("late", torch.zeros(3) if is_there else None)
         self.register_buffer("number", torch.zeros(()))
 

@@ -474,6 +474,7 @@ class CheckpointManager:
         if model_only is not None:
             return take_snapshot(self._run, step, self._content.whole(model_only), [*filter(None, [self._run.extra])])
         self.watch.refuse(step)
+        self._run.check_shapes()
         unused = self._gradients.unused() if mark is None else mark.unused
         held = any(getattr(s, "holds_gradients", False) for s in self._run.states.values())
         if unused.parameters and (unused.unreduced or not held):

@@ -123,8 +123,8 @@ class RunState:
         self._dataloader = None if "dataloader" in left_out else dataloader
         self.states = {} if "states" in left_out else states or {}
         self.half_loaded = HalfLoaded()
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        """The shapes of the model's buffers before a load."""
+        self._shapes: dict[str, tuple[int, ...]] | None = None
+        """The shapes of the model's buffers before a load, and those that a load can give them since; None without."""
         self.watch = Watch()
         """Compares what objects keep in attributes: no step holds it, so it must not change."""
         self.extra = None if "model" in left_out else ExtraState(model)
@@ -219,25 +219,31 @@ class RunState:
         Raises: StateEncodingError; SaveError.
         """
         self.watch.refuse(step)
-        self._check_shapes()
+        self.check_shapes()
         for item in self.items:
             if item.is_stepped:
                 typed_json.encode(item.value({}), item.key)
 
-    def _check_shapes(self) -> None:
-        """Check that a new process can take the buffers whose shape the first step has changed."""
-        now = self.model.buffers() if self._shapes else {}
-        changed = {f: shape for f, shape in self._shapes.items() if f in now and tuple(now[f].shape) != shape}
-        if not changed:
+    def check_shapes(self) -> None:
+        """Check that a new process can take the buffers that have come or gone, or have another shape, in training.
+
+        Raises: StateEncodingError.
+        """
+        if self._shapes is None:
             return
-        known = self.model.shaped_by_loading(changed)
-        if lost := [f"{f} {list(s)} -> {list(now[f].shape)}" for f, s in changed.items() if f not in known]:
+        before, now = self._shapes, {fqn: tuple(value.shape) for fqn, value in self.model.buffers().items()}
+        if before == now:
+            return
+        changed = [f for f in {**before, **now} if before.get(f) != now.get(f)]
+        known = self.model.shaped_by_loading({f: now[f] for f in changed if f in before and f in now})
+        if lost := [f"{f} {_shown(before.get(f))} -> {_shown(now.get(f))}" for f in changed if f not in known]:
             raise StateEncodingError(
-                f"the first step has changed the shape of {counted(len(lost), 'buffer')} of the model: "
+                f"training has changed the shape of {counted(len(lost), 'buffer')} of the model: "
                 f"{listed(lost, ', ', ' ')}. A new process builds the first shape, so no load could fill it: call the "
                 "model once before load(), or resize buffers in their module's _load_from_state_dict()",
                 lost[0],
             )
+        self._shapes = now
 
     def restored(self, exclude: Collection[str]) -> list[Item]:
         """Return the items that a load restores which leaves these components out.
@@ -302,6 +308,10 @@ class RunState:
         for item in restored:
             item.restore(stored, tensors)
         return warnings
+
+
+def _shown(shape: tuple[int, ...] | None) -> str:
+    return "absent" if shape is None else str([*shape])
 
 
 def _refuse(faults: Sequence[str]) -> None:

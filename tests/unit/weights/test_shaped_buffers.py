@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -55,6 +56,23 @@ class Seen(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not self.first.numel():
             self.first = x.detach().sum(1)
+        out: torch.Tensor = self.linear(x)
+        return out
+
+
+class Late(nn.Module):
+    """A buffer that comes, goes or gets another shape in step `at`."""
+
+    def __init__(self, first: torch.Tensor | None, then: torch.Tensor | None, at: int) -> None:
+        super().__init__()
+        self.linear, self.then, self.at = nn.Linear(4, 6), then, at
+        self.register_buffer("first", first)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.get_buffer("steps").add_(1)
+        if self.get_buffer("steps") == self.at:
+            self.first = self.then
         out: torch.Tensor = self.linear(x)
         return out
 
@@ -126,3 +144,24 @@ def test_a_buffer_that_no_new_process_could_load_is_refused_before_the_first_sav
     world.load(world.manager(tmp_path / "run", second))
     assert world.same(dict(first.state_dict()), dict(second.state_dict()))
     world.load_fails(world.manager(tmp_path / "run", Seen()), LoadMismatchError, r"first: expected float32\[0\]")
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("case", ["absent -> [2]", "[1] -> absent", "[1] -> [2]"])
+def test_a_buffer_that_changes_in_any_step_is_refused_when_it_would_be_saved(
+    case: str, at: int, tmp_path: Path
+) -> None:
+    """The steps before it are whole: a new process resumes the newest one."""
+    shapes = {"absent": None, "[1]": torch.zeros(1), "[2]": torch.zeros(2)}
+    first, then = (shapes[name] for name in case.split(" -> "))
+    model = Late(first, then, at)
+    optimizer = world.adamw(model)
+    with world.manager(tmp_path, model, optimizer) as manager:
+        manager.load()
+        for number in range(1, at):
+            step(model, optimizer, number)
+            manager.save(number)
+        step(model, optimizer, at)
+        with pytest.raises(StateEncodingError, match=re.escape(f"the shape of 1 buffer of the model: first {case}.")):
+            manager.save(at)
+    assert world.load(world.manager(tmp_path, Late(first, then, 9))).step == at - 1

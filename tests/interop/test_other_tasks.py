@@ -55,16 +55,47 @@ def test_an_adapter_is_merged_into_a_base_of_any_task(task: str, tmp_path: Path)
     assert difference < 1e-5 < 1e-3 < (expected - plain).abs().max()
 
 
-def test_an_adapter_of_the_text_model_in_a_composite_one_is_merged_into_that(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The folder holds text and images, and AutoModelForCausalLM opens the text: so it does the merged folder."""
+def test_a_folder_names_the_class_of_the_weights_that_are_in_it(tmp_path: Path) -> None:
+    """The weights are a causal model's, and the config.json that gives the sizes names a classifier."""
+    base = world.write_llama(tmp_path / "base")
+    assert call("convert", base, tmp_path / "native", "--to", "native", "--model", "llama3") == 0
+    said = json.loads((base / "config.json").read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert call("convert", tmp_path / "native", tmp_path / "hf", "--to", "hf", "--config", tmp_path) == 0
+    open_strictly(AutoModelForCausalLM, tmp_path / "hf")
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
+
+
+def composite() -> Any:
     images = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 4, "out_hidden_size": 32}
     layers = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
     text = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "head_dim": 8, "vocab_size": 64}
     shape = {"text_config": text | layers, "vision_config": images | {"num_position_embeddings": 4}}
-    composite: Any = Qwen3_5ForConditionalGeneration
-    composite(AutoConfig.for_model("qwen3_5", **shape)).save_pretrained(tmp_path / "base")
+    make: Any = Qwen3_5ForConditionalGeneration
+    return make(AutoConfig.for_model("qwen3_5", **shape))
+
+
+def test_an_adapter_that_fits_neither_is_refused_by_the_model_that_the_folder_names(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of one tensor that does not fit, and not of all that the text alone does not have."""
+    composite().save_pretrained(tmp_path / "base")
+    adapted: Any = get_peft_model(composite(), LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
+    with torch.no_grad():
+        (pair,) = [m for name, m in adapted.named_modules() if name.endswith("q_proj.lora_A.default")]
+        pair.weight = nn.Parameter(torch.ones(2, 31))
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert call("merge", tmp_path / "base", tmp_path / "adapter", tmp_path / "merged") == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert "language_model.layers.0.self_attn.q_proj.lora_A.weight: expected a weight [" in said
+    assert "has no place for it" not in said
+
+
+def test_an_adapter_of_the_text_model_in_a_composite_one_is_merged_into_that(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The folder holds text and images, and AutoModelForCausalLM opens the text: so it does the merged folder."""
+    composite().save_pretrained(tmp_path / "base")
     adapted: Any = get_peft_model(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
         LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]),

@@ -108,11 +108,14 @@ def _kept_in_float32(model: PreTrainedModel, fqns: Iterable[str], dtype: torch.d
 
 
 def _numbered(shapes: Mapping[str, Shape]) -> dict[str, torch.Tensor]:
-    """Return small tensors in which every number occurs once. A first dim that may count experts keeps its size."""
+    """Return small tensors in which every number occurs once. A first dim that may count experts keeps its size.
+
+    None is empty: a parameter without elements, such as the tokens that a model has none of, is found as any other.
+    """
     start, made = 0, {}
     for fqn, shape in shapes.items():
         whole = shape[:1] if len(shape) > 2 else ()
-        small = torch.Size([*whole, *(min(n, _PROBE_SIZE) for n in shape[len(whole) :])])
+        small = torch.Size([*(max(n, 1) for n in whole), *(max(1, min(n, _PROBE_SIZE)) for n in shape[len(whole) :])])
         made[fqn] = torch.arange(start, start + small.numel()).view(small)
         start += small.numel()
     return made

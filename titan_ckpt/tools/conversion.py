@@ -227,13 +227,16 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
             merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
             for merge, pair in product(merges, aliases.items()):
                 merge.share(*pair)
-        except LoadMismatchError:  # it may be of the causal language model in a composite one
+        except LoadMismatchError as error:  # it may be of the causal language model in a composite one
             others = (other for other, _ in _variants(reader, folder, table, tensors) if other.architecture == "hf")
             if (other := next((other for other in others if other is not table), None)) is None:
                 raise
             table, tensors = other, native_tensors(reader, other.key_map)
             recorded = RecordedBase(base, partial(_variants, reader, folder, table, tensors))
-            merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
+            try:
+                merges = [_opened(adapter, base, tensors, table, reader.format) for adapter in readers]
+            except LoadMismatchError:
+                raise error from None
             (name,) = table.config["architectures"]
             part = f"{base} is merged as the {name} that the adapter is of, without its rest"
         settle_tables(merges, [merge.other_tables(tensors) for merge in merges])

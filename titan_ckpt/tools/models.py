@@ -26,6 +26,7 @@ from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models import hf
 from titan_ckpt.models.config import read_config_json
 from titan_ckpt.models.hf_keys import find_key_map
+from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import ARCHITECTURES, find_architecture
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -45,7 +46,7 @@ class ModelTable:
     tied: Mapping[str, str]
     modules: Mapping[str, nn.Module]
     config: Mapping[str, Any]
-    """The content of config.json, without its quantization; of architecture hf, it names the class of this model."""
+    """The content of config.json, without its quantization; it names the class that opens this model."""
 
 
 def find_table(
@@ -103,8 +104,17 @@ def tables_of(
             continue
         wrapper = ModelWrapper([model])
         tensors = {fqn: info_of(value) for fqn, value in wrapper.state_dict().items()}
-        config = plain | ({"architectures": [type(model).__name__]} if name == "hf" else {})
+        config = plain | {"architectures": _opened_by(model, plain)}
         yield ModelTable(name, key_map, tensors, wrapper.tied, dict(model.named_modules()), config)
+
+
+def _opened_by(model: nn.Module, config: Mapping[str, Any]) -> Any:
+    """Return `architectures` of this model, which may be another one than the config names."""
+    if not isinstance(model, LanguageModel):
+        return [type(model).__name__]
+    with suppress(NotImplementedError):  # a user's own architecture
+        return model.hf_config().get("architectures", config.get("architectures"))
+    return config.get("architectures")
 
 
 def _builders(

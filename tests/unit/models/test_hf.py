@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
+from tests import world
 from tests.interop.tasks import made
 from titan_ckpt import converters
 from titan_ckpt.errors import ConfigError, KeyMapError
@@ -111,6 +113,17 @@ def test_the_table_writes_what_save_pretrained_writes(family: str) -> None:
     assert found.keys() == expected.keys()
     for key, value in expected.items():
         assert torch.equal(found[key], value), key
+
+
+def test_a_parameter_without_elements_is_found_as_any_other(tmp_path: Path) -> None:
+    """A DINOv3 has no register tokens unless its config says how many."""
+    make: Any = transformers.DINOv3ViTModel
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    models = [make(AutoConfig.for_model("dinov3_vit", **sizes, image_size=32)) for _ in range(2)]
+    assert 0 in models[0].embeddings.register_tokens.shape
+    models[0].save_pretrained(tmp_path / "base")
+    world.load(world.manager(tmp_path / "run", models[1], initial_load=[tmp_path / "base"]))
+    assert world.same(dict(models[0].state_dict()), dict(models[1].state_dict()))
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))

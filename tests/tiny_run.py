@@ -101,6 +101,8 @@ class Recorder(Callback):
 
     def __init__(self) -> None:
         self.events: list[str] = []
+        self.published: list[str] = []
+        """Those of another thread, which come at any time."""
 
     def __getattribute__(self, name: str) -> Any:
         if not name.startswith("on_"):
@@ -109,6 +111,7 @@ class Recorder(Callback):
         def note(trainer: Any, *about: Any) -> None:
             first = about[0] if about else ""
             number = first.step if isinstance(first, (LoadResult, StepMetrics)) else first
-            self.events.append(f"{name.removeprefix('on_')} {number}".strip())
+            kept = self.published if name in ("on_committed", "on_exported") else self.events
+            kept.append(f"{name.removeprefix('on_')} {number}".strip())
 
         return note

@@ -321,7 +321,8 @@ class Saver:
                 event.note(expired=self._directory.expire(self._config.keep))
         self.seconds.append(time.perf_counter() - started)
         if self._coordinator.rank == 0:
-            place = self._directory.root / f"step-{request.step}"
+            place = str(self._directory.step_path(request.step))
+            event.note(folder=place, digest=xxhash.xxh3_128_hexdigest(manifest.to_bytes()))
             logger.info("step %d saved in %.2f s: %s", request.step, self.seconds[-1], place)
 
 

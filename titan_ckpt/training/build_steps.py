@@ -6,6 +6,7 @@ Owns what is built from which settings. Knows neither the order of the steps nor
 from __future__ import annotations
 
 import fnmatch
+import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,6 +64,8 @@ from titan_ckpt.training.train_state import TrainState
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights.initialize import construct, materialize
 from titan_ckpt.weights.transforms import StateDictTransforms
+
+logger = logging.getLogger(__name__)
 
 
 class Converters(ModelHooks, Protocol):
@@ -433,4 +436,17 @@ class BuildSteps:
         )
         converters = self.converters.describe() if self.converters is not None else []
         manager.telemetry.settings = {**asdict(self.config), "converters": converters, "numerics": self.state.numerics}
+        manager.telemetry.add_sink(self._tell)
         return manager
+
+    def _tell(self, event: Mapping[str, Any]) -> None:
+        """Call what callbacks do when a step is committed, or an export published."""
+        calls = {"save": ("on_committed", ("step", "folder", "digest")), "export": ("on_exported", ("step", "folder"))}
+        if event["event"] not in calls or event["error"]:
+            return
+        name, about = calls[event["event"]]
+        for callback in self.callbacks:
+            try:
+                getattr(callback, name)(self, *(event[key] for key in about))
+            except Exception:
+                logger.exception("%s.%s(step %d) has failed; the run goes on", type(callback), name, event["step"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import gzip
 import importlib.util
@@ -22,6 +23,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from rich.console import Console
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -31,8 +33,9 @@ from tests.distributed.test_trainer_loss import UnevenLabels
 from tests.tiny_run import AfterStep, Recorder, losses, post, rows, settings
 from titan_ckpt.config import ResumeConfig
 from titan_ckpt.converters import from_tables
+from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
-from titan_ckpt.errors import ConfigError, GradientError
+from titan_ckpt.errors import ConfigError, GradientError, SaveError
 from titan_ckpt.guard.run_guard import StopRun
 from titan_ckpt.models.qwen3_moe import Qwen3Moe, entropy
 from titan_ckpt.testing import distributed
@@ -584,7 +587,47 @@ def test_d2_every_event_comes_in_the_order_of_a_run(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert events == [["init_end", f"load {done}", *two_steps[done // 2]] for done in (0, 2)]
     every = {name[3:] for name in vars(Callback) if name.startswith("on_")}
-    assert {event.split()[0] for event in events[0]} == every - {"external_load"}, "this run has its weights itself"
+    assert {event.split()[0] for event in events[0]} == every - {"external_load", "committed", "exported"}, (
+        "this run has its weights itself"
+    )
+    assert recorder.published == ["committed 4"]
+
+
+class Published(Callback):
+    """Looks at what it is told is committed and exported, and then fails."""
+
+    def __init__(self) -> None:
+        self.saved: list[tuple[int, bool]] = []
+        self.exported: list[tuple[int, bool]] = []
+
+    def on_committed(self, trainer: Trainer, step: int, folder: str, digest: str) -> None:
+        manifest = (Path(folder) / MANIFEST_NAME).read_bytes()
+        self.saved.append((step, xxhash.xxh3_128_hexdigest(manifest) == digest))
+        raise ValueError(f"notice of {step}")
+
+    def on_exported(self, trainer: Trainer, step: int, folder: str) -> None:
+        self.exported.append((step, (Path(folder) / "config.json").is_file()))
+        raise ValueError(f"export of {step}")
+
+
+def test_d2_a_callback_is_told_what_is_committed_and_exported_and_its_errors_are_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once the files are there, never before; a save that fails has no event; each error is in the log."""
+    real = CheckpointDirectory.commit
+
+    def commit(self: CheckpointDirectory, attempt: Any, manifest: Any) -> None:
+        if manifest.step == 2:
+            raise SaveError("no space") from OSError(errno.ENOSPC, "full")
+        real(self, attempt, manifest)
+
+    monkeypatch.setattr(CheckpointDirectory, "commit", commit)
+    save = {"interval": 1, "on_failure": "warn"}
+    tables: Any = {"checkpoint": {"save": save, "export": {"format": "hf", "interval": 1}}, "training": {"steps": 3}}
+    told = Published()
+    Trainer(settings(tmp_path, **tables), callbacks=[told]).run()
+    assert (told.saved, sorted(told.exported)) == ([(1, True), (3, True)], [(1, True), (3, True)])
+    assert all(f"{what} of {step}" in caplog.text for what, step in [("notice", 1), ("notice", 3), ("export", 3)])
 
 
 def test_d2_an_evaluation_is_on_the_console(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -89,6 +89,17 @@ class Callback:
     def on_save(self, trainer: Trainer, step: int) -> None:
         """A save of this step was started or completed."""
 
+    def on_committed(self, trainer: Trainer, step: int, folder: str, digest: str) -> None:
+        """The step is committed in this folder, and a power failure does not take it away.
+
+        `digest` is the XXH3-128 of its MANIFEST.json, which has the digests of all its files. Unlike the other events,
+        this and the next one are called on rank 0 alone, in the thread that wrote, at any time until the run has ended.
+        An error in them is logged and does not end the run; they cannot save, load or export.
+        """
+
+    def on_exported(self, trainer: Trainer, step: int, folder: str) -> None:
+        """The export of this step is proved and published in this folder."""
+
     def on_epoch_end(self, trainer: Trainer, epoch: int) -> None:
         """The step that just ended took the last sequence of this pass over the data."""
 

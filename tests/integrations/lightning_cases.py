@@ -526,8 +526,8 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
         still: Any = [*Samples(4, "validate").values]
         validated = DataLoader(still, batch_size=2, num_workers=1, persistent_workers=True)
     if case.draws_validation:
-        drawn, own = torch.Generator().manual_seed(4), Samples(4, "read")
-        validated = DataLoader(own, batch_size=2, shuffle=True, collate_fn=Jittered(), generator=drawn)
+        drawn: Any = {"shuffle": True, "generator": torch.Generator().manual_seed(4)}
+        validated = DataLoader(Samples(4, "read"), batch_size=2, collate_fn=Jittered(), **drawn)
     trainer.fit(module, data, validated)
     rank = os.environ.get("RANK", 0)
     (path / f"events-{rank}.txt").write_text("\n".join(map(json.dumps, EVENTS)))

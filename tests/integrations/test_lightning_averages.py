@@ -58,12 +58,11 @@ def fit(
     config: CheckpointConfig | int,
     callback: Any = WeightAveraging,
     seed: int = 0,
-    kind: type[Trained] = Trained,
     **settings: Any,
 ) -> dict[str, Any]:
     """Train in a folder, six steps an epoch, and return the weights of the module when fit() has ended."""
     L.seed_everything(seed, verbose=False)
-    module = kind(settings.pop("fails_at", None))
+    module = settings.pop("module", Trained)(settings.pop("fails_at", None))
     trainer = attached(str(folder), config, callbacks=[callback()], num_sanity_val_steps=0, **settings)
     validated = DataLoader(Samples(2), batch_size=2)
     trainer.fit(module, DataLoader(Samples(12), batch_size=2, shuffle=True), validated)
@@ -113,7 +112,7 @@ def test_the_last_export_is_what_the_module_holds_when_fit_has_ended(
 def test_a_done_run_of_a_normalized_network_ends_with_the_average_again(tmp_path: Path) -> None:
     """A limit of steps leaves the epoch out in which the average would be trained on."""
     runs = [
-        fit(tmp_path, 100, partial(StochasticWeightAveraging, 1e-3, 1), kind=Normalized, max_steps=10) for _ in "12"
+        fit(tmp_path, 100, partial(StochasticWeightAveraging, 1e-3, 1), module=Normalized, max_steps=10) for _ in "12"
     ]
     assert is_same(*runs)
 

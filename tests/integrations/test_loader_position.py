@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -159,6 +159,11 @@ def test_a_position_in_another_order_is_refused(before: dict[str, Any], now: dic
         PositionedLoader(DataLoader(Plain(24), 2, **now)).load_state_dict(loader.state_dict())
 
 
+def seeded() -> Any:
+    tokenizer: Any = None
+    return DataCollatorForLanguageModeling(tokenizer, mlm=False, seed=1)
+
+
 class Unknown(IterableDataset[int]):
     """A stream that does not know where it is."""
 
@@ -176,12 +181,7 @@ class Unknown(IterableDataset[int]):
         ),
         (lambda: DataLoader(Stream(), num_workers=1), "Stream is read by 1 worker processes"),
         (lambda: [1, 2], "list is no DataLoader"),
-        (
-            lambda: DataLoader(
-                Plain(2), collate_fn=DataCollatorForLanguageModeling(cast("Any", None), mlm=False, seed=1)
-            ),
-            "its seed",
-        ),
+        (lambda: DataLoader(Plain(2), collate_fn=seeded()), "its seed"),
     ],
 )
 def test_data_without_a_position_is_refused(loader: Callable[[], Any], fault: str) -> None:

@@ -82,7 +82,7 @@ def test_the_page_for_newcomers_names_settings_of_torchtitan() -> None:
     (rows,) = re.findall(r"^\| torchtitan \| run file \|\n\|---\|---\|\n((?:\|.*\n)+)", page, flags=re.MULTILINE)
     named = re.findall(r"`([a-z_]+(?:\.[a-z_]+)*)`", "\n".join(row.split(" | ")[0] for row in rows.splitlines()))
     config = llama3_debugmodel()
-    unknown = []
+    unknown: list[str] = []
     for name in named:
         value: Any = config
         for part in name.split("."):

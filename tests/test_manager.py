@@ -314,7 +314,8 @@ def test_a1_names_and_dtypes_in_files_are_those_of_the_transforms(tmp_path: Path
     """The manager and the storage have none of their own: an export is named by the table, a step by the model."""
     model = nn.Linear(4, 4)
     table = KeyMap((KeyRule.of("weight", "model.w"), KeyRule.of("bias", "model.b")))
-    transforms, export = StateDictTransforms(table, {"model_type": "mine"}), ExportConfig("hf", dtype="bfloat16")
+    transforms = StateDictTransforms(table, {"model_type": "mine", "architectures": ["Mine"]})
+    export = ExportConfig("hf", dtype="bfloat16")
     with build(tmp_path, model, sd_transforms=transforms, export=(export,)) as manager:
         manager.load()
         manager.save(1, last_step=True)

@@ -122,7 +122,7 @@ def test_sagemaker_hands_the_signal_on(tmp_path: Path) -> None:
 def test_ray_starts_a_run_again_and_it_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray's part is played: it calls the function in a thread, again after an error, as often as it was told."""
     run = write_toml(tmp_path, training={"steps": 6})
-    starts: list[Any] = []
+    starts: list[int] = []
 
     class TorchTrainer:
         def __init__(self, function: Any, **settings: Any) -> None:

@@ -45,9 +45,7 @@ def _of_member(name: str) -> str | None:
             return _of_member(f"{node.module}.{member}")
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == member for target in targets):
-            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-                return str(after.value.value)
-            return None
+            return str(ast.literal_eval(after.value)) if isinstance(after, ast.Expr) else None
     return None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from tests.torchtitan.runs import config, distributed, logits_of, near, same_tensors, train
 from tests.world import heard
 from titan_ckpt.errors import ConfigError, KeyMapError, LoadMismatchError
+from titan_ckpt.integrations.torchtitan import model_config
 from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map
 from titan_ckpt.integrations.torchtitan.described import described
 from titan_ckpt.integrations.torchtitan.model_config import NO_EFFECT, check_folder, config_json
@@ -147,6 +149,22 @@ def test_every_key_that_transformers_reads_is_compared_or_changes_no_logits(name
     assert theirs - ours.keys() - NO_EFFECT - known == set()
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_a_key_that_is_not_there_is_what_transformers_takes_for_it(name: str) -> None:
+    """Else a folder whose config.json leaves it out would be compared with another value."""
+    from transformers import AutoConfig
+
+    said = config_json(_small(name).model, None)
+    kind, absent = said["model_type"], said.keys() - NO_EFFECT - {"model_type", "rope_parameters"}
+    for key in [*absent & model_config._OWN_DEFAULTS.get(kind, {}).keys(), *absent & model_config._DEFAULTS.keys()]:
+        rest = {k: v for k, v in said.items() if k not in (key, "model_type")}
+        ours = model_config._flat({"model_type": kind, **rest}).get(key, model_config._DEFAULTS.get(key))
+        theirs = getattr(AutoConfig.for_model(kind, **rest), key, None) or model_config._DEFAULTS.get(key)
+        assert ours == theirs, key
+    bare = AutoConfig.for_model(kind)
+    assert model_config._flat({"model_type": kind})["rope_parameters.rope_theta"] == bare.rope_parameters["rope_theta"]
+
+
 def _swap_rope(name: str) -> Any:
     from torchtitan.models.common.rope import ComplexRoPE, CosSinRoPE
 
@@ -239,6 +257,42 @@ def test_an_export_says_what_the_model_computes(tmp_path: Path) -> None:
     model.layers[1].ffn_norm.eps = 1e-6
     with pytest.raises(ConfigError, match=r"rms_norm_eps is 1e-05 and 1e-06 in layers of one model"):
         config_json(model, None)
+
+
+def _windowed(model: Any, left: int) -> None:
+    from torchtitan.models.common.attention import VarlenAttention
+
+    model.layers[0].attention.inner_attention = VarlenAttention.Config(window_size=(left, 0))
+
+
+ODD: dict[str, tuple[str, Callable[[Any], object], str]] = {
+    "no norms of heads": ("qwen3", lambda m: setattr(m.layers[1].attention, "qk_norm", None), "Qwen3Model.Config"),
+    "a norm without weights": ("llama3", lambda m: setattr(m.norm, "elementwise_affine", False), "elementwise_affine"),
+    "a window": ("llama3", lambda m: _windowed(m, 7), "Attention.Config.inner_attention"),
+    "another window": ("gpt-oss", lambda m: _windowed(m, 7), "Attention.Config.inner_attention"),
+    "both sides": ("qwen3", lambda m: _windowed(m, -2), "Attention.Config.inner_attention"),
+    "any expert": (
+        "qwen3-moe",
+        lambda m: setattr(m.layers[0].moe.router, "_debug_force_load_balance", True),
+        "TokenChoiceTopKRouter.Config._debug_force_load_balance",
+    ),
+}
+"""What no config.json says, and transformers' model would compute without it."""
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_what_a_config_json_does_not_say_is_refused_by_name(case: str) -> None:
+    """Weights that are loaded or exported all the same are allowed by that name."""
+    name, change, setting = ODD[case]
+    model = _small(name).model
+    said = config_json(model, None)
+    change(model)
+    with pytest.raises(LoadMismatchError, match=rf"{setting}: it is not known which keys .*allow = \[") as error:
+        check_folder("there", said, model, ())
+    with pytest.raises(ConfigError, match=rf"{setting}: it is not known|none can be derived for {setting}"):
+        config_json(model, None)
+    (allowed,) = re.findall(r'allow = \["(.*)"\]', str(error.value))
+    check_folder("there", said, model, (allowed,))
 
 
 def test_classes_whose_settings_are_not_known_are_refused_by_name() -> None:

@@ -34,6 +34,23 @@ def foreign_classes(model: Any) -> list[str]:
     return [*dict.fromkeys(name for name in names if name.partition(".")[0] not in (*_OWN, "builtins"))]
 
 
+def unsaid(model: Any) -> list[str]:
+    """Return the settings of a known model that no config.json says, and that transformers' model does not have."""
+    names = (f"{type(args).__module__}.{type(args).__qualname__}.{name}" for args in tree(model) for name in _odd(args))
+    return [*dict.fromkeys(names)] if described(model) else []
+
+
+def _odd(args: Any) -> Iterator[str]:
+    window = getattr(args, "sliding_window_size", None)
+    causal = (-1 if window is None else window - 1, 0)
+    if tuple(getattr(getattr(args, "inner_attention", None), "window_size", causal)) != causal:
+        yield "inner_attention"
+    if not getattr(args, "elementwise_affine", True):
+        yield "elementwise_affine"
+    if getattr(args, "_debug_force_load_balance", False):
+        yield "_debug_force_load_balance"
+
+
 def tree(args: Any) -> Iterator[Any]:
     """Yield the args of a model and of all its parts, as torchtitan's Config.traverse finds them."""
     if isinstance(args, (list, tuple)):
@@ -63,7 +80,6 @@ def _decoder(model: Any, layer: Any) -> dict[str, Any]:
     attention = layer.attention
     norms = [model.norm, layer.attention_norm, layer.ffn_norm, *([attention.qk_norm] if attention.qk_norm else [])]
     feed_forward = layer.feed_forward
-    left = getattr(attention.inner_attention, "window_size", (-1, 0))[0]
     return {
         "hidden_size": model.dim,
         "num_hidden_layers": len(model.layers),
@@ -76,7 +92,7 @@ def _decoder(model: Any, layer: Any) -> dict[str, Any]:
         "tie_word_embeddings": model.enable_weight_tying,
         "hidden_act": "silu",
         "attention_bias": attention.wo.bias,
-        "sliding_window": None if left == -1 else left + 1,
+        "sliding_window": None,
         "max_position_embeddings": attention.rope.max_seq_len,
         **_rope(attention.rope),
     }
@@ -90,7 +106,9 @@ def _llama3(model: Any) -> dict[str, Any]:
 
 
 def _qwen3(model: Any) -> dict[str, Any]:
-    """Describe a dense Qwen3 or a Qwen3 MoE; other ways to choose experts are other models."""
+    """Describe a dense Qwen3 or a Qwen3 MoE; without norms of heads, or with other routers, it is another model."""
+    if any(layer.attention.qk_norm is None for layer in model.layers):
+        return {}
     shape = {"use_sliding_window": False} | _of_layers(model, partial(_decoder, model))
     sparse = [layer for layer in model.layers if layer.moe is not None]
     if not sparse:

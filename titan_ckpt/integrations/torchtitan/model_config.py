@@ -15,7 +15,7 @@ from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.integrations.torchtitan.described import LOW_RANK_EPS, ROPE, described, foreign_classes
+from titan_ckpt.integrations.torchtitan.described import LOW_RANK_EPS, ROPE, described, foreign_classes, unsaid
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +39,16 @@ _DEFAULTS: Mapping[str, Any] = {
     f"{ROPE}.truncate": True, "swiglu_alpha": 1.702, "swiglu_limit": 7.0,
 }  # fmt: skip
 """What transformers takes for a key that is not there."""
+_OWN_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4},
+    "deepseek_v3": {"num_key_value_heads": 128, "q_lora_rank": 1536},
+    "gpt_oss": {
+        "num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128,
+        "rope_theta": 150_000.0,
+    },
+}  # fmt: skip
+"""model_type -> the same, where this model has another one."""
 _ROTARY = ("rope_parameters", "rope_scaling", "rope_theta")
 _UNSAID: Mapping[str, Any] = {
     "attention_dropout": 0.0, "bos_token_id": None, "dtype": "float32", "eos_token_id": None,
@@ -111,16 +121,16 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _unknown(model: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield the fault of each class of the model's args whose settings are not known."""
-    unknown = foreign_classes(model)
+    """Yield the fault of each class of the model's args, and each setting, that config.json does not say."""
+    unknown = [*foreign_classes(model), *unsaid(model)]
     if not unknown and not described(model):
         unknown = [class_name(model)]
     for name in unknown:
         if name in allow:
-            logger.warning("%s: config.json was not compared with its settings; checkpoint.allow lets it run", name)
+            logger.warning("%s: config.json was not compared with it; checkpoint.allow lets it run", name)
         else:
             yield (
-                f"{name}: it is not known which keys of config.json describe its settings: compare them yourself, then "
+                f"{name}: it is not known which keys of config.json describe it: compare them yourself, then "
                 f'set checkpoint.allow = ["{name}"]'
             )
 
@@ -149,8 +159,9 @@ def _pairs(config: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[tuple
 
 def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return what config.json says, of transformers 4 or 5, as `described` does; None is a key that is not there."""
-    flat = {key: value for key, value in config.items() if key not in _ROTARY and value is not None}
     heads, kind = config.get("num_attention_heads"), config.get("model_type")
+    config = {**_OWN_DEFAULTS.get(str(kind), {}), **config}
+    flat = {key: value for key, value in config.items() if key not in _ROTARY and value is not None}
     if "num_local_experts" in flat and "n_routed_experts" not in flat:
         flat.setdefault("num_experts", flat.pop("num_local_experts"))
     if kind in ("qwen3", "qwen3_moe") and not config.get("use_sliding_window"):
@@ -160,7 +171,7 @@ def _flat(config: Mapping[str, Any]) -> dict[str, Any]:
         flat.setdefault("layer_types", [kinds[i % 2] for i in range(config.get("num_hidden_layers", 0))])
     flat.setdefault("num_key_value_heads", heads)
     of_heads = config["hidden_size"] // heads if heads and "hidden_size" in config else None
-    flat.setdefault("head_dim", config.get("qk_rope_head_dim", 128 if kind == "qwen3" else of_heads))
+    flat.setdefault("head_dim", config.get("qk_rope_head_dim", of_heads))
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if not isinstance(rope, Mapping) or any(isinstance(value, Mapping) for value in rope.values()):
         return flat | {f"{ROPE}.rope_type": rope}

@@ -47,6 +47,12 @@ def test_a_killed_run_resumes_bit_for_bit_and_its_steps_hold_what_it_trains(name
     assert all(".lora_" in name for name in names) == ("LoRA" in name)
 
 
+def test_three_ranks_of_ddp_sum_gradients_in_the_order_of_the_whole_run(tmp_path: Path) -> None:
+    """DDP orders its exchange anew after the first backward pass of a process."""
+    for found, expected in played(MODULE, Run("run_summed", 3, 1, 4), tmp_path):
+        assert_same_run(found, expected)
+
+
 @pytest.mark.parametrize("function", ["run_other_base", "run_export"])
 def test_what_a_function_of_trainer_runs_sees_itself(function: str, tmp_path: Path) -> None:
     """One different number in the base is a BaseMismatchError; an export has what was added in memory."""

@@ -128,6 +128,16 @@ def run(folder: str, interval: int) -> None:
     write(path, trainer, data.num_read)
 
 
+def run_summed(folder: str, interval: int, killed_at: int | None) -> None:
+    """Train on three ranks, which round sums by the order in which DDP exchanges them."""
+    path, data, callbacks = Path(folder), Tokens(54), kill_after(killed_at, Path(folder), interval)
+    args = TrainingArguments(**arguments(path, ddp_find_unused_parameters=False, eval_strategy="no"))
+    trainer = Trainer(model(), args, train_dataset=data, callbacks=callbacks)
+    attach(trainer, CheckpointConfig(save=SaveConfig(interval=interval)))
+    trainer.train()
+    write(path, trainer, data.num_read)
+
+
 def run_export(folder: str) -> None:
     """Export with a tokenizer and generation settings that were changed after they were read from a folder."""
     path, network = Path(folder), model()

@@ -14,7 +14,6 @@ import torch
 from datasets import Dataset
 from datasets.distributed import split_dataset_by_node
 from lightning.fabric.strategies.model_parallel import ModelParallelStrategy
-from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -208,9 +207,16 @@ def run_two_optimizers(folder: str, interval: int, killed_at: int | None) -> Non
 def run_compressed(folder: str) -> None:
     """See PowerSGD refused, which keeps the errors of its compression, in the Trainer and in Fabric."""
     state = powerSGD_hook.PowerSGDState(None)
-    strategy = DDPStrategy(ddp_comm_state=state, ddp_comm_hook=powerSGD_hook.powerSGD_hook)
+
+    class Compressing(L.Callback):
+        """Does what DDPStrategy(ddp_comm_hook=...) does on CUDA devices alone."""
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            trainer.model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+
+    trainer = attached(folder, 1, max_epochs=1, strategy="ddp", callbacks=[Compressing()])
     with pytest.raises(ConfigError, match=r"DDP's communication hook .*powerSGD_hook"):
-        attached(folder, 1, max_epochs=1, strategy=strategy).fit(Regression(), shuffled(Samples(4)))
+        trainer.fit(Regression(), shuffled(Samples(4)))
     fabric = L.Fabric(accelerator="cpu", devices=1, strategy="ddp")
     fabric.launch()
     network: Any = fabric.setup_module(model())

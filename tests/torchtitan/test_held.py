@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
@@ -18,9 +19,10 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.torchtitan.runs import FLAVOURS, config, distributed, same, train
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, PeerError
 from titan_ckpt.integrations.torchtitan import held
 
 # isort: split
@@ -397,6 +399,21 @@ def _refused(assets: Path, folder: Path) -> None:
 def test_what_loses_state_is_refused_before_step_1(assets: Path, tmp_path: Path) -> None:
     """Each by its name; checkpoint.allow lets it run, and its steps say so."""
     _refused(assets, tmp_path)
+
+
+@distributed(2)
+def _refused_by_one(assets: Path, folder: Path) -> None:
+    made = config(assets, folder / "run", steps=1, layers=1, degrees={"data_parallel_shard": 2})
+    change, complaint = OWN["metrics"]
+    if dist.get_rank() == 0:
+        change(made, assets)
+    with pytest.raises(PeerError if dist.get_rank() else ConfigError, match=re.escape(complaint)):
+        train(made)
+
+
+def test_what_one_rank_alone_would_lose_is_refused_on_all_ranks(assets: Path, tmp_path: Path) -> None:
+    """Rank 0 is the one that logs; the others do not wait for it in the load."""
+    _refused_by_one(assets, tmp_path)
 
 
 @distributed(1)

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, near, same_tensors, steps_in, train
 from tests.world import heard
 from titan_ckpt import CheckpointConfig, ExportConfig, InitialLoadConfig
 from titan_ckpt import CheckpointManager as Manager
-from titan_ckpt.errors import ConfigError, KeyMapError
+from titan_ckpt.errors import ConfigError, KeyMapError, PeerError
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.integrations.torchtitan.adapter import find_key_map
 from titan_ckpt.integrations.torchtitan.model_config import config_json
@@ -183,6 +184,22 @@ def _loaded_by_two(assets: Path, folder: Path, model: str, layouts: Sequence[dic
             layer, name = fqn.partition("layers.")[2].split(".")[0], fqn.rpartition(".")[2]
             value = stored[f"model.layers.{layer}.mlp.experts.{keys.get(name, 'down_proj_bias')}"]
             assert ours[fqn].equal(value.transpose(-1, -2) if "weight" in name else value)
+
+
+@distributed(2)
+def _on_one_stage(assets: Path, folder: Path) -> None:
+    made = _with_experts(assets, folder / "run", "qwen3", steps=1, degrees=LAYOUTS[2], **HF)
+    made.model_spec.model.layers[0].moe.load_balance_coeff = None
+    with pytest.raises((ConfigError, PeerError), match=r"no name for the buffer .*expert_bias_E") as error:
+        made.build()
+    raised: list[Any] = [None, None]
+    dist.all_gather_object(raised, type(error.value).__name__)
+    assert sorted(raised) == ["ConfigError", "PeerError"]
+
+
+def test_a_buffer_of_one_pipeline_stage_is_refused_on_all_ranks(assets: Path, tmp_path: Path) -> None:
+    """The other stage does not wait for the one that has raised."""
+    _on_one_stage(assets, tmp_path)
 
 
 @distributed(1)

@@ -23,6 +23,7 @@ from torchtitan.components.checkpointer import CheckpointManager as TorchtitanMa
 
 from titan_ckpt.config import StopConfig
 from titan_ckpt.converters import LoRAConverter, ModelConverters
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.guard.run_guard import RunGuard
@@ -61,10 +62,11 @@ def _transforms(
     sd_adapter: Any,
     assets: str | None,
     flavor: str,
+    line: Coordinator,
 ) -> StateDictTransforms | None:
-    """Return the names of the model in Hugging Face folders, if a setting needs them.
+    """Return the names of the model in Hugging Face folders, if a setting needs them. Collective.
 
-    `flavor`: the model's name in messages. Collective if a hook is, or if `additional_load_path` is set.
+    `flavor`: the model's name in messages.
     Raises: ConfigError without an adapter or config.json; KeyMapError for an adapter that is no table.
     """
     peft = settings.reads_peft(config)
@@ -74,32 +76,36 @@ def _transforms(
         return None
     if sd_adapter is None:
         raise ConfigError([f"checkpoint.{name}: the model spec has no state_dict_adapter" for name in wanted])
-    wrapper = ModelWrapper(model_parts, hooks)
-    state = wrapper.state("base")
-    shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
     adapter, exports = with_experts(sd_adapter), settings.exports(config)
-    try:
-        key_map = find_key_map(adapter, shapes, wrapper.tied, wrapper.buffers().keys())
-        named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
-        check_reads(adapter, named, wrapper.tied)
-        if peft or "peft" in exports:
-            adapted = [f"{fqn}.weight" for fqn in adapted_modules(hooks)]
-            key_map = with_stored_forms(key_map, adapter, state.own, adapted)
-    except KeyMapError as error:
-        folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
-        names = ", ".join(f"checkpoint.{name}" for name in wanted)
-        where = f" ({folder})" if folder else ""
-        step = f"Correct {name_of(adapter)}, which the model spec names, or leave {names} out"
-        raise KeyMapError(f"{names}{where}: {flavor}: {error}\n{step}", error.unknown) from error
-    if "hf" in exports:
-        _check_left_out(key_map.nameless, config.allow)
-    model = getattr(sd_adapter, "model_config", None)
-    return StateDictTransforms(
-        key_map,
-        config_json(model, assets, config.allow) if exports else None,
-        Path(assets) if assets and Path(assets).is_dir() else None,
-        check_folder=partial(check_folder, model=model, allow=config.allow),
-    )
+
+    def made() -> StateDictTransforms:
+        wrapper = ModelWrapper(model_parts, hooks)
+        state = wrapper.state("base")
+        shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
+        try:
+            key_map = find_key_map(adapter, shapes, wrapper.tied, wrapper.buffers().keys())
+            named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
+            check_reads(adapter, named, wrapper.tied)
+            if peft or "peft" in exports:
+                adapted = [f"{fqn}.weight" for fqn in adapted_modules(hooks)]
+                key_map = with_stored_forms(key_map, adapter, state.own, adapted)
+        except KeyMapError as error:
+            folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
+            names = ", ".join(f"checkpoint.{name}" for name in wanted)
+            where = f" ({folder})" if folder else ""
+            step = f"Correct {name_of(adapter)}, which the model spec names, or leave {names} out"
+            raise KeyMapError(f"{names}{where}: {flavor}: {error}\n{step}", error.unknown) from error
+        if "hf" in exports:
+            _check_left_out(key_map.nameless, config.allow)
+        model = getattr(sd_adapter, "model_config", None)
+        return StateDictTransforms(
+            key_map,
+            config_json(model, assets, config.allow) if exports else None,
+            Path(assets) if assets and Path(assets).is_dir() else None,
+            check_folder=partial(check_folder, model=model, allow=config.allow),
+        )
+
+    return line.together("torchtitan-names", made)  # a pipeline stage has other names than the next one
 
 
 def _flavor(trainer: Any) -> str:
@@ -190,7 +196,11 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         assets = getattr(sd_adapter, "hf_assets_path", None)
         hooks = find_hooks(model_parts)
         trained = trained_beside_adapters(model_parts, hooks)
-        settings.check(config, base_folder, states, assets, adapted_modules(hooks), trained)
+        line = self._line = Coordinator.current()
+        line.together(
+            "torchtitan-settings",
+            lambda: settings.check(config, base_folder, states, assets, adapted_modules(hooks), trained),
+        )
         self._config = config
         self._trainer: Any = states.get("train_state")
         self._held = partial(held.faults, states, dataloader, optimizers, lr_schedulers, config.allow)
@@ -202,7 +212,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             lr_schedulers=[lr_schedulers],
             dataloader=dataloader,
             states={name: _Kept(state) if name in excluded else state for name, state in states.items()},
-            sd_transforms=_transforms(config, model_parts, hooks, sd_adapter, assets, _flavor(self._trainer)),
+            sd_transforms=_transforms(config, model_parts, hooks, sd_adapter, assets, _flavor(self._trainer), line),
             model_converters=hooks,
             base_folder=base_folder,
         )
@@ -220,8 +230,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         Raises: ConfigError for a run that would save steps which are older than the one that it resumed, or that holds
         objects which are not known to resume exactly: its Trainer is complete here, and has not trained.
         """
-        if faults := self._held(self.manager.watch):
-            raise ConfigError(faults, "TitanCheckpointer")
+        self._line.together("torchtitan-held", self._check_held)  # rank 0 alone has loggers
         result = self.manager.load(step)
         resumed = result.plan.resume
         folder = self.manager.folder
@@ -231,6 +240,10 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self._watching.close()  # the guard of an earlier load
         self._guard = self._watching.enter_context(RunGuard(self.manager)) if self._trainer is not None else None
         return bool(result.report.loaded)
+
+    def _check_held(self) -> None:
+        if faults := self._held(self.manager.watch):
+            raise ConfigError(faults, "TitanCheckpointer")
 
     @in_torchtitans_words
     def _save(self, curr_step: int, last_step: bool = False) -> bool:

@@ -10,9 +10,13 @@ from typing import Any
 
 from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.trainer import Trainer
 
 from tests.torchtitan.runs import config, distributed
+from titan_ckpt.config import from_dict
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.torchtitan.settings import SETTINGS
+from titan_ckpt.training.config import RunConfig
 
 PAGES = Path(__file__).parents[2]
 PAGE = (PAGES / "docs" / "use-in-torchtitan.md").read_text()
@@ -74,6 +78,17 @@ def test_the_readme_names_every_key_of_torchtitan() -> None:
     table = (PAGES / "README.md").read_text().partition("### Inside torchtitan")[2].partition("\n### ")[0]
     theirs = {field.name for field in dataclasses.fields(CheckpointManager.Config)}
     assert {*re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (`.*?) \|", table, flags=re.MULTILINE)))} == theirs
+
+
+def test_a_run_file_answers_every_table_of_torchtitan() -> None:
+    """Each is a table or a key of ours, or an unknown one of which the error says what is in its place."""
+    for name in (field.name for field in dataclasses.fields(Trainer.Config)):
+        problems = ""
+        try:
+            from_dict(RunConfig, {"output_folder": "x", "model": {"flavor": "8B"}, name: {}})
+        except ConfigError as error:
+            problems = str(error)
+        assert f"{name}: unknown key" not in problems or "torchtitan" in problems, problems
 
 
 def test_the_page_for_newcomers_names_settings_of_torchtitan() -> None:

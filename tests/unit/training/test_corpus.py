@@ -344,3 +344,12 @@ def test_d8_a_mistake_of_many_rows_is_said_once(tmp_path: Path) -> None:
     assert many.startswith(f"data.corpus: {file}:1, {file}:2, {file}:3 and 497 more (500 in all): expected")
     assert "found the fields body" in many
     assert one.startswith(f"data.corpus: {file}:501: expected") and one.endswith("found int")
+
+
+@pytest.mark.parametrize("name", ["tokens", "tokens.bin", ""])
+def test_tokens_of_megatron_are_answered_with_what_reads_them(name: str, tmp_path: Path) -> None:
+    """By the prefix that Megatron takes, a file, or the folder."""
+    for suffix in (".bin", ".idx"):
+        (tmp_path / f"tokens{suffix}").write_bytes(b"1")
+    with pytest.raises(ConfigError, match=r"expected .*; tokens, as in Megatron's \.bin .*: data\.dataset$"):
+        open_corpus(str(tmp_path / name))

@@ -12,7 +12,7 @@ import hashlib
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -28,6 +28,7 @@ _EXPECTED = "a .txt, .md, .jsonl or .parquet file"
 _NOT_READ = {*KINDS, ".gz", ".zst", ".bz2", ".xz", ".zip", ".json", ".csv", ".arrow"}
 """Suffixes, in small letters, of files that may hold text all the same."""
 _SAMPLE_BYTES = 4096
+_TOKENS = {".bin", ".idx", ".npy"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,14 @@ class Source:
 
     kind: str
     files: tuple[Path, ...]
+
+
+def _hint(names: Sequence[str]) -> str:
+    """Return what to do with files of tokens, such as Megatron's, which name none of their tokenizer."""
+    is_tokens = any(Path(name).suffix in _TOKENS for name in names)
+    return (
+        "; tokens, as in Megatron's .bin and .idx, are read by a dataset of your own: data.dataset" if is_tokens else ""
+    )
 
 
 def find_files(name: str, setting: str) -> list[Path]:
@@ -54,14 +63,15 @@ def find_files(name: str, setting: str) -> list[Path]:
     elif path.suffix in KINDS:
         found, folder = [path], None
     else:
-        raise ConfigError([f"{setting}: {path}: expected {_EXPECTED}, found the suffix {path.suffix or '(none)'!r}"])
+        found_suffix = f"found the suffix {path.suffix or '(none)'!r}"
+        raise ConfigError([f"{setting}: {path}: expected {_EXPECTED}, {found_suffix}{_hint([name])}"])
     files = [file for file in found if file.suffix in KINDS]
     others = [file.name for file in found if file.suffix not in KINDS]
     if problems := [*_unusable(found)]:
         raise ConfigError([f"{setting}: {problem}" for problem in problems])
     if not files and folder is not None:
         what = f"{counted(len(others), 'other file')}, such as {others[0]}" if others else "nothing"
-        raise ConfigError([f"{setting}: the folder {path} holds {what}; expected {_EXPECTED}"])
+        raise ConfigError([f"{setting}: the folder {path} holds {what}; expected {_EXPECTED}{_hint(others)}"])
     if not files:
         what = f"matches {counted(len(found), 'file')} and none is {_EXPECTED}" if found else "matches no file"
         hint = "; a pattern has no braces: name a folder, or a pattern of all" if "{" in name else ""
@@ -105,8 +115,9 @@ def _is_folder(path: Path, setting: str) -> bool:
     try:
         path.stat()
     except FileNotFoundError:
+        beside = [f"{path}{suffix}" for suffix in _TOKENS if os.path.exists(f"{path}{suffix}")]
         expected = f'expected a file, a folder, a pattern such as "data/*.jsonl", "{BUILTIN}" or "{DUMMY}"'
-        raise ConfigError([f"{setting}: {path} is not there; {expected}"]) from None
+        raise ConfigError([f"{setting}: {path} is not there; {expected}{_hint(beside)}"]) from None
     except OSError as error:
         raise ConfigError([f"{setting}: {path} cannot be read: {error.strerror}"]) from None
     return path.is_dir()

@@ -333,7 +333,7 @@ class Case:
     """In an epoch of each rank."""
     logs: bool = False
     keeps_workers: bool = False
-    """Whether a worker that is kept reads the data of validations."""
+    """Whether workers that are kept read the data."""
 
     @property
     def run(self) -> Run:
@@ -416,7 +416,8 @@ CASES = {
     ),
     "validation every second epoch, after one": Case(12, {"max_epochs": 4, "check_val_every_n_epoch": 2}),
     "validation every second epoch, without": Case(6, {"max_steps": 20, "check_val_every_n_epoch": 2}),
-    "validation by a worker that is kept, at an epoch's end": Case(6, {"max_epochs": 4}, keeps_workers=True),
+    "workers that are kept, at an epoch's end": Case(6, {"max_epochs": 4}, keeps_workers=True),
+    "workers that are kept, within": Case(8, {"max_epochs": 3}, keeps_workers=True),
     "limited batches, within": Case(5, {"max_epochs": 3, "limit_train_batches": 4}),
     "limited batches, at an epoch's end": Case(4, {"max_steps": 11, "limit_train_batches": 4}),
     "a limited share of the batches": Case(3, {"max_epochs": 3, "limit_train_batches": 0.5}),
@@ -507,8 +508,10 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
     data = DataLoader(Samples(2 * case.batches * case.ranks, "read"), batch_size=2, shuffle=True)
     validated = DataLoader(Samples(4, "validate"), batch_size=2)
     if case.keeps_workers:  # what they draw is their own
-        still: Any = [*Samples(4, "validate").values]
-        validated = DataLoader(still, batch_size=2, num_workers=1, persistent_workers=True)
+        data, validated = (
+            DataLoader([*loader.dataset.values], batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
+            for loader in (data, validated)
+        )
     trainer.fit(module, data, validated)
     rank = os.environ.get("RANK", 0)
     (path / f"events-{rank}.txt").write_text("\n".join(map(json.dumps, EVENTS)))

@@ -505,14 +505,13 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
     trainer = attached(
         folder, interval, callbacks=callbacks, logger=logger, log_every_n_steps=1, **shown, **case.settings
     )
-    data = DataLoader(Samples(2 * case.batches * case.ranks, "read"), batch_size=2, shuffle=True)
-    validated = DataLoader(Samples(4, "validate"), batch_size=2)
+    read, validated = Samples(2 * case.batches * case.ranks, "read"), Samples(4, "validate")
+    loaders: list[Any] = [DataLoader(read, batch_size=2, shuffle=True), DataLoader(validated, batch_size=2)]
     if case.keeps_workers:  # what they draw is their own
-        data, validated = (
-            DataLoader([*loader.dataset.values], batch_size=2, shuffle=True, num_workers=1, persistent_workers=True)
-            for loader in (data, validated)
-        )
-    trainer.fit(module, data, validated)
+        still: list[Any] = [[*samples.values] for samples in (read, validated)]
+        kept: Any = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
+        loaders = [DataLoader(values, batch_size=2, **kept) for values in still]
+    trainer.fit(module, *loaders)
     rank = os.environ.get("RANK", 0)
     (path / f"events-{rank}.txt").write_text("\n".join(map(json.dumps, EVENTS)))
     callbacks_of: Any = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it where mypy does not look

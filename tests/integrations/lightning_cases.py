@@ -343,7 +343,7 @@ class Case:
     """In an epoch of each rank."""
     logs: bool = False
     keeps_workers: bool = False
-    """Whether a worker that is kept reads the data of validations."""
+    """Whether workers that are kept read the data."""
     draws_validation: bool = False
     """Whether validations read data in an order, and with noise, of generators of its own."""
 
@@ -428,7 +428,8 @@ CASES = {
     ),
     "validation every second epoch, after one": Case(12, {"max_epochs": 4, "check_val_every_n_epoch": 2}),
     "validation every second epoch, without": Case(6, {"max_steps": 20, "check_val_every_n_epoch": 2}),
-    "validation by a worker that is kept, at an epoch's end": Case(6, {"max_epochs": 4}, keeps_workers=True),
+    "workers that are kept, at an epoch's end": Case(6, {"max_epochs": 4}, keeps_workers=True),
+    "workers that are kept, within": Case(8, {"max_epochs": 3}, keeps_workers=True),
     "validation in an order of its own": Case(
         6, {"max_epochs": 4, "limit_val_batches": 1, "val_check_interval": 4, "check_val_every_n_epoch": None},
         draws_validation=True,
@@ -520,15 +521,16 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
     trainer = attached(
         folder, interval, callbacks=callbacks, logger=logger, log_every_n_steps=1, **shown, **case.settings
     )
-    data = DataLoader(Samples(2 * case.batches * case.ranks, "read"), batch_size=2, shuffle=True)
-    validated = DataLoader(Samples(4, "validate"), batch_size=2)
+    read, validated = Samples(2 * case.batches * case.ranks, "read"), Samples(4, "validate")
+    loaders: list[Any] = [DataLoader(read, batch_size=2, shuffle=True), DataLoader(validated, batch_size=2)]
     if case.keeps_workers:  # what they draw is their own
-        still: Any = [*Samples(4, "validate").values]
-        validated = DataLoader(still, batch_size=2, num_workers=1, persistent_workers=True)
+        still: list[Any] = [[*samples.values] for samples in (read, validated)]
+        kept: Any = {"shuffle": True, "num_workers": 1, "persistent_workers": True}
+        loaders = [DataLoader(values, batch_size=2, **kept) for values in still]
     if case.draws_validation:
         drawn: Any = {"shuffle": True, "generator": torch.Generator().manual_seed(4)}
-        validated = DataLoader(Samples(4, "read"), batch_size=2, collate_fn=Jittered(), **drawn)
-    trainer.fit(module, data, validated)
+        loaders[1] = DataLoader(Samples(4, "read"), batch_size=2, collate_fn=Jittered(), **drawn)
+    trainer.fit(module, *loaders)
     rank = os.environ.get("RANK", 0)
     (path / f"events-{rank}.txt").write_text("\n".join(map(json.dumps, EVENTS)))
     callbacks_of: Any = trainer.callbacks  # type: ignore[attr-defined]  # Lightning sets it where mypy does not look

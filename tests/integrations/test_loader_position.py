@@ -76,6 +76,23 @@ def share(rank: int, size: int) -> PositionedLoader:
     return PositionedLoader(DataLoader(Plain(24), 2, sampler=sampler))
 
 
+def test_a_loader_that_was_read_before_and_keeps_its_workers_goes_on_exactly() -> None:
+    """Its iterator has an order of its own, as the one has that Lightning makes before the position is known."""
+
+    def read() -> PositionedLoader:
+        loader = DataLoader(Plain(10), 2, shuffle=True, num_workers=1, persistent_workers=True)
+        next(iter(loader))
+        return PositionedLoader(loader)
+
+    whole = steps(before := read())
+    next(whole), next(whole)
+    resumed = read()
+    resumed.load_state_dict(before.state_dict())
+    expected = [next(whole) for _ in range(8)]
+    rest = steps(resumed)
+    assert [next(rest) for _ in range(8)] == expected
+
+
 def test_another_number_of_ranks_goes_on_at_the_same_batch() -> None:
     """Two ranks' positions become four ranks' positions, if whole batches were read by then; else it is refused.
 
@@ -104,12 +121,17 @@ def test_a_position_in_other_batches_is_refused() -> None:
         PositionedLoader(DataLoader(Numbers(), 3)).load_state_dict(loader.state_dict())
 
 
-def test_a_loop_that_leaves_the_rest_of_an_epoch_out_begins_the_next_one() -> None:
-    """The sampler is told another epoch after a break, as Fabric tells it: its order is a new one."""
+def test_a_loop_that_leaves_the_rest_of_an_epoch_out_begins_the_next_one(caplog: pytest.LogCaptureFixture) -> None:
+    """The sampler is told another epoch after a break, as Fabric tells it: its order is a new one.
+
+    A step that was saved before is resumed within the epoch, so the log says what is left out.
+    """
     loader = share(0, 2)
     for expected in range(3):
         next(iter(loader))
         assert (loader.epoch, loader.inner.sampler.epoch) == (expected, expected)
+    said = [record.getMessage().partition(",")[0] for record in caplog.records]
+    assert said == [f"data: the loop leaves epoch {epoch} after 1 batch" for epoch in range(2)]
 
 
 def test_another_number_of_ranks_reads_the_same_samples() -> None:

@@ -25,7 +25,7 @@ from titan_ckpt.components.items.data_position import DataRank
 from titan_ckpt.components.known.loaders import begin_afresh, is_of_torchdata, samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import begin_once, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.errors import ConfigError, LoadMismatchError, counted
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
 from titan_ckpt.rng import RandomState, get_random, held_generators, set_random
 
@@ -143,6 +143,8 @@ class PositionedLoader:
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
         if self.num_batches and not resumed:
+            left = f"the loop leaves epoch {self.epoch} after {counted(self.num_batches, 'batch', 'batches')}"
+            _log.warning(f"data: {left}, of which a run resumed from the step saved there would read the rest first")
             self.leave_epoch()
         self.num_batches = resumed["batches"] if resumed else 0
         if resumed and self._is_random_restored:

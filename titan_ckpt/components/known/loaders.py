@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import Any
 
-from torch.utils.data import IterableDataset, Sampler
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, stored_by_code_of, unless_allowed
 
@@ -43,9 +43,15 @@ def is_of_torchdata(loader: Any) -> bool:
 
 
 def begin_afresh(loader: Any) -> None:
-    """Let a loader of torchdata forget the iterator that accelerate makes in prepare(), with an order and a seed."""
+    """Let a loader forget the iterator that it has: its order and its seed are those of an epoch that begins no more.
+
+    accelerate makes one of a loader of torchdata in prepare(), and Lightning one of each loader, which keeps it if it
+    keeps its worker processes.
+    """
     if is_of_torchdata(loader):
         loader.load_state_dict({})
+    elif isinstance(loader, DataLoader):
+        loader._iterator = None  # noqa: SLF001 - torch has no public name for it
 
 
 def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:

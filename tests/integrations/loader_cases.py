@@ -375,7 +375,26 @@ def same(row: dict[str, Any]) -> dict[str, Any]:
     return {"b": row["a"]}
 
 
+class OwnNoise:
+    """Draws from a generator of its own."""
+
+    def __init__(self) -> None:
+        self.own = random.Random(1)
+
+    def add(self, value: int) -> float:
+        return value + self.own.random()
+
+
+def with_noise(**batches: Any) -> Any:
+    """Return a stream of which a function draws from a generator that an object around it holds."""
+    noise = OwnNoise()
+    if batches:
+        return numbers().map(lambda rows: {"a": [noise.add(value) for value in rows["a"]]}, batched=True, **batches)
+    return numbers().map(lambda row: {"a": noise.add(row["a"])})
+
+
 DRAWING: dict[str, Callable[[], Any]] = {
+    "a map that draws from an object's generator": with_noise,
     "a map that draws": lambda: numbers().map(noisy),
     "a filter that draws": lambda: numbers().filter(lambda _: random.random() < 0.7),
     "a map of a generator that draws": lambda: Streamed.from_generator(generated, gen_kwargs={"shards": [0, 1, 2]}).map(

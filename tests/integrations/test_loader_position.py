@@ -37,6 +37,7 @@ from tests.integrations.loader_cases import (
     numbers,
     shuffled,
     steps,
+    with_noise,
 )
 from titan_ckpt.components.items.data_position import DataRank
 from titan_ckpt.components.unsaved_state import class_name
@@ -301,6 +302,7 @@ _AGAIN = "it reads examples once more after a resume"
             lambda: DataLoader(Plain(9), 2, collate_fn=Numbering()),
             r"collate_fn .*Numbering: its code sets self\.number",
         ),
+        (lambda: DataLoader(with_noise(batch_size=4), 2), "it reads examples once more after a resume, and the random"),
         (lambda: DataLoader(counted(), 2), "function of a stream .*counted.*it draws from draw, a Random"),
     ],
 )

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
 from titan_ckpt.components.known.loaders import begin_afresh, is_of_torchdata, samplers_of, stateful_faults
-from titan_ckpt.components.known.streams import begin_once, is_shuffled, seeds_of, stream_faults
+from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError, counted
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
@@ -426,7 +426,7 @@ class PositionedLoader:
 
     def _look_for_generators(self) -> list[Any]:
         """Return the generators that the data draws from, which a step holds."""
-        return held_generators([self._stream, getattr(self.inner, "collate_fn", None)])
+        return held_generators([self._stream, *functions_of(self._stream), getattr(self.inner, "collate_fn", None)])
 
     def _facts(self) -> dict[str, Any]:
         samplers = samplers_of(self.inner)
@@ -474,7 +474,8 @@ def generators_of(loader: Any) -> list[Any]:
     """Return the generators that decide the order of a DataLoader, and those that its data draws from."""
     found = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
     found = [generator for generator in found if isinstance(generator, torch.Generator)]
-    found += held_generators([getattr(loader, name, None) for name in ("dataset", "collate_fn")])
+    data = getattr(loader, "dataset", None)
+    found += held_generators([data, *functions_of(data), getattr(loader, "collate_fn", None)])
     return [*{id(generator): generator for generator in found}.values()]
 
 

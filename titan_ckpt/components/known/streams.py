@@ -14,7 +14,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, class_name, function_faults, unless_allowed
-from titan_ckpt.rng import generators_kept, held_by, process_state
+from titan_ckpt.rng import generators_kept, held_by, held_generators, process_state
 
 _EXACT = (
     "Examples", "ArrowExamples", "RebatchedArrowExamples", "StepExamples", "CyclingMultiSourcesExamples",
@@ -89,8 +89,14 @@ def stream_faults(data: Any, allow: Collection[str], *, is_read_again: bool = Fa
             yield from unless_allowed(f"data: {class_name(found)}", class_name(found), _READ_ONCE, allow)
         for part in _parts(stream, within=False):
             name = class_name(part)
-            if _reads_again(part) and not read_once and (name in allow or _draws(part)):
+            own = held_generators([_functions_of(inner) for inner in _below(part)])
+            if _reads_again(part) and not read_once and (name in allow or own or _draws(part)):
                 yield from unless_allowed(f"data: {name}", name, _DRAWS, allow)
+
+
+def functions_of(data: Any) -> list[Any]:
+    """Return the functions of the user's that streams call, and what they are called with."""
+    return [_functions_of(part) for stream in _streams(data) for part in _parts(stream)]
 
 
 def is_shuffled(stream: Any) -> bool:
@@ -146,7 +152,12 @@ def _streams(data: Any) -> Iterator[Any]:
 
 def _parts(stream: Any, *, within: bool = True) -> Iterator[Any]:
     """Yield the parts of a stream from the last one on; `within`: also those that are read again with another."""
-    pending = [stream._ex_iterable]  # noqa: SLF001 - datasets has no public name for it
+    return _below(stream._ex_iterable, within=within)  # noqa: SLF001 - datasets has no public name for it
+
+
+def _below(part: Any, *, within: bool = True) -> Iterator[Any]:
+    """Yield a part and those that it reads from."""
+    pending = [part]
     while pending:
         part = pending.pop()
         if part is not None:
@@ -159,7 +170,8 @@ def _functions_of(part: Any) -> list[Any]:
     """Return the functions of the user's that a part calls, and what a generator is called with."""
     generate = getattr(part, "generate_examples_fn", None)
     config = getattr(getattr(generate, "__self__", None), "config", None)
-    return [getattr(part, "function", None), getattr(config, "generator", None), getattr(part, "kwargs", None)]
+    found = [getattr(part, name, None) for name in ("function", "fn_kwargs", "kwargs")]
+    return [*found, getattr(config, "generator", None)]
 
 
 def _is_read_once(value: Any) -> bool:

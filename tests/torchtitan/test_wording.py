@@ -61,7 +61,8 @@ def test_every_message_names_settings_of_torchtitans_config() -> None:
     """Each that names one of this package's own is worded anew, or no run of torchtitan meets it."""
     left: list[str] = []
     used: set[str] = set()
-    for name, text in _messages():
+    messages = [*_messages()]
+    for name, text in messages:
         if name.startswith("integrations/torchtitan/") and name.endswith(("settings.py", "wording.py")):
             continue  # the table of the settings, and that of the words
         excuse = [k for k in UNREACHABLE if k.partition(":")[0] == name and k.partition(":")[2] in text]
@@ -73,7 +74,7 @@ def test_every_message_names_settings_of_torchtitans_config() -> None:
         used |= {k for k in excuse if found}
     assert left == [], "\n".join(left)
     assert UNREACHABLE.keys() - used == set()
-    unused = [p for p in WORDS if not any(re.search(p, text) for _, text in _messages())]
+    unused = [p for p in WORDS if not any(re.search(p, text) for _, text in messages)]
     assert unused == []
 
 

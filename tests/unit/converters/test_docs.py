@@ -22,9 +22,9 @@ exec(compile("\n".join(BLOCKS), PAGE.name, "exec"), globals())
 
 
 def test_the_example_is_short() -> None:
-    """A whole converter takes fewer than 60 lines."""
+    """A whole converter takes fewer than 70 lines of the page's width."""
     lines = BLOCKS[0].splitlines()
-    assert len([line for line in lines if line.strip()]) < 60
+    assert len([line for line in lines if line.strip()]) < 70
 
 
 def test_the_page_defines_its_test() -> None:

@@ -419,7 +419,7 @@ EVALUATED: dict[str, Callable[[], tuple[DataLoader[torch.Tensor], int]]] = {
     "a generator of the data": lambda: (DataLoader(Drawn(), 10), 9),
     "a loop that is broken off": lambda: (DataLoader(Still(), 10), 1),
 }
-"""What evaluations read, and how many batches of it."""
+"""The kinds of data that evaluations read, and how many batches they read of it."""
 
 
 def run_evaluated(folder: str) -> None:
@@ -519,6 +519,17 @@ def run_summed(folder: str) -> None:
                     m.save(1)
         found.append([parameter.grad.clone() for parameter in network.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def run_hooked(folder: str) -> None:
+    """See hooks refused that the pass of zeros would call, such as an optimizer that steps in the backward pass."""
+    accelerator, network = Accelerator(cpu=True), Late()
+    optimizer = torch.optim.AdamW(network.parameters())
+    network.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    kept = accelerator.prepare(network, optimizer)
+    with pytest.raises(ConfigError, match=r"hooks on gradients of module\.first\.weight.*find_unused_parameters=True"):
+        accelerate_manager(accelerator, CheckpointConfig(save=SaveConfig(interval=1)), base_folder=folder)
+    assert kept
 
 
 class Counted:

@@ -78,6 +78,7 @@ def test_each_setting_goes_on_bit_for_bit(name: str, ranks: int, interval: int, 
         ("run_unheld", 1),
         ("run_compressed", 2),
         ("run_summed", 3),
+        ("run_hooked", 3),
     ],
 )
 def test_what_a_function_of_accelerate_runs_sees_itself(function: str, ranks: int, tmp_path: Path) -> None:

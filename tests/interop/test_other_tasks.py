@@ -78,7 +78,7 @@ def composite() -> Any:
 def test_an_adapter_that_fits_neither_is_refused_by_the_model_that_the_folder_names(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of one tensor that does not fit, and not of all that the text alone does not have."""
+    """The error names the one tensor that does not fit, and not all that the text alone does not have."""
     composite().save_pretrained(tmp_path / "base")
     adapted: Any = get_peft_model(composite(), LoraConfig(r=2, init_lora_weights=False, target_modules=["q_proj"]))
     with torch.no_grad():

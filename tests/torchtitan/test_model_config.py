@@ -277,7 +277,7 @@ ODD: dict[str, tuple[str, Callable[[Any], object], str]] = {
         "TokenChoiceTopKRouter.Config._debug_force_load_balance",
     ),
 }
-"""What no config.json says, and transformers' model would compute without it."""
+"""No config.json says these, and transformers' model would compute without them."""
 
 
 @pytest.mark.parametrize("case", ODD)

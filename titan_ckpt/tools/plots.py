@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 _MAX_STRETCHES = 300
-"""Of a line that is drawn; each has two points."""
+"""A drawn line has at most this many stretches, and each stretch has two points."""
 _MAX_TICKS = 6
 _RESUME = '<path class="dashed" d="M{:.1f} 0V200"><title>resumed from step {}</title></path>'
 STYLE = """

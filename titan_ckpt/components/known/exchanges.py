@@ -23,13 +23,21 @@ _STATIC = (
     "three or more ranks round sums by the order of its first step in a process, which no step holds: leave it out"
 )
 
+_HOOKED = (
+    "on three or more ranks of DDP a resume makes the order of its exchange by a pass of zeros, on which they would be "
+    "called: call them from the loop, or use find_unused_parameters=True"
+)
+
 
 def exchange_faults(models: Iterable[nn.Module], allow: Collection[str]) -> Iterator[str]:
-    """Yield one line for each communication hook of DDP that may keep what no step holds."""
+    """Yield one line for each hook of DDP, or of gradients that it sums, by which a resumed run may differ."""
     wrapped = [module for model in models for module in model.modules() if isinstance(module, DistributedDataParallel)]
     for module in wrapped:
         if module.static_graph and module.process_group.size() > 2:
             yield from unless_allowed("DDP's static_graph", class_name(module), _STATIC, allow)
+        hooked = [name for name, p in module.named_parameters() if p._post_accumulate_grad_hooks or p._backward_hooks]  # noqa: SLF001 - as above
+        if hooked and module.process_group.size() > 2 and not module.find_unused_parameters:
+            yield from unless_allowed(f"hooks on gradients of {hooked[0]}", class_name(module), _HOOKED, allow)
     for hook, state in (each for module in wrapped for each in module._comm_hooks):  # noqa: SLF001 - without a public name
         if not (_is_exact(hook) and (state is None or isinstance(state, ProcessGroup))):
             name = class_name(hook)

@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from titan_ckpt import progress
 from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table
@@ -120,6 +121,11 @@ class DcpReader(TensorReader):
         return partial(self._fill, {chunk: by_chunk[chunk] for chunk in in_order})
 
     def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[FilePart]]) -> None:
+        total = sum(TensorInfo(self._chunks[k][i].chunk.sizes, self._tensors[k].dtype).nbytes for k, i in by_chunk)
+        with progress.shown(f"loading {self.path.name}", total) as count:
+            self._fill_each(by_chunk, count)
+
+    def _fill_each(self, by_chunk: Mapping[tuple[str, int], Sequence[FilePart]], count: progress.Count) -> None:
         for (key, i), wanting in by_chunk.items():
             stored = self._chunks[key][i]
             if self._unread is None or self._unread[0] is not stored:
@@ -137,6 +143,7 @@ class DcpReader(TensorReader):
                 put(request.view, request.chunk, part, data[part.within(stored.chunk)])
             if sum(part.numel for r in wanting if (part := stored.chunk.intersect(r.chunk))) >= stored.chunk.numel:
                 self._unread = None
+            count(expected.nbytes)
             del data
 
     def close(self) -> None:

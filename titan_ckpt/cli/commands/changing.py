@@ -22,9 +22,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class Convert(Shown):
     """Write the model weights of a checkpoint, or its adapter, in another format."""
 
+    takes_urls: ClassVar[bool] = True
     source: tyro.conf.Positional[Path]
+    """Folder, file, or bucket's URL."""
     target: tyro.conf.Positional[Path]
-    """The folder, or with --to torch the file, to be written; it must not exist."""
+    """The folder, or with --to torch the file, to be written; it must not exist. With --to hf, peft and dcp also a
+    bucket's URL."""
     to: Literal["native", "dcp", "hf", "torch", "peft"]
     """hf for a model, peft for an adapter, the others for both; torch is one torch.save file."""
     config: Path | None = None
@@ -44,7 +47,7 @@ class Convert(Shown):
         from titan_ckpt.tools.conversion import convert_checkpoint
 
         options = _options(self.config, self.model, self.dtype, self.max_shard_bytes, self.settings)
-        found = convert_checkpoint(self.source, self.target, self.to, options)
+        found = convert_checkpoint(place(self.source), place(self.target), self.to, options)
         return self.show(found, lambda: tables.written(found, console))
 
 
@@ -52,8 +55,9 @@ class Convert(Shown):
 class Merge(Shown):
     """Write a Hugging Face folder of a base with adapters merged into it, one after the other."""
 
+    takes_urls: ClassVar[bool] = True
     paths: tyro.conf.Positional[tuple[Path, ...]]
-    """The base, one adapter or several (PEFT folders or steps), and the folder to be written."""
+    """The base, one adapter or several (PEFT folders or steps), and the folder to be written; or URLs of theirs."""
     config: Path | None = None
     """Folder of the model's config.json, if the base has none."""
     model: str | None = None
@@ -71,7 +75,7 @@ class Merge(Shown):
         if len(self.paths) < 3:
             expected = "a base, at least one adapter, and the folder to be written"
             raise ConfigError([f"expected BASE ADAPTER... DST: {expected}"])
-        base, *adapters, target = self.paths
+        base, *adapters, target = map(place, self.paths)
         options = _options(self.config, self.model, self.dtype, self.max_shard_bytes)
         found = merge_adapters(base, adapters, target, options)
         return self.show(found, lambda: tables.written(found, console))
@@ -86,7 +90,8 @@ def _options(
     from titan_ckpt.training.launch.terminal import hide_foreign
 
     hide_foreign()
-    return Options(config, model, None if dtype is None else getattr(torch, dtype), max_shard_bytes, settings)
+    folders = [None if folder is None else place(folder) for folder in (config, settings)]
+    return Options(folders[0], model, None if dtype is None else getattr(torch, dtype), max_shard_bytes, folders[1])
 
 
 @dataclass(frozen=True)

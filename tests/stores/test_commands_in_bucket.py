@@ -142,7 +142,7 @@ def test_f4_diff_convert_and_merge_take_urls(
     native, hf = tmp_path / "native", tmp_path / "hf"
     assert said(capsys, "convert", made, native, "--to", "native")[0] == 0
     code, written = said(capsys, "convert", native, place / "hf", "--to", "hf", "--config", made)
-    assert (code, written["path"], written["format"]) == (0, f"{place}/hf", "hf")
+    assert (code, written["target"], written["format"]) == (0, f"{place}/hf", "hf")
     assert said(capsys, "convert", native, hf, "--to", "hf", "--config", made)[0] == 0
     assert said(capsys, "convert", place / "hf", place / "dcp", "--to", "dcp")[0] == 0
     for one, other in ((made, place / "hf"), (place / "hf", hf), (native, place / "dcp"), (place / "dcp", made)):

@@ -104,7 +104,7 @@ class CheckpointManager:
         streams that would lose examples, and for adapters and optimizers of PEFT that were not proved to continue
         exactly; StateEncodingError for tensors of the model and for `states` that no checkpoint can hold.
         """
-        exports = any(export.format == "hf" for export in config.export)
+        exports = any(export.container == "hf" for export in config.export)
         if sd_transforms is None and model_converters is None and (exports or config.initial_load):
             sd_transforms = transforms_for(model_parts, exports=exports)
         transforms = sd_transforms or StateDictTransforms()
@@ -339,7 +339,7 @@ class CheckpointManager:
         Raises: as `export`.
         """
         self._check_keepable(f"step {step} is not exported")
-        if any(export.format == "peft" for export in exports):
+        if any(export.container == "peft" for export in exports):
             self._content.refuse_adapter_of_changed_base(exports, self._base.forget_if_changed())
         saver = self._saver
         facts: list[Json] = [saver is not None and saver.has_staged(step), saver is not None and saver.busy]

@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from titan_ckpt import policy
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.known.loaders import stateful_faults
+from titan_ckpt.components.known.exchanges import exchange_faults, wrappers_of
+from titan_ckpt.components.known.loaders import seed_evaluations_apart, stateful_faults
 from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
@@ -101,8 +102,9 @@ class CheckpointManager:
         Without `sd_transforms` and converters, a model of transformers has those of
         StateDictTransforms.from_transformers.
         Raises: ConfigError for a folder that is a URI, if `external_weights` and `config.components` do not agree, for
-        streams that would lose examples, and for adapters and optimizers of PEFT that were not proved to continue
-        exactly; StateEncodingError for tensors of the model and for `states` that no checkpoint can hold.
+        streams that would lose examples, for hooks of DDP that may keep more than gradients, and for adapters and
+        optimizers of PEFT that were not proved to continue exactly; StateEncodingError for tensors of the model and
+        for `states` that no checkpoint can hold.
         """
         exports = any(export.container == "hf" for export in config.export)
         if sd_transforms is None and model_converters is None and (exports or config.initial_load):
@@ -111,9 +113,10 @@ class CheckpointManager:
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
         data = getattr(dataloader, "dataset", dataloader)
-        is_read_again = getattr(dataloader, "is_read_again", False) is True  # by a PositionedLoader
-        faults = [*stream_faults(data, config.allow, is_read_again=is_read_again)]
-        if faults := [*faults, *stateful_faults(dataloader, config.allow)]:
+        is_judged = hasattr(dataloader, "is_read_again")  # a PositionedLoader has looked at its stream
+        faults = [] if is_judged else [*stream_faults(data, config.allow)]
+        faults += stateful_faults(dataloader, config.allow)
+        if faults := [*faults, *exchange_faults(wrappers_of(model_parts), config.allow)]:
             raise ConfigError(faults)
         self.config = config
         self.base_folder = Path(base_folder)
@@ -211,6 +214,7 @@ class CheckpointManager:
     def _load(self, step: int, event: Event) -> LoadResult:
         self.last_step.mark, self._is_last_save, self._exported_step = None, False, None
         if self._saver is not None:
+            seed_evaluations_apart()
             self._saver.forget_copy()
             self._coordinator.together("rehearse", lambda: self._run.rehearse(self.config.allow))
         with event.phase("restore"):

@@ -96,6 +96,24 @@ def test_only_buffers_may_have_no_name_in_a_folder() -> None:
         find_key_map(adapter, shapes, tied)
 
 
+def test_an_export_does_not_round_the_bias_of_experts() -> None:
+    """transformers holds DeepSeek-V3's in float32 whatever the dtype, because it chooses the experts."""
+    spec = importlib.import_module("torchtitan.models.deepseek_v3").model_registry("debugmodel")
+    spec.model.layers = spec.model.layers[:2]
+    with torch.device("meta"):
+        model = spec.model.build()
+    shapes = {fqn: tuple(value.shape) for fqn, value in model.state_dict().items()}
+    key_map = find_key_map(
+        spec.state_dict_adapter(spec.model, None), shapes, {}, [name for name, _ in model.named_buffers()]
+    )
+    groups = StateDictTransforms(key_map).to_file(
+        {fqn: torch.zeros(shape) for fqn, shape in shapes.items()}, None, torch.bfloat16
+    )
+    dtypes = {key: info.dtype for group in groups for key, info in group.infos.items()}
+    assert dtypes.pop("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
+    assert {*dtypes.values()} == {torch.bfloat16}
+
+
 def _with_experts(assets: Path, folder: Path, model: str, /, **settings: Any) -> Any:
     """Return the config of a run of a model of two layers that balances its experts by a bias."""
     run = config(assets, folder, exact=True, **settings)

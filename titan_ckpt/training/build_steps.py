@@ -52,7 +52,7 @@ from titan_ckpt.training.loss import BalanceLoss, balance_coefficient, summed_cr
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.training.own_code import check_names, make_optimizer, make_patterns, make_scheduler
 from titan_ckpt.training.parallel.apply import parallelize
-from titan_ckpt.training.parallel.data_parallel import check_axes, find_mixed, is_sharded, sum_gradients
+from titan_ckpt.training.parallel.data_parallel import check_axes, decay_groups, find_mixed, is_sharded, sum_gradients
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import Pipeline
 from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
@@ -245,15 +245,15 @@ class BuildSteps:
         return parts
 
     def build_optimizer(self) -> Optimizer:
-        """Return the optimizer over the trained parameters: matrices with weight decay, vectors without.
+        """Return the optimizer over the trained parameters: matrices with weight decay, norms, biases, vectors without.
 
         Raises: ConfigError for an implementation that cannot update all of them.
         """
         config = self.config.optimizer
-        matrices = [p for p in self.trainable() if p.dim() >= 2]
-        vectors = [p for p in self.trainable() if p.dim() < 2]
         # every rank has both groups, even if its pipeline stage trains no parameter of one
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        parts = getattr(self, "model_parts", [self.model])
+        of_groups = zip(decay_groups(parts), (config.weight_decay, 0.0), strict=True)
+        groups = [{"params": [p for _, p in named], "weight_decay": decay} for named, decay in of_groups]
         if is_import_name(config.name):
             return make_optimizer(config, groups)
         if config.implementation in ("fused", "foreach") and (mixed := find_mixed(self.model_parts)):

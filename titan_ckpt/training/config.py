@@ -73,10 +73,10 @@ class ModelConfig(Checked):
     load_weights: bool = True
     """With false, only the shape of `folder` is used, and a new run starts from random values."""
     construct: Literal["default", "meta", "device"] = "default"
-    """Where the values come from that no source provides. "default": those that one CPU would give, bit for bit; every
-    rank makes all of them, tensor by tensor. "device": the same distributions, drawn in seconds on the device, by each
-    rank for its own shards; skips the values of one CPU. "meta": skips initialization; a weight that no source has is
-    an error."""
+    """Where the model is built, and where the values come from that no source provides. "default": on meta, or on the
+    CPU if it cannot be; the values that one CPU would give, bit for bit, which every rank makes tensor by tensor.
+    "device": on meta; the same distributions, drawn in seconds on the device, by each rank for its own shards; skips
+    the values of one CPU. "meta": on meta; skips initialization; a weight that no source has is an error."""
     initial_values: tuple[InitialValuesConfig, ...] = ()
     """Fill the parameters by patterns of their names, instead of by the model's own code; each must match one."""
     freeze: tuple[NonEmpty, ...] = ()
@@ -121,7 +121,7 @@ class OptimizerConfig(Checked):
     eps: PositiveNumber = 1e-8
     """Added to the denominator of AdamW's update."""
     weight_decay: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] = 0.1
-    """Weight decay of matrices; vectors (norms, biases, magnitudes) are not decayed."""
+    """Weight decay of matrices; vectors, and norms and biases of any shape, are not decayed."""
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How AdamW computes its update: one kernel for all parameters, one operation at a time over all of them, or one
     parameter after the other. They round differently. The first two are refused if only some matrices, or only some

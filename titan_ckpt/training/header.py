@@ -33,6 +33,7 @@ def header(trainer: Trainer) -> Iterator[str]:
     yield f"data    {_data(trainer)}"
     degrees = [f"{f.name} {d}" for f in fields(ranks.degrees) if (d := getattr(ranks.degrees, f.name)) > 1]
     many = "1 rank" if ranks.size == 1 else f"{ranks.size} ranks ({', '.join(degrees)})"
+    yield f"steps   of {_optimizer(trainer)}"
     yield f"device  {trainer.state.numerics['device']}, {many}, {config.training.compute_dtype}"
 
 
@@ -60,6 +61,12 @@ def short(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
+
+
+def _optimizer(trainer: Trainer) -> str:
+    norm = trainer.config.training.max_grad_norm
+    clipped = "gradients are not clipped (training.max_grad_norm)" if norm is None else f"gradients clipped to {norm:g}"
+    return f"{type(trainer.optimizer).__name__}, {clipped}"
 
 
 def _data(trainer: Trainer) -> str:

@@ -48,7 +48,8 @@ class ScheduleConfig(Checked):
     warmup_ratio: Ratio = 0.05
     """Share of the steps with linear warm-up, rounded up to whole steps."""
     decay_ratio: Ratio = 0.2
-    """Share of the steps, at the end, with linear decay; only for "wsd"."""
+    """Share of the steps, at the end, with linear decay; only for "wsd". With 0 the rate stays at its peak, for a run
+    that is annealed later (start_decay)."""
     decay_steps: PositiveInt | None = None
     """Length of that decay in steps, instead of decay_ratio."""
     decay_tokens: PositiveInt | None = None

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.config import ExportConfig
@@ -27,6 +28,7 @@ from titan_ckpt.training import build_steps
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.callbacks.console import MetricsFile, read_metrics
 from titan_ckpt.training.data.batch import Batch
+from titan_ckpt.training.parallel.data_parallel import decay_groups
 from titan_ckpt.training.trainer import Trainer
 
 
@@ -113,6 +115,26 @@ def test_d5_vectors_are_not_decayed_and_every_parameter_comes_once(tmp_path: Pat
     assert dims == {0.3: {2}, 0.0: {1}}
     grouped = [p for group in trainer.optimizer.param_groups for p in group["params"]]
     assert len(grouped) == len(set(grouped)) == len(list(trainer.model.parameters()))
+
+
+class BiasedShapes(nn.Module):
+    """The biases of all experts of a layer, as gpt-oss has them, and a norm over two dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts_bias = nn.Parameter(torch.zeros(4, 8))
+        self.normal = nn.Parameter(torch.zeros(4, 8))
+        self.after = nn.LayerNorm((2, 3))
+        self.first_norm = nn.Linear(3, 2)
+
+
+def test_d5_norms_and_biases_are_not_decayed_however_many_dims_they_have() -> None:
+    """They are known by the names of parameter, module and class; a matrix with another name is decayed."""
+    decayed, others = decay_groups([BiasedShapes()])
+    assert [name for name, _ in decayed] == ["normal"]
+    assert [name for name, value in others if value.dim() > 1] == [
+        "experts_bias", "after.weight", "after.bias", "first_norm.weight",
+    ]  # fmt: skip
 
 
 def test_d5_a_resume_follows_its_own_schedule_from_its_first_step(tmp_path: Path) -> None:

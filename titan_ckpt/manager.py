@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -55,7 +56,7 @@ from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.initialize import initialize_missing
-from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.transforms import StateDictTransforms, casts_to
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)
@@ -485,7 +486,9 @@ class CheckpointManager:
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
-            return take_snapshot(self._run, step, self._content.whole(model_only), [*filter(None, [self._run.extra])])
+            casts = casts_to(None if model_only == "own" else getattr(torch, model_only))
+            extra = [*filter(None, [self._run.extra])]
+            return take_snapshot(self._run, step, self._model.state("full"), extra, casts)
         self._run.refuse_changed(step)
         unused = self._gradients.unused() if mark is None else mark.unused
         held = any(getattr(s, "holds_gradients", False) for s in self._run.states.values())

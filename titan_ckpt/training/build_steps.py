@@ -116,7 +116,7 @@ class BuildSteps:
         self.converters = converters
         self.user_callbacks = tuple(callbacks)
         self.state = TrainState()
-        self.num_steps = config.training.steps or DEFAULT_STEPS
+        self.num_steps = DEFAULT_STEPS if config.training.steps is None else config.training.steps
         """The last step of the run; with training.epochs it is known when the data is built, and again after a load."""
         self.log_history: deque[Mapping[str, LogValue]] = deque(maxlen=10_000)
         """The newest rows of metrics.jsonl, those before a resume included; on rank 0, and empty on the others."""
@@ -268,14 +268,14 @@ class BuildSteps:
     def build_lr_scheduler(self) -> LRScheduler | None:
         """Return the scheduler of the learning rate."""
         if is_import_name(self.config.schedule.kind):
-            return make_scheduler(self.config, self.optimizer, self.num_steps)
+            return make_scheduler(self.config, self.optimizer, max(self.num_steps, 1))
         # a load may change the number of steps, and where the decay begins
         self.decay = find_decay(self.config, self.num_steps, self.tokens_per_step)
         schedule = self.config.schedule
         return LambdaLR(self.optimizer, lambda index: rate_factor(schedule, self.num_steps, self.decay)(index))
 
     def build_training_context(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return the context of every forward pass: autocast, unless FSDP2 already computes in bfloat16."""
+        """Return the context of every forward pass: autocast, unless FSDP2 already computes in 16 bits."""
         if self._compute_dtype is torch.float32 or isinstance(self.model, FSDPModule):
             return nullcontext
         return lambda: torch.autocast(self.ranks.device.type, self._compute_dtype)
@@ -401,7 +401,8 @@ class BuildSteps:
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.training.compute_dtype == "bfloat16" else torch.float32
+        dtype: torch.dtype = getattr(torch, self.config.training.compute_dtype)
+        return dtype
 
     def _taken_settings(self, stored: Mapping[str, Any]) -> frozenset[str]:
         """Return the settings of the optimizer that a resume takes from the run file, because they have changed.

@@ -178,8 +178,9 @@ class TrainingConfig(Checked):
         ),
     }
 
-    steps: PositiveSteps | None = None
-    """Optimizer steps of the whole run, including those before a resume. Absent: as many as `epochs` take, or 1000."""
+    steps: Annotated[int, Check("an integer, 0 or more (steps)", lambda n: n >= 0)] | None = None
+    """Optimizer steps of the whole run, including those before a resume. Absent: as many as `epochs` take, or 1000.
+    With 0 the initial model is saved as step 0, a seed from which runs of any layout start."""
     epochs: PositiveInt | None = None
     """The run ends after this many passes over the data, unless `steps` end it before. Every sequence comes once in
     each pass; the last step has fewer if they do not fill it."""
@@ -202,9 +203,10 @@ class TrainingConfig(Checked):
     router_aux_loss_coef: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] | None = None
     """Factor of the load-balancing loss of a mixture of experts. Absent: what the model's config.json asks for, that is
     router_aux_loss_coef if output_router_logits is true, else 0."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of matrix products; trained parameters and optimizer state stay float32. With bfloat16, frozen parameters
-    that are loaded from a 16-bit dtype keep that dtype."""
+    that are loaded from a 16-bit dtype keep that dtype. With float16 the loss is scaled, and a step whose gradients
+    overflow changes no weight and halves the scale, which checkpoints hold."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """With "auto", CUDA is used if it is available."""
     deterministic: bool | Literal["warn"] = False
@@ -222,6 +224,8 @@ class TrainingConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.check_gradients == "log" and self.max_grad_norm is not None:
             yield "check_gradients: max_grad_norm needs the norm in every step; leave one of them out"
+        if self.check_gradients == "log" and self.compute_dtype == "float16":
+            yield 'check_gradients: float16 needs the norm in every step; leave it out, or compute in "bfloat16"'
         if (whole := self.global_batch_size) is None:
             return
         if self.accumulation != 1:
@@ -341,6 +345,8 @@ class RunConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.evaluation is not None and self.evaluation.corpus is None and not self.data.held_out:
             yield "evaluation: nothing to measure; name evaluation.corpus, or keep a share back with data.held_out"
+        if self.training.steps == 0 and (self.checkpoint.save is None or self.checkpoint.external):
+            yield "training.steps: 0 saves the initial model, and this run saves none; set checkpoint.save.interval"
         if self.training.epochs is not None and (self.data.streaming or self.data.corpus == "dummy"):
             kind = "a stream's length is not known" if self.data.streaming else "random tokens have no end"
             yield f"training.epochs: {kind}; set training.steps, or data.streaming = false for a corpus"

@@ -40,6 +40,8 @@ def header(trainer: Trainer) -> Iterator[str]:
 def position(trainer: Trainer) -> str:
     """Return the line that says where the run begins, after the load."""
     step, epochs = trainer.state.step, trainer.config.training.epochs
+    if not trainer.num_steps:
+        return f"run     {trainer.config.output_folder}, saves the initial model as step 0"
     begins = f"goes on after step {step}" if step else "starts at step 1"
     passes = "" if epochs is None else f", at most {counted(epochs, 'epoch')}"
     return f"run     {trainer.config.output_folder}, {begins} of {trainer.num_steps}{passes}"

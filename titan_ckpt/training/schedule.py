@@ -104,7 +104,7 @@ def find_decay(
     """
     schedule = config.schedule
     length = schedule.decay_steps or math.ceil((schedule.decay_tokens or 0) / tokens_per_step)
-    if not length or (state is None and config.training.epochs is not None):
+    if not length or not num_steps or (state is None and config.training.epochs is not None):
         return None
     if state is not None and schedule.decay_tokens:
         state.schedule[DECAY_LENGTH] = length

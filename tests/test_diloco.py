@@ -93,7 +93,7 @@ def test_c5_a_worker_is_a_callback_named_in_a_run_file(tmp_path: Path) -> None:
             checkpoint={
                 "components": components,
                 "save": {"interval": 2},
-                "stop": {"save_on_exception": False},
+                "stop": {"on": ["SIGTERM"]},
             },
             training={"steps": 6},
         )

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from titan_ckpt import policy
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.known.loaders import stateful_faults
+from titan_ckpt.components.known.exchanges import exchange_faults, wrappers_of
+from titan_ckpt.components.known.loaders import seed_evaluations_apart, stateful_faults
 from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
@@ -103,19 +104,21 @@ class CheckpointManager:
         Without `sd_transforms` and converters, a model of transformers has those of
         StateDictTransforms.from_transformers.
         Raises: ConfigError for a folder that is a URI, if `external_weights` and `config.components` do not agree, for
-        streams that would lose examples, and for adapters and optimizers of PEFT that were not proved to continue
-        exactly; StateEncodingError for tensors of the model and for `states` that no checkpoint can hold.
+        streams that would lose examples, for hooks of DDP that may keep more than gradients, and for adapters and
+        optimizers of PEFT that were not proved to continue exactly; StateEncodingError for tensors of the model and
+        for `states` that no checkpoint can hold.
         """
-        exports = any(export.format == "hf" for export in config.export)
+        exports = any(export.container == "hf" for export in config.export)
         if sd_transforms is None and model_converters is None and (exports or config.initial_load):
             sd_transforms = transforms_for(model_parts, exports=exports)
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
         data = getattr(dataloader, "dataset", dataloader)
-        is_read_again = getattr(dataloader, "is_read_again", False) is True  # by a PositionedLoader
-        faults = [*stream_faults(data, config.allow, is_read_again=is_read_again)]
-        if faults := [*faults, *stateful_faults(dataloader, config.allow)]:
+        is_judged = hasattr(dataloader, "is_read_again")  # a PositionedLoader has looked at its stream
+        faults = [] if is_judged else [*stream_faults(data, config.allow)]
+        faults += stateful_faults(dataloader, config.allow)
+        if faults := [*faults, *exchange_faults(wrappers_of(model_parts), config.allow)]:
             raise ConfigError(faults)
         self.config = config
         self.base_folder = Path(base_folder)
@@ -216,6 +219,7 @@ class CheckpointManager:
     def _load(self, step: int, event: Event) -> LoadResult:
         self.last_step.mark, self._is_last_save, self._exported_step = None, False, None
         if self._saver is not None:
+            seed_evaluations_apart()
             self._saver.forget_copy()
             self._coordinator.together("rehearse", lambda: self._run.rehearse(self.config.allow))
         with event.phase("restore"):
@@ -275,6 +279,7 @@ class CheckpointManager:
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and not self._content.is_settled:
+            self._run.order.check_wrapped()
             if not due:  # the save itself finds the same
                 self._coordinator.together("first step", lambda: self._run.check_stepped(step))
             if not self._knows_folder and not self.config.external:  # load() was never called
@@ -352,7 +357,7 @@ class CheckpointManager:
         Raises: as `export`.
         """
         self._check_keepable(f"step {step} is not exported")
-        if any(export.format == "peft" for export in exports):
+        if any(export.container == "peft" for export in exports):
             self._content.refuse_adapter_of_changed_base(exports, self._base.forget_if_changed())
         saver = self._saver
         facts: list[Json] = [saver is not None and saver.has_staged(step), saver is not None and saver.busy]

@@ -61,6 +61,12 @@ class Snapshot:
         """Return the names of the model's buffers."""
         return frozenset(name for name in self.volatile if name.startswith(MODEL))
 
+    @property
+    def own_buffers(self) -> frozenset[str]:
+        """Return the names of those that may be each rank's own; none in a step of the model alone."""
+        plain = {n for n in self.buffers - self.made if type(self.tensors[n]) is torch.Tensor}
+        return frozenset(plain if self.components != ("model",) else ())
+
     def frozen_tensors(self) -> StateDict:
         """Return the tensors with copies of the volatile ones; the others do not change until an optimizer steps."""
         return {name: value.clone() if name in self.volatile else value for name, value in self.tensors.items()}

@@ -111,7 +111,7 @@ class Restorer:
 
     def _restore(self, step: int | None) -> Restored:
         resumed = self._resume_newest() if step is None else self._resume_by_number(step)
-        if resumed is None and self._config.initial_load and self._config.initial_load[-1].training_state:
+        if resumed is None and self._config.initial_load and self._config.initial_load[-1].load == "training_state":
             resumed = self._resume_source()
         return resumed or self._load(Origin())
 
@@ -201,7 +201,7 @@ class Restorer:
             logger.warning(
                 "initial load: a source gives tensors alone, so that the extra state of %s stays as the model "
                 "was built: %s. If the source's is needed, set it after load(), or resume the source with "
-                "training_state = true",
+                'load = "training_state"',
                 counted(len(kept), "module"),
                 listed(kept, ", ", " "),
             )

@@ -33,18 +33,6 @@ def is_pattern(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class InitialValuesConfig(Checked):
-    """Initial values of the parameters whose names match a pattern."""
-
-    names: Annotated[str, Check("a regular expression", is_pattern)]
-    """Regular expression for the whole name; the first table that matches counts."""
-    function: ImportName
-    """Fills a tensor in place, as "package.module:Name", such as "torch.nn.init:normal_"."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the function, such as { std = 0.02 }."""
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig(Checked):
     """The model to train; its shape comes from exactly one of `flavor` and `folder`."""
 
@@ -53,7 +41,7 @@ class ModelConfig(Checked):
             "torchtitan's key",
             {
                 "hf_assets_path": "model.folder",
-                "tokenizer_path": "data.tokenizer.folder",
+                "tokenizer_path": "data.tokenizer",
                 "converters": "[[converters]] with a kind",
                 "print_after_conversion": "nothing; the log names what was converted",
             },
@@ -69,7 +57,7 @@ class ModelConfig(Checked):
     folder: LocalPath | None = None
     """A Hugging Face folder, or the id of a model in the local Hugging Face cache, such as "Qwen/Qwen3-0.6B". The shape
     is that of its config.json; a new run starts from its weights, if it has any and [[checkpoint.initial_load]] names
-    no sources; its tokenizer is the default of [data.tokenizer]."""
+    no sources; its tokenizer is the default of data.tokenizer."""
     load_weights: bool = True
     """With false, only the shape of `folder` is used, and a new run starts from random values."""
     construct: Literal["default", "meta", "device"] = "default"
@@ -77,14 +65,21 @@ class ModelConfig(Checked):
     CPU if it cannot be; the values that one CPU would give, bit for bit, which every rank makes tensor by tensor.
     "device": on meta; the same distributions, drawn in seconds on the device, by each rank for its own shards; skips
     the values of one CPU. "meta": on meta; skips initialization; a weight that no source has is an error."""
-    initial_values: tuple[InitialValuesConfig, ...] = ()
-    """Fill the parameters by patterns of their names, instead of by the model's own code; each must match one."""
+    initial_values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Fill the parameters by their names, instead of by the model's own code: a regular expression for the whole name,
+    and a function with its keyword arguments, such as ".*" = { function = "torch.nn.init:normal_", std = 0.02 }. Each
+    parameter must match one; the first counts."""
     freeze: tuple[NonEmpty, ...] = ()
     """Parameters that are not trained, as patterns over their names, such as "tok_embeddings.*"."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own model."""
 
     def problems(self) -> Iterator[str]:
+        for pattern, table in self.initial_values.items():
+            if not is_pattern(pattern):
+                yield f"initial_values: {pattern!r}: expected a regular expression"
+            if not is_import_name(table.get("function")):
+                yield f'initial_values.{pattern!r}.function: expected a name such as "torch.nn.init:normal_"'
         if is_import_name(self.name):
             if self.flavor is not None and self.folder is not None:
                 yield "flavor: the shape comes from flavor or from folder; leave one of them out"
@@ -260,33 +255,25 @@ class TensorBoardConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class WandbConfig(Checked):
-    """[wandb]: sends all logged values to Weights & Biases; needs the extra `wandb`. The names are W&B's."""
+    """[wandb]: sends all logged values to Weights & Biases; needs the extra `wandb`. All else is W&B's own environment:
+    WANDB_NAME, WANDB_TAGS, WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_MODE.
+    """
+
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+        key: f"W&B's own environment has it: WANDB_{key.upper()}" for key in ("name", "tags", "entity", "mode")
+    }
 
     project: NonEmpty
     """The W&B project; it is made if it does not exist."""
-    name: NonEmpty | None = None
-    """Name of the run. Absent: W&B makes one up."""
-    tags: tuple[NonEmpty, ...] = ()
-    """Words to filter runs by. All else is W&B's own environment: WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_MODE."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilingConfig(Checked):
-    """[profiling]: writes traces of torch.profiler, which Perfetto and chrome://tracing can open."""
+    """[profiling]: each rank writes traces of torch.profiler to the folder profiles, for Perfetto or chrome://tracing."""
 
-    interval: PositiveSteps
-    """Steps from one trace to the next; the last `active` steps of each interval are traced. In the step before them
-    the profiler runs already, and what it finds is discarded."""
-    active: PositiveSteps = 1
-    """Number of steps per trace."""
-    num_traces: PositiveInt | None = 1
-    """Number of traces that a process writes."""
-    ranks: tuple[NonNegative, ...] = (0,)
-    """The ranks that write traces, to the folder profiles in the output folder."""
-
-    def problems(self) -> Iterator[str]:
-        if self.interval < 1 + self.active:
-            yield f"interval: {self.interval} steps are fewer than 1 + active = {1 + self.active}; raise it"
+    interval: Annotated[int, Check("2 or more (steps)", lambda n: n >= 2)]
+    """Steps from one trace to the next; each is of the last step of an interval. In the step before it the profiler
+    runs already, and what it finds is discarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,9 +285,9 @@ class RunConfig(Checked):
         {
             "job": "output_folder for dump_folder",
             "dump_folder": "output_folder",
-            "hf_assets_path": "model.folder, or data.tokenizer.folder for the tokenizer alone",
+            "hf_assets_path": "model.folder, or data.tokenizer for the tokenizer alone",
             "model_spec": "[model]",
-            "tokenizer": "data.tokenizer.folder",
+            "tokenizer": "data.tokenizer",
             "dataloader": "[data]",
             "loss": "nothing; training.loss_average says how it is averaged",
             "debug": "seed, training.deterministic and checkpoint.save.check_replicas",
@@ -352,7 +339,7 @@ class RunConfig(Checked):
             yield f"training.epochs: {kind}; set training.steps, or data.streaming = false for a corpus"
         keep = self.checkpoint.save.keep if self.checkpoint.save is not None else None
         if keep is not None and keep.best is not None and not (self.callbacks or self.trainer):
-            yield from self._faults_of_metric(keep.metric)
+            yield from self._faults_of_metric(keep.metric_name)
 
     def _faults_of_metric(self, metric: str) -> Iterator[str]:
         """Yield why no save of this run has a metric. Callbacks of one's own may measure any."""

@@ -53,7 +53,7 @@ def ending(trainer: Trainer) -> Iterator[str]:
     yield f"ended   after step {trainer.state.step} of {trainer.num_steps}"
     yield "saved   nothing" if saved is None else f"saved   {manager.folder / f'step-{saved}'}"
     for export, folder in manager.exported.items():
-        kind = {"hf": "for transformers", "peft": "the adapter, for PEFT", "dcp": "for DCP"}[export.format]
+        kind = {"hf": "for transformers", "peft": "the adapter, for PEFT", "dcp": "for DCP"}[export.container]
         yield f"export  {folder}, {kind}"
 
 

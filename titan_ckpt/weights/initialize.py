@@ -131,7 +131,7 @@ def match_patterns(parameters: Collection[str], patterns: Sequence[NamePattern])
     bare = [fqn for fqn in parameters if fqn not in matched] if patterns else []
     problems = [f"model.initial_values: no pattern matches {listed(bare, ', ', ' ', _LISTED)}"] if bare else []
     problems += [
-        f"model.initial_values.{i}.names: {pattern.names!r} matches no parameter; names look like {fqn}"
+        f"model.initial_values: {pattern.names!r} matches no parameter; names look like {fqn}"
         for i, pattern in enumerate(patterns)
         for fqn in [*parameters][:1]
         if i not in used

@@ -142,7 +142,7 @@ def test_d9_more_epochs_go_on_with_the_next_sequence(tmp_path: Path) -> None:
 def test_c5_a_numbered_decay_of_a_run_by_epochs_is_judged_by_what_is_left(tmp_path: Path) -> None:
     """Larger steps end the epoch at step 5, after the decay, although a run of them alone would end before it."""
     Tiny(replace(epochs(tmp_path, 1, accumulation=1, steps=4), schedule=from_dict(ScheduleConfig, CONSTANT))).run()
-    decay = {"kind": "wsd", "warmup_ratio": 0.0, "start_decay": 4, "decay_steps": 1}
+    decay = {"kind": "wsd", "warmup_ratio": 0.0, "start_decay": 4, "decay": 1}
     config = replace(epochs(tmp_path, 1), schedule=from_dict(ScheduleConfig, decay))
     resumed = Tiny(config)
     assert resumed.run().step == resumed.num_steps == 5
@@ -194,7 +194,7 @@ class Endless(torch.utils.data.IterableDataset[Batch]):
     ("sections", "expected"),
     [
         (
-            {"training": {"epochs": 1}, "data": {"dataset": f"{__name__}:Endless", "tokenizer": {"vocab_size": None}}},
+            {"training": {"epochs": 1}, "data": {"dataset": f"{__name__}:Endless", "tokenizer": None}},
             r"training\.epochs: OwnDataLoader does not say how long the data is; set training\.steps",
         ),
         ({"parallel": {"backend": "nccl"}}, r"parallel\.backend: 'nccl' is no backend of this torch for cpu; .* gloo"),

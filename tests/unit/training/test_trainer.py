@@ -227,9 +227,9 @@ def test_c3_a_trainers_method_delivers_the_weights_at_the_start_and_at_a_resume(
 
 def test_c5_a_stable_run_is_annealed_from_where_it_is_resumed(tmp_path: Path) -> None:
     """The rate falls in the next steps, also if these are interrupted, while the stable run has kept its own."""
-    stable = {"kind": "wsd", "warmup_ratio": 0.0, "decay_ratio": 0.0, "min_ratio": 0.0}
+    stable = {"kind": "wsd", "warmup_ratio": 0.0, "decay": 0.0, "min_ratio": 0.0}
     Trainer(settings(tmp_path, training={"steps": 4}, schedule=stable)).run()
-    length = {"decay_tokens": 3 * 4 * 16 - 1, "decay_ratio": 0.2}
+    length = {"decay": f"{3 * 4 * 16 - 1} tokens"}
     annealed = settings(tmp_path, training={"steps": 8}, schedule={**stable, "start_decay": "now", **length})
 
     class Interrupted(Callback):

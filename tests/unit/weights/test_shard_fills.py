@@ -206,23 +206,25 @@ def test_b5_every_tensor_matches_a_pattern_and_every_pattern_a_tensor() -> None:
     with pytest.raises(ConfigError) as caught:
         construct(Plain, "default", [NamePattern(r".*weight", fill(1)), NamePattern(r"third\..*", fill(2))])
     bare, unused = caught.value.problems
-    assert "first.bias, second.bias" in bare and "initial_values.1.names: 'third" in unused
+    assert "first.bias, second.bias" in bare and "initial_values: 'third" in unused
 
 
 def test_b5_a_run_file_names_where_values_come_from_and_what_fills_them(tmp_path: Path) -> None:
     """Both settings reach the model of a run, and settings that do not fit are told before anything is built."""
-    tables = [
-        {"names": ".*norm.*", "function": "torch.nn.init:ones_"},
-        {"names": ".*", "function": "torch.nn.init:normal_", "settings": {"std": 1e-4}},
-    ]
+    tables = {
+        ".*norm.*": {"function": "torch.nn.init:ones_"},
+        ".*": {"function": "torch.nn.init:normal_", "std": 1e-4},
+    }
     model = {"construct": "device", "initial_values": tables}
     trainer = Trainer(settings(tmp_path, model=model, training={"steps": 1}, optimizer={"lr": 1e-9}))
     trainer.run()
     weight = trainer.model.get_parameter("layers.0.attention.wq.weight").detach()
     assert float(weight.std()) == pytest.approx(1e-4, rel=0.05)
     assert losses(tmp_path) == [pytest.approx(7.6246, abs=1e-3)], "almost even logits: log(2048)"
-    bad = {"initial_values": [{"names": ".*", "function": "torch.nn.init:normal_", "settings": {"sdt": 1.0}}]}
-    with pytest.raises(ConfigError, match=r"model.initial_values.0.settings.*sdt"):
+    bad = {"initial_values": {".*": {"function": "torch.nn.init:normal_", "sdt": 1.0}}}
+    with pytest.raises(ConfigError, match=r"model\.initial_values\.'\.\*'.*sdt"):
         Trainer(settings(tmp_path / "bad", model=bad)).run()
     with pytest.raises(ConfigError, match="a regular expression"):
-        settings(tmp_path, model={"initial_values": [{"names": "(", "function": "torch.nn.init:ones_"}]})
+        settings(tmp_path, model={"initial_values": {"(": {"function": "torch.nn.init:ones_"}}})
+    with pytest.raises(ConfigError, match=r"initial_values\.'\.\*'\.function: expected a name"):
+        settings(tmp_path, model={"initial_values": {".*": {"std": 1.0}}})

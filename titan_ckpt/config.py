@@ -261,7 +261,7 @@ _TORCHTITAN_KEYS = {
     "last_save_in_hf": '[checkpoint.export] with format = "hf"',
     "last_save_model_only": "checkpoint.save.model_only_last, left out for a last step that can be resumed from",
     "export_dtype": "checkpoint.export.dtype",
-    "create_seed_checkpoint": "CheckpointManager.save_seed(), or a step of any other run in checkpoint.initial_load",
+    "create_seed_checkpoint": "training.steps = 0, on one process",
     "enable_ft_dataloader_checkpoints": "nothing, torchft has no part in it",
 }
 """torchtitan's flat key -> the setting of this package. Source: torchtitan, components/checkpointer/base.py."""

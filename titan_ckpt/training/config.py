@@ -61,10 +61,10 @@ class ModelConfig(Checked):
     load_weights: bool = True
     """With false, only the shape of `folder` is used, and a new run starts from random values."""
     construct: Literal["default", "meta", "device"] = "default"
-    """Where the values come from that no source provides. "default": those that one CPU would give, bit for bit; every
-    rank makes all of them, tensor by tensor. "device": the same distributions, drawn in seconds on the device, by each
-    rank for its own shards; skips the values of one CPU. "meta": skips initialization; a weight that no source has is
-    an error."""
+    """Where the model is built, and where the values come from that no source provides. "default": on meta, or on the
+    CPU if it cannot be; the values that one CPU would give, bit for bit, which every rank makes tensor by tensor.
+    "device": on meta; the same distributions, drawn in seconds on the device, by each rank for its own shards; skips
+    the values of one CPU. "meta": on meta; skips initialization; a weight that no source has is an error."""
     initial_values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Fill the parameters by their names, instead of by the model's own code: a regular expression for the whole name,
     and a function with its keyword arguments, such as ".*" = { function = "torch.nn.init:normal_", std = 0.02 }. Each
@@ -116,7 +116,7 @@ class OptimizerConfig(Checked):
     eps: PositiveNumber = 1e-8
     """Added to the denominator of AdamW's update."""
     weight_decay: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] = 0.1
-    """Weight decay of matrices; vectors (norms, biases, magnitudes) are not decayed."""
+    """Weight decay of matrices; vectors, and norms and biases of any shape, are not decayed."""
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How AdamW computes its update: one kernel for all parameters, one operation at a time over all of them, or one
     parameter after the other. They round differently. The first two are refused if only some matrices, or only some
@@ -173,8 +173,9 @@ class TrainingConfig(Checked):
         ),
     }
 
-    steps: PositiveSteps | None = None
-    """Optimizer steps of the whole run, including those before a resume. Absent: as many as `epochs` take, or 1000."""
+    steps: Annotated[int, Check("an integer, 0 or more (steps)", lambda n: n >= 0)] | None = None
+    """Optimizer steps of the whole run, including those before a resume. Absent: as many as `epochs` take, or 1000.
+    With 0 the initial model is saved as step 0, a seed from which runs of any layout start."""
     epochs: PositiveInt | None = None
     """The run ends after this many passes over the data, unless `steps` end it before. Every sequence comes once in
     each pass; the last step has fewer if they do not fill it."""
@@ -197,9 +198,10 @@ class TrainingConfig(Checked):
     router_aux_loss_coef: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] | None = None
     """Factor of the load-balancing loss of a mixture of experts. Absent: what the model's config.json asks for, that is
     router_aux_loss_coef if output_router_logits is true, else 0."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of matrix products; trained parameters and optimizer state stay float32. With bfloat16, frozen parameters
-    that are loaded from a 16-bit dtype keep that dtype."""
+    that are loaded from a 16-bit dtype keep that dtype. With float16 the loss is scaled, and a step whose gradients
+    overflow changes no weight and halves the scale, which checkpoints hold."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """With "auto", CUDA is used if it is available."""
     deterministic: bool | Literal["warn"] = False
@@ -217,6 +219,8 @@ class TrainingConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.check_gradients == "log" and self.max_grad_norm is not None:
             yield "check_gradients: max_grad_norm needs the norm in every step; leave one of them out"
+        if self.check_gradients == "log" and self.compute_dtype == "float16":
+            yield 'check_gradients: float16 needs the norm in every step; leave it out, or compute in "bfloat16"'
         if (whole := self.global_batch_size) is None:
             return
         if self.accumulation != 1:
@@ -328,6 +332,8 @@ class RunConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.evaluation is not None and self.evaluation.corpus is None and not self.data.held_out:
             yield "evaluation: nothing to measure; name evaluation.corpus, or keep a share back with data.held_out"
+        if self.training.steps == 0 and (self.checkpoint.save is None or self.checkpoint.external):
+            yield "training.steps: 0 saves the initial model, and this run saves none; set checkpoint.save.interval"
         if self.training.epochs is not None and (self.data.streaming or self.data.corpus == "dummy"):
             kind = "a stream's length is not known" if self.data.streaming else "random tokens have no end"
             yield f"training.epochs: {kind}; set training.steps, or data.streaming = false for a corpus"

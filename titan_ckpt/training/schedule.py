@@ -53,7 +53,8 @@ class ScheduleConfig(Checked):
     """Share of the steps with linear warm-up, rounded up to whole steps."""
     decay: PositiveInt | Ratio | Tokens = 0.2
     """Length of the linear decay of "wsd": a share of the steps, such as 0.2; a number of steps, such as 200; or of
-    tokens, such as "1_000_000 tokens", counted as full batches and rounded up to whole steps."""
+    tokens, such as "1_000_000 tokens", counted as full batches and rounded up to whole steps. With 0 the rate
+    stays at its peak, for a run that is annealed later."""
     start_decay: Literal["now"] | NonNegative | None = None
     """The step after which "wsd" decays: a number, or "now", the step that the run resumes, for annealing. It needs
     `decay` in steps or tokens. Absent: so that the decay ends with the last step."""
@@ -105,7 +106,7 @@ def find_decay(
     schedule = config.schedule
     length = schedule.decay if isinstance(schedule.decay, int) else 0
     length = length or math.ceil((schedule.decay_tokens or 0) / tokens_per_step)
-    if not length or (state is None and config.training.epochs is not None):
+    if not length or not num_steps or (state is None and config.training.epochs is not None):
         return None
     if state is not None and schedule.decay_tokens:
         state.schedule[DECAY_LENGTH] = length

@@ -48,6 +48,7 @@ def test_d5_the_factor_ends_at_the_floor(kind: str) -> None:
         ("linear", {}, 8, {i: 1 - i / 8 for i in range(8)}),
         ("cosine", {}, 10, {0: 1.0, 1: 0.97552826, 5: 0.5, 9: 0.02447174}),
         ("wsd", {"decay": 0.2}, 10, dict.fromkeys(range(9), 1.0) | {9: 0.5}),
+        ("wsd", {"decay": 0}, 10, dict.fromkeys(range(10), 1.0)),
         ("wsd", {"warmup_ratio": 1.0, "decay": 0.0}, 3, {0: 1 / 3, 1: 2 / 3, 2: 1.0}),
     ],
 )

@@ -49,7 +49,7 @@ def test_b5_values_drawn_in_shards_do_not_depend_on_the_layout(tmp_path: Path) -
         torch.manual_seed(100 + torch.distributed.get_rank())
         load(model, tmp_path / f"{name} {layout}")
         alone = built(MODELS[name], "device")
-        initialize.initialize(ModelWrapper([alone]))
+        initialize.initialize_missing(ModelWrapper([alone]))
         assert different(model, alone) == [], layout
 
 
@@ -113,13 +113,13 @@ class Odd(nn.Module):
 def test_b5_code_that_needs_whole_values_still_has_them() -> None:
     """Code that tiles cannot run fills whole tensors, with the same values on one rank and on shards."""
     alone = built(Odd, "device")
-    initialize.initialize(ModelWrapper([alone]))
+    initialize.initialize_missing(ModelWrapper([alone]))
     torch.manual_seed(3)
     sharded = construct(Odd, "device")
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     materialize(sharded, "cpu")
     spoil(sharded)
-    initialize.initialize(ModelWrapper([sharded]))
+    initialize.initialize_missing(ModelWrapper([sharded]))
     assert different(sharded, alone) == []
     assert not alone.table.weight[3].any() and alone.table.weight[4].any()
     assert torch.allclose(alone.square.weight @ alone.square.weight.T, torch.eye(8), atol=1e-5)
@@ -195,8 +195,8 @@ def test_b5_patterns_of_names_fill_what_was_not_loaded(values: InitialValues, tm
     model = built(lambda: nn.ModuleDict({n: nn.Linear(4, 4) for n in ("first", "second")}), values, *patterns)
     nn.init.constant_(model["first"].weight, 9)
     wrapper = ModelWrapper([model])
-    initialize.mark_filled(wrapper, ["first.weight"])
-    initialize.initialize(wrapper)
+    initialize.flag_loaded(wrapper, ["first.weight"])
+    initialize.initialize_missing(wrapper)
     found = {fqn: {*value.flatten().tolist()} for fqn, value in model.state_dict().items()}
     assert found == {"first.weight": {9}, "first.bias": {1}, "second.weight": {3}, "second.bias": {1}}
 

@@ -144,13 +144,14 @@ class RunState:
         users = [UserState(name, state) for name, state in self.states.items()]
         schedulers = [Schedulers(self._lr_schedulers, self.trained, own_settings)] if self._lr_schedulers else []
         positions = [DataPosition(self._dataloader, rank, world_size)] if self._dataloader is not None else []
-        self._order = ExchangeOrder([] if "states" in left_out else model.parts)
+        self.order = ExchangeOrder([] if "states" in left_out else model.parts)
+        """Is among the items if DDP is around the model."""
         self.items: list[Item] = [
             *filter(None, (self.extra, self.trained)),
             *schedulers,
             *users,
             *positions,
-            *([self._order] if self._order else []),
+            *([self.order] if self.order else []),
             *([] if "rng" in left_out else [Generators()]),
         ]
 
@@ -221,7 +222,6 @@ class RunState:
 
         Raises: StateEncodingError; SaveError.
         """
-        self._order.check_wrapped()
         self.refuse_changed(step)
         for item in self.items:
             if item.is_stepped:

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 
 from titan_ckpt.cli.command import DIFFERENT, SAME, Shown, place
+from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import ConfigError, SaveError
 
 if TYPE_CHECKING:
@@ -43,24 +44,22 @@ class Convert(Shown):
     """PEFT folder or native step with rank and alpha of the adapter, if it is in a DCP folder, which says none."""
     check_logits: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Compute the logits of random tokens with the source and with the target, and answer 1 if they differ by more than
-    rounding. Takes the memory of the whole model in float32, and transformers."""
+    rounding. Takes the memory of the whole model in float32, transformers, and paths on mounted file systems."""
 
     def run(self, console: Console) -> int:
         from titan_ckpt.cli import tables
         from titan_ckpt.tools.conversion import convert_checkpoint
 
         options = _options(self.config, self.model, self.dtype, self.max_shard_bytes, self.settings)
-<<<<<<< HEAD
-        found = convert_checkpoint(place(self.source), place(self.target), self.to, options)
-        return self.show(found, lambda: tables.written(found, console))
-=======
+        source, target = place(self.source), place(self.target)
         if not self.check_logits:
-            found = convert_checkpoint(self.source, self.target, self.to, options)
+            found = convert_checkpoint(source, target, self.to, options)
             return self.show(found, lambda: tables.written(found, console))
         from titan_ckpt.tools.logits import LogitsCheck
 
+        require_local({"--check-logits: source": self.source, "target": self.target, "config": self.config})
         check = LogitsCheck(self.source, self.config, self.model, options.dtype, to=self.to)
-        found = convert_checkpoint(self.source, self.target, self.to, options)
+        found = convert_checkpoint(source, target, self.to, options)
         logits = check.compare(self.target, self.to)
 
         def show() -> None:
@@ -69,7 +68,6 @@ class Convert(Shown):
 
         self.show(found, show, logits={**asdict(logits), "same": logits.same})
         return SAME if logits.same else DIFFERENT
->>>>>>> main
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -56,7 +57,7 @@ def place_in(server: Server, **settings: object) -> BucketPath:
 
 def _tuned(place: BucketPath, **settings: object) -> BucketPath:
     """Return the same place, reached by these settings; concurrency and part_mib are the client's own."""
-    own = {name: settings.pop(name) for name in ("concurrency", "part_mib") if name in settings}
+    own: dict[str, Any] = {name: settings.pop(name) for name in ("concurrency", "part_mib") if name in settings}
     config = StoreConfig(**settings)  # type: ignore[arg-type]
     bucket = Bucket(place.bucket.scheme, place.bucket.name, config)
     vars(bucket).update(own)

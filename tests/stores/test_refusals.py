@@ -156,7 +156,7 @@ def test_credentials_that_are_not_there_are_named_as_the_cause(
         assert "No credentials were found: set " in str(store_error(RuntimeError(text), "list", url, 1.0))
     for reason, is_final, advice in (
         ("Server returned non-2xx status code: 400 Bad Request", True, "Check the credentials"),
-        ("Server returned non-2xx status code: 503 Service Unavailable", False, "raise checkpoint.store.retry_seconds"),
+        ("Server returned non-2xx status code: 503 Service Unavailable", False, "Raise checkpoint.store.retry_seconds"),
         ("HTTP error: error sending request", False, "can this machine reach it?"),
     ):
         text = f"Error performing token request: Error performing POST https://oauth2.example/token - {reason}"

@@ -68,7 +68,7 @@ def test_whatever_the_policy_what_must_stay_stays(
     k = keep.latest or 1
     assert remaining[-k:] == sorted(steps)[-k:]
     assert not {*expired} & protected
-    assert not [step for step in expired if keep.every is not None and step % keep.every == 0]
+    assert not [step for step in expired if keep.every_steps is not None and step % keep.every_steps == 0]
     assert expired_steps(remaining, keep, protected, *known) == []
     assert expired_steps(steps, None, protected) == []
 
@@ -91,7 +91,7 @@ def test_removing_the_expired_settles_it(steps: list[int], keep: KeepConfig, pro
 @given(histories(), some, st.sampled_from(["min", "max"]))
 def test_the_best_stay(facts: dict[int, StepFacts], best: int, mode: str) -> None:
     """No step that goes has a better loss than one that stays because of its loss."""
-    keep = KeepConfig(best=best, metric="loss" if mode == "min" else "max:loss")  # type: ignore[arg-type]
+    keep = KeepConfig(best=best, metric="loss" if mode == "min" else "max:loss")
     expired = expired_steps(list(facts), keep, frozenset(), facts)
     losses = {step: f.metrics["loss"] for step, f in facts.items() if f.metrics}
     stay = sorted(losses[step] for step in losses if step not in expired)

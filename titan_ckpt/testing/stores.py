@@ -208,7 +208,7 @@ class StoreTests(ABC):
         store.write_sealed(place / "r.bin", _File(), 2)
         assert _content(place / "r.bin") == _SEALED
         if not store.is_mounted:  # then there is memory for one of its two parts
-            store.part_mib, store.concurrency = 5, 2
+            vars(store).update(part_mib=5, concurrency=2)
         sealing = threading.Thread(
             target=store.write_sealed, args=(place / "s.bin", _File(is_live=False), 2), daemon=True
         )

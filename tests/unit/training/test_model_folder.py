@@ -129,7 +129,9 @@ def test_a_tokenizer_comes_from_the_source_of_weights_of_a_flavor(tmp_path: Path
 def test_pretrained_weights_without_a_tokenizer_or_in_pickles_are_refused(tmp_path: Path, base: Path) -> None:
     """One error before step 1 says which settings choose; the settings that it names are accepted."""
     bare = shutil.copytree(base, tmp_path / "bare", ignore=shutil.ignore_patterns("token*"))
-    with pytest.raises(ConfigError, match=rf"{bare} holds weights and no tokenizer\.json; .*\(vocab_size\)"):
+    with pytest.raises(
+        ConfigError, match=rf"{bare} holds weights and no tokenizer\.json; .*the number of tokens of one"
+    ):
         Trainer(over(bare, tmp_path / "a")).run()
     Trainer(over(bare, tmp_path / "b", model={"load_weights": False})).run()
     (bare / "model.safetensors").rename(bare / "pytorch_model.bin")

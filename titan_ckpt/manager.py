@@ -6,13 +6,14 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -55,7 +56,8 @@ from titan_ckpt.stores.store import Place
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.identity import TrackedBase
-from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.initialize import initialize_missing
+from titan_ckpt.weights.transforms import StateDictTransforms, casts_to
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)
@@ -106,7 +108,7 @@ class CheckpointManager:
         optimizers of PEFT that were not proved to continue exactly; StateEncodingError for tensors of the model and
         for `states` that no checkpoint can hold.
         """
-        exports = any(export.format == "hf" for export in config.export)
+        exports = any(export.container == "hf" for export in config.export)
         if sd_transforms is None and model_converters is None and (exports or config.initial_load):
             sd_transforms = transforms_for(model_parts, exports=exports)
         transforms = sd_transforms or StateDictTransforms()
@@ -145,7 +147,10 @@ class CheckpointManager:
         self.folder = open_location(config.folder, self.base_folder, config.store)
         """The folder, or the place in a bucket, that holds the steps."""
         self._directory = CheckpointDirectory(self.folder, storage_line)
-        self._restorer = Restorer(config, self._directory, self._run, transforms, external_weights, coordinator)
+        self._restorer = Restorer(
+            config, self._directory, self._run, transforms, external_weights, coordinator,
+            lambda fqns: self.initialize_missing(fqns),
+        )  # fmt: skip
         self._saver = Saver(self._directory, storage_line, config.save, self.telemetry) if config.save else None
         self._exporter = Exporter(
             self.base_folder, self._run, transforms, coordinator, storage_line, config.initial_load, config.store
@@ -238,6 +243,14 @@ class CheckpointManager:
         check_folders(self._exporter, self.config.export, fresh=restored.resumed_from is None)
         self._knows_folder = True
         return restored.result
+
+    def initialize_missing(self, owned: Collection[str] = ()) -> None:
+        """Give values to every tensor of the model that has none. Called by `load` when all is read; collective.
+
+        A subclass may fill some of `empty_tensors` itself, tell it by `flag_loaded`, and call this for the others.
+        `owned`: tensors of converters that no source provided. Raises: LoadMismatchError.
+        """
+        initialize_missing(self._model, owned)
 
     # save
 
@@ -344,7 +357,7 @@ class CheckpointManager:
         Raises: as `export`.
         """
         self._check_keepable(f"step {step} is not exported")
-        if any(export.format == "peft" for export in exports):
+        if any(export.container == "peft" for export in exports):
             self._content.refuse_adapter_of_changed_base(exports, self._base.forget_if_changed())
         saver = self._saver
         facts: list[Json] = [saver is not None and saver.has_staged(step), saver is not None and saver.busy]
@@ -478,7 +491,9 @@ class CheckpointManager:
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
-            return take_snapshot(self._run, step, self._content.whole(model_only), [*filter(None, [self._run.extra])])
+            casts = casts_to(None if model_only == "own" else getattr(torch, model_only))
+            extra = [*filter(None, [self._run.extra])]
+            return take_snapshot(self._run, step, self._model.state("full"), extra, casts)
         self._run.refuse_changed(step)
         unused = self._gradients.unused() if mark is None else mark.unused
         held = any(getattr(s, "holds_gradients", False) for s in self._run.states.values())

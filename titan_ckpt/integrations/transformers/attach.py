@@ -243,7 +243,7 @@ class TitanCheckpoint(LoopCheckpoint):
         if not (self._config.export or self._config.initial_load) or not isinstance(model, PreTrainedModel):
             return None
         exports = self._config.export
-        transforms = transforms_for([model], exports=any(export.format == "hf" for export in exports))
+        transforms = transforms_for([model], exports=any(export.container == "hf" for export in exports))
         return replace(transforms, assets=self._assets() if exports else None)
 
     def _assets(self) -> Path | None:

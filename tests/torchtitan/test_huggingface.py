@@ -51,7 +51,7 @@ def _exported(assets: Path, folder: Path, flavour: str) -> None:
 
     ours = build_model(flavour.partition("_")[0], folder=exported)
     table = StateDictTransforms(ours.key_map(), torchtitan=ours.torchtitan_key_map())
-    export, initial_load = ExportConfig("dcp", names="torchtitan"), InitialLoadConfig(str(folder / "dcp/step-2"))
+    export, initial_load = ExportConfig("torchtitan_weights"), InitialLoadConfig(str(folder / "dcp/step-2"))
     settings = CheckpointConfig(initial_load=(initial_load,), export=(export,))
     with Manager(settings, model_parts=[ours], sd_transforms=table, base_folder=folder / "ours") as manager:
         manager.load()

@@ -16,7 +16,7 @@ from unittest.mock import patch
 
 import torch
 
-from benchmarks.common import Options, StateDict, alternate, clean_folder, local_bytes, parse, report, run
+from benchmarks.common import Options, PeakMemory, StateDict, alternate, clean_folder, local_bytes, parse, report, run
 from benchmarks.load import spoil
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -59,10 +59,17 @@ def main(options: Options) -> dict[str, Any]:
     }
     times = alternate(cases, options.pairs, lambda _: spoil(state), after=lambda _: _prove(state, one))
     report(f"loads of {options.nproc} ranks that hold all", times, local_bytes(state))
+    peaks = {}
+    for is_on in (True, False):
+        line.barrier("measured")
+        with PeakMemory() as peak:
+            slowly(is_on=is_on)
+        peaks[is_on] = peak.mib
     median = {case: statistics.median(seconds) for case, seconds in times.items()}
     return {
         "times_faster_where_slow": round(median[SLOW_ALONE] / median[SLOW], 2),
         "share_of_time_cached": round(median[CACHED] / median[CACHED_ALONE], 3),
+        "extra_peak_mib": {"read together": peaks[True], "by each rank": peaks[False]},
         "seconds": {case: round(seconds, 4) for case, seconds in median.items()},
         "bytes": local_bytes(state),
         "pairs": options.pairs,

@@ -255,11 +255,11 @@ def test_a_frozen_base_that_every_rank_holds_is_read_once(tmp_path: Path) -> Non
         )
     dist.barrier()
     model = llama(seed=4)
-    convert(model, {"kind": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["wq"]})
+    hooks = convert(model, {"kind": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["wq"]})
     source = InitialLoadConfig(str(tmp_path / "base"), cast=True)
     with (
         together(_PIECE_BYTES=(1 << 14, 1 << 14)) as reads,
-        manager_of(tmp_path, model, initial_load=[source]) as manager,
+        manager_of(tmp_path, model, initial_load=[source], model_converters=hooks) as manager,
     ):
         manager.load()
     expected = {name: value.bfloat16().float() for name, value in base.named_parameters()}

@@ -74,7 +74,8 @@ class TorchCheckpointingReader(DcpReader):
 
     def plan(self, requests: Sequence[FilePart]) -> Fill:
         """Do as for DCP. What is mapped is not read together with other ranks."""
-        return super().plan(requests).__call__
+        fill = super().plan(requests)
+        return lambda: fill()
 
     def _take(self, metadata: Any) -> None:
         if type(metadata) is not dict or metadata.get("version") != "2.0":

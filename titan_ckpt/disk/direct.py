@@ -34,6 +34,19 @@ IO_BYTES = 4 << 20
 _CACHESTAT = 451
 """Number of the system call, which the C library does not name."""
 
+_NETWORKED = {
+    0x6969,  # NFS
+    0xFF534D42, 0xFE534D42, 0x517B,  # SMB
+    0x0BD00BD0,  # Lustre
+    0x47504653,  # GPFS
+    0x00C36400,  # Ceph
+    0x19830326,  # BeeGFS
+    0x65735546,  # FUSE: gcsfuse, mountpoint-s3, juicefs, and most others
+    0x01021997,  # 9P
+    0x5346414F,  # AFS
+}  # fmt: skip
+"""Types of file systems that hosts mount over a network. Source: statfs(2), and the headers of each."""
+
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14, which Python does not name yet."""
 
@@ -229,6 +242,11 @@ class FileReader(Reader):
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CorruptCheckpointError(f"{path}: is no regular file; remove it and copy the right one", str(path))
+
+    @property
+    def is_networked(self) -> bool:
+        area = (ctypes.c_long * 32)()
+        return libc().fstatfs(self._fd, ctypes.byref(area)) == 0 and area[0] & 0xFFFFFFFF in _NETWORKED
 
     def read_into(self, views: list[memoryview], offset: int) -> None:
         """Fill the views in order with the bytes from `offset` on, through the page cache.

@@ -18,6 +18,11 @@ class Reader(ABC):
     is_remote: ClassVar[bool]
     """Whether each read is a request, so that runs near each other are worth one, and nothing is in a page cache."""
 
+    @property
+    def is_networked(self) -> bool:
+        """Return whether it is on a file system that hosts mount over a network."""
+        return False
+
     @abstractmethod
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return `num_bytes` from `offset` on; fewer if the file ends."""

@@ -20,6 +20,7 @@ RUNS = (
     ("hf_export", 2),
     ("hf_load", 2),
     ("replicas", 2),
+    ("shared_reads", 4),
     ("initialize", 2),
     ("own_state", 1),
     ("own_state", 2),

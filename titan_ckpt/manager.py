@@ -226,6 +226,8 @@ class CheckpointManager:
             named = step if step >= 0 else self.config.resume.step
             restored = self._restorer.restore(named)
         event.note(resumed_from=restored.resumed_from, num_tensors=len(restored.result.report.loaded))
+        read, received = restored.traffic or (None, None)
+        event.note(bytes_read=read, bytes_received=received)
         self.last_step.settled = restored.result.step if restored.resumed_from else None
         self._base.loaded(restored.base)
         self._content.refuse_adapter_of_changed_base(self.config.export)

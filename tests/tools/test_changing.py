@@ -84,7 +84,7 @@ def test_f4_the_logits_of_both_sides_are_compared(
         found = json.loads(shown)["logits"]
         assert found["same"] and found["largest_difference"] <= found["allowed"] < 1e-3 * found["largest_logit"]
     else:
-        assert "logits of 64 random tokens: the same but for rounding (largest difference" in shown
+        assert "logits of 32 random tokens: the same but for rounding (largest difference" in shown
 
 
 def test_f4_a_conversion_that_computes_something_else_answers_1(

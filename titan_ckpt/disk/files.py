@@ -18,6 +18,11 @@ class Reader(ABC):
     is_remote: ClassVar[bool]
     """Whether each read is a request, so that runs near each other are worth one, and nothing is in a page cache."""
 
+    @property
+    def is_networked(self) -> bool:
+        """Return whether it is on a file system that hosts mount over a network."""
+        return False
+
     @abstractmethod
     def read(self, offset: int, num_bytes: int) -> bytes:
         """Return `num_bytes` from `offset` on; fewer if the file ends."""
@@ -41,6 +46,9 @@ class Reader(ABC):
     @abstractmethod
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Return bytes in a mapping, or in memory of the client that got them. Nobody may write to them."""
+
+    def release(self, view: memoryview) -> None:  # noqa: B027
+        """Give up what `view` has returned; nobody uses it any more."""
 
     def fetch(self, offset: int, num_bytes: int) -> None:  # noqa: B027
         """Get bytes that are then read by pieces, if each piece would be a request. For one thread."""

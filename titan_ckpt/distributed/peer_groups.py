@@ -27,6 +27,10 @@ CONNECT_SECONDS = 60.0
 Ranks = tuple[int, ...]
 
 
+class ExchangeBroken(Exception):  # noqa: N818 - no error of this rank: another one is gone or silent, or the network is
+    """The exchange between some ranks broke off."""
+
+
 class PeerGroups:
     """The groups of this rank, which are kept until an exchange fails. For one thread at a time."""
 
@@ -61,7 +65,10 @@ class PeerGroups:
                         unique = f"{self._prefix}/groups-{number}/{name}"
                         self._groups[ranks] = coordinator.gloo_group(ranks, unique, CONNECT_SECONDS)
                 except RuntimeError as error:
-                    logger.warning("gloo cannot connect the ranks, so exports of column shards are slower: %s", error)
+                    logger.warning(
+                        "gloo cannot connect the ranks, so each reads and writes by itself: %s",
+                        error,
+                    )
                     return False
                 return True
 
@@ -89,6 +96,17 @@ class PeerGroups:
         options = AllToAllOptions()
         options.timeout = timedelta(seconds=timeout_seconds)
         return self._groups[ranks].alltoall_base(receive, send, list(receive_sizes), list(send_sizes), options)
+
+    def broadcast(self, ranks: Ranks, sender: int, memory: torch.Tensor, timeout_seconds: float) -> Any:
+        """Start to send memory from a rank of a group to that of all others; return torch's Work.
+
+        The memory must not be touched before `wait` of the result has returned.
+        """
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank, options.timeout = ranks.index(sender), timedelta(seconds=timeout_seconds)
+        return self._groups[ranks].broadcast([memory], options)
 
     def discard(self) -> None:
         """Close all connections; the next `connect` makes them anew."""

@@ -17,6 +17,7 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
+from titan_ckpt.distributed.peer_groups import ExchangeBroken
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.encoding.hub import snapshot_of
 from titan_ckpt.errors import (
@@ -25,11 +26,13 @@ from titan_ckpt.errors import (
     CommitConflictError,
     CorruptCheckpointError,
     LoadMismatchError,
+    PeerError,
     counted,
     listed,
 )
 from titan_ckpt.formats.native.layout import rank_file_name
 from titan_ckpt.formats.reading.engine import SliceFill
+from titan_ckpt.formats.reading.shared import share_reads, traffic
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
 from titan_ckpt.loading.merge import settle_tables
@@ -71,6 +74,8 @@ class Restored:
     """The identity of the base under converter-owned weights; None without such weights."""
     resumed_from: dict[str, Any] | None
     """Step and attempt; None unless a step was resumed."""
+    traffic: tuple[int, int] | None
+    """Bytes that all ranks have read, and received from each other; None if a format does not say it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +191,7 @@ class Restorer:
         origin.check(self._run.model)
         with self._prepare(load_plan) as prepared:
             state = origin.open_state(load_plan, self._run, self._coordinator, prepared)
-            self._read(load_plan, prepared, state)
+            moved = self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
             self._coordinator.together("load-tables", prepared.check_tables)
             if state is None and self._config.save is not None and not self._config.external:
@@ -205,7 +210,7 @@ class Restorer:
                 counted(len(kept), "module"),
                 listed(kept, ", ", " "),
             )
-        return Restored(LoadResult(origin.step, load_plan, report), base, origin.resumed_from)
+        return Restored(LoadResult(origin.step, load_plan, report), base, origin.resumed_from, moved)
 
     def _resume(self, step: int, as_listed: bool = False) -> Restored | None:
         """Resume one step. Return None for a step that holds weights only, from which no run can resume but a seed.
@@ -292,12 +297,14 @@ class Restorer:
             load_plan.sources, self._run.model, self._transforms, self._coordinator, require_owned=is_resumed
         )
 
-    def _read(self, load_plan: LoadPlan, prepared: PreparedLoad, state: ResumeState | None = None) -> None:
-        """Fill the live tensors. Collective.
+    def _read(
+        self, load_plan: LoadPlan, prepared: PreparedLoad, state: ResumeState | None = None
+    ) -> tuple[int, int] | None:
+        """Fill the live tensors; return the bytes that all ranks have read and received. Collective.
 
-        1 All ranks mark the run as half loaded. 2 When all have, they fill the live tensors. 3 The model's own code
-        takes what is no live memory. 4 Adapters to be merged are added to the base in order, if it is the base that
-        they record.
+        1 All ranks mark the run as half loaded. 2 When all have, they agree on what they read together, and fill the
+        live tensors. 3 The model's own code takes what is no live memory. 4 Adapters to be merged are added to the base
+        in order, if it is the base that they record.
         """
         model = self._run.model
         fills = [*prepared.fills]
@@ -308,11 +315,43 @@ class Restorer:
             fills.append((list(state.tensors), state.fill))
             overwritten |= self._run.may_be_live(state.tensors)
         self._run.half_loaded.begin(load_plan.title, overwritten)
-        self._coordinator.barrier("load-begin")
-        self._coordinator.together("load-read", lambda: fill_in_order(fills))
+        rounds = joined(fills)
+        is_on = self._config.resume.share_reads
+        shared = share_reads("load-begin", [fill for _, fill in rounds], self._coordinator, is_on=is_on)
+        moved = self._fill([(names, fill) for (names, _), fill in zip(rounds, shared, strict=True)])
         values = {} if state is None or load_plan.has_new_weights else state.stored.values.get("model", {})
         self._give_back(prepared, values)
         self._merge(load_plan, prepared, values)
+        return moved
+
+    def _fill(self, rounds: Sequence[tuple[Sequence[str], Fill]]) -> tuple[int, int] | None:
+        """Fill live tensors, and leave the ranks that read together; return what `_read` does. Collective.
+
+        Raises: this rank's own error; PeerError naming the rank that failed or fell silent, also if reading together
+        with it broke off here.
+        """
+        broken: str | None = None
+        error: BaseException | None = None
+        try:
+            fill_in_order(rounds)
+        except ExchangeBroken as caught:
+            broken = str(caught)
+        except BaseException as caught:
+            error = caught
+        line = self._coordinator
+        if broken or error:
+            line.peers.discard()  # so that the others do not wait for this rank
+        try:
+            # who has waited for a silent rank waits as long again at most
+            seconds = line.timeout_seconds / 2 if broken else None
+            moved = traffic([fill for _, fill in rounds])
+            of_ranks: list[Any] = line.gather("load-read", [broken, moved and [*moved]], error, seconds)
+        finally:
+            line.peers.discard()
+        if causes := [cause for cause, _ in of_ranks if cause]:
+            raise PeerError(causes[0])
+        moved_by = [moved for _, moved in of_ranks]
+        return None if None in moved_by else (sum(read for read, _ in moved_by), sum(got for _, got in moved_by))
 
     def _merge(self, load_plan: LoadPlan, prepared: PreparedLoad, values: Mapping[str, Any]) -> None:
         """Merge adapters in order. Each may record the base as loaded, or as those before it left it. Collective.
@@ -422,19 +461,21 @@ def _first_source(load_plan: LoadPlan) -> dict[str, Any] | None:
     return {"path": path, "revision": revision, "format": first.format}
 
 
-def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:
-    """Fill live tensors. Raises: CorruptCheckpointError naming all that was overwritten, also by the fills before.
-
-    Neighbouring fills of slices are one, so that no read of one waits for the last of the other.
-    """
+def joined(fills: Sequence[tuple[Sequence[str], Fill]]) -> list[tuple[Sequence[str], Fill]]:
+    """Make neighbouring fills of slices one, so that no read of one waits for the last of the other."""
     rounds: list[tuple[Sequence[str], Fill]] = []
     for names, fill in fills:
         if rounds and isinstance(fill, SliceFill) and isinstance(before := rounds[-1][1], SliceFill):
             rounds[-1] = [*rounds[-1][0], *names], before + fill
         else:
             rounds.append((names, fill))
+    return rounds
+
+
+def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:
+    """Fill live tensors. Raises: CorruptCheckpointError naming all that was overwritten, also by the fills before."""
     filled: list[str] = []
-    for names, fill in rounds:
+    for names, fill in fills:
         try:
             fill()
         except CorruptCheckpointError as error:

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
@@ -22,6 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.dcp.filling import ByChunk, ChunkSource, DcpFill
 from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table
 from titan_ckpt.formats.reading.slices import put
 from titan_ckpt.geometry.boxes import overlap
@@ -117,27 +117,49 @@ class DcpReader(TensorReader):
         # in the order of the files: where reads are requests, one of them gets items near each other
         stored_at = {(key, i): self._chunks[key][i] for key, i in by_chunk}
         in_order = sorted(by_chunk, key=lambda chunk: (stored_at[chunk].file, stored_at[chunk].offset))
-        return partial(self._fill, {chunk: by_chunk[chunk] for chunk in in_order})
+        return DcpFill(self, {chunk: by_chunk[chunk] for chunk in in_order})
 
-    def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[FilePart]]) -> None:
+    def shared(self, by_chunk: ByChunk) -> list[ChunkSource]:
+        """Return what of each file several ranks may read together."""
+        of_files: dict[str, dict[tuple[str, int], Stored]] = {}
+        for key, i in by_chunk:
+            stored = self._chunks[key][i]
+            of_files.setdefault(stored.file, {})[key, i] = stored
+        return [ChunkSource(self, name, chunks, by_chunk) for name, chunks in of_files.items()]
+
+    def fill(self, by_chunk: ByChunk) -> None:
+        """Fill requests, one stored chunk at a time."""
         for (key, i), wanting in by_chunk.items():
             stored = self._chunks[key][i]
             if self._unread is None or self._unread[0] is not stored:
                 self._unread = None  # before the next chunk is loaded
                 self._unread = stored, self._load(key, stored)
             data = self._unread[1]
-            plain = type(data) is torch.Tensor and data.layout is torch.strided and data.device.type == "cpu"
-            expected = TensorInfo(stored.chunk.sizes, self._tensors[key].dtype)
-            if not plain or info_of(data) != expected:
-                found = str(info_of(data)) if plain else f"a {type(data).__name__} that is not plain data"
-                raise self._corrupt(stored, key, f"holds {found}, its metadata says {expected}")
-            for request in wanting:
-                part = stored.chunk.intersect(request.chunk)
-                assert part is not None
-                put(request.view, request.chunk, part, data[part.within(stored.chunk)])
+            self._put(key, stored, data, wanting)
             if sum(part.numel for r in wanting if (part := stored.chunk.intersect(r.chunk))) >= stored.chunk.numel:
                 self._unread = None
             del data
+
+    def put_from(self, memory: memoryview, key: str, stored: Stored, wanting: Sequence[FilePart]) -> None:
+        """Fill requests from a stored chunk that is in memory. Raises: CorruptCheckpointError."""
+
+        def read_into(views: list[memoryview], offset: int) -> None:
+            views[0][:] = memory[offset : offset + len(views[0])]
+
+        with self.reading(stored, key):
+            data = _loaded(_Part(read_into, 0, stored.num_bytes))
+        self._put(key, stored, data, wanting)
+
+    def _put(self, key: str, stored: Stored, data: Any, wanting: Sequence[FilePart]) -> None:
+        plain = type(data) is torch.Tensor and data.layout is torch.strided and data.device.type == "cpu"
+        expected = TensorInfo(stored.chunk.sizes, self._tensors[key].dtype)
+        if not plain or info_of(data) != expected:
+            found = str(info_of(data)) if plain else f"a {type(data).__name__} that is not plain data"
+            raise self._corrupt(stored, key, f"holds {found}, its metadata says {expected}")
+        for request in wanting:
+            part = stored.chunk.intersect(request.chunk)
+            assert part is not None
+            put(request.view, request.chunk, part, data[part.within(stored.chunk)])
 
     def close(self) -> None:
         """Release the last chunk; no file stays open."""
@@ -183,20 +205,15 @@ class DcpReader(TensorReader):
         return Stored(chunk, str(PurePosixPath(info.relative_path)), info.offset, info.length)
 
     def _load(self, name: str, stored: Stored) -> Any:
-        with self._reading(stored, name):
-            file = self._open_file(stored.file)
-            try:
-                if file.num_bytes < stored.offset + stored.num_bytes:
-                    raise self._corrupt(stored, name, "is cut off")
-                if file.is_remote:  # torch asks for a few bytes at a time
-                    file.fetch(stored.offset, stored.num_bytes)
-                return torch.load(cast(IO[bytes], _Part(file, stored)), weights_only=True, map_location="cpu")
-            finally:
-                if not file.is_remote:
-                    file.close()
+        with self.reading(stored, name), self.opened(stored.file) as file:
+            if file.num_bytes < stored.offset + stored.num_bytes:
+                raise self._corrupt(stored, name, "is cut off")
+            if file.is_remote:  # torch asks for a few bytes at a time
+                file.fetch(stored.offset, stored.num_bytes)
+            return _loaded(_Part(file.read_into, stored.offset, stored.num_bytes))
 
     @contextmanager
-    def _reading(self, stored: Stored, name: str) -> Iterator[None]:
+    def reading(self, stored: Stored, name: str) -> Iterator[None]:
         """Say of an error which file could not be read, and for what. Raises: CorruptCheckpointError; OSError."""
         try:
             yield
@@ -208,14 +225,17 @@ class DcpReader(TensorReader):
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise self._corrupt(stored, name, f"cannot be read as plain data: {reason}") from error
 
-    def _open_file(self, name: str) -> Reader:
+    @contextmanager
+    def opened(self, name: str) -> Iterator[Reader]:
         """Open a file; an object stays open, because its head is got each time. Raises: FileNotFoundError; OSError."""
-        if name in self._objects:
-            return self._objects[name]
-        file = store_of(self.path).open(self.path / name)
+        file = self._objects.get(name) or store_of(self.path).open(self.path / name)
         if file.is_remote:
             self._objects[name] = file
-        return file
+        try:
+            yield file
+        finally:
+            if not file.is_remote:
+                file.close()
 
     def _require_whole(self, chunks: Collection[tuple[str, int]]) -> None:
         """Refuse chunks whose files are missing or too short, before any of them is read."""
@@ -235,13 +255,16 @@ class DcpReader(TensorReader):
         return CorruptCheckpointError(f"{path}, needed for {name}, {what}. Take another checkpoint", str(path))
 
 
+def _loaded(part: _Part) -> Any:
+    return torch.load(cast(IO[bytes], part), weights_only=True, map_location="cpu")
+
+
 class _Part(io.RawIOBase):
     """A part of a file, presented as a file, so that torch.load keeps its content in memory only once."""
 
-    def __init__(self, file: Reader, stored: Stored) -> None:
+    def __init__(self, read_into: Callable[[list[memoryview], int], None], offset: int, num_bytes: int) -> None:
         super().__init__()
-        self._file = file
-        self._stored = stored
+        self._read_into, self._offset, self._num_bytes = read_into, offset, num_bytes
         self._position = 0
 
     def readable(self) -> bool:
@@ -251,7 +274,7 @@ class _Part(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._stored.num_bytes}[whence]
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._num_bytes}[whence]
         self._position = max(0, base + offset)
         return self._position
 
@@ -260,8 +283,8 @@ class _Part(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        count = max(0, min(len(view), self._stored.num_bytes - self._position))
+        count = max(0, min(len(view), self._num_bytes - self._position))
         if count:
-            self._file.read_into([view[:count]], self._stored.offset + self._position)
+            self._read_into([view[:count]], self._offset + self._position)
         self._position += count
         return count

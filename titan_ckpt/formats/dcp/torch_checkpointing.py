@@ -24,11 +24,12 @@ from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader, Stored
+from titan_ckpt.formats.dcp.filling import ByChunk
 from titan_ckpt.formats.dcp.metadata import MAX_METADATA_BYTES
 from titan_ckpt.formats.dcp.unpickle import unpickle
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, chunks_at, local_tensor
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.requests import FilePart, Fill
 
 METADATA = "metadata.pkl"
 _MALFORMED = (
@@ -63,13 +64,18 @@ class TorchCheckpointingReader(DcpReader):
         for file in {stored.file for chunks in self._chunks.values() for stored in chunks}:
             self._require_contained(file)
 
-    def _fill(self, by_chunk: Mapping[tuple[str, int], Sequence[FilePart]]) -> None:
+    def fill(self, by_chunk: ByChunk) -> None:
         """Fill every request. A rank's file is mapped, so memory is that of the pages in use."""
         try:
-            super()._fill(by_chunk)
+            super().fill(by_chunk)
         finally:
             self._open.clear()
             self._unread = None
+
+    def plan(self, requests: Sequence[FilePart]) -> Fill:
+        """Do as for DCP. What is mapped is not read together with other ranks."""
+        fill = super().plan(requests)
+        return lambda: fill()
 
     def _take(self, metadata: Any) -> None:
         if type(metadata) is not dict or metadata.get("version") != "2.0":
@@ -115,7 +121,7 @@ class TorchCheckpointingReader(DcpReader):
         path, held = self._places[name, stored.file]
         if stored.file not in self._open:  # the content of a file, its tensors mapped and not read
             file = self.path / stored.file
-            with self._reading(stored, name):
+            with self.reading(stored, name):
                 FileReader(file).close()  # refuses what is no file
                 self._open[stored.file] = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
         value = self._open[stored.file]

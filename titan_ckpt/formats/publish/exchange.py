@@ -28,7 +28,7 @@ from torch.distributed.tensor import Replicate
 from titan_ckpt.disk.direct import IO_BYTES, run_workers
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, move_bytes, round_up
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.distributed.peer_groups import Ranks
+from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import boxes, hull
@@ -49,10 +49,6 @@ _IDLE_SECONDS = 0.01
 _HEAD_ROWS = 128
 """Rows are cut at multiples of a head's rows if possible, because the rows of a head are permuted in memory."""
 AT_THE_END = 1 << 62
-
-
-class ExchangeBroken(Exception):  # noqa: N818 - no error of this rank: another one is gone or silent, or the network is
-    """The exchange between some ranks broke off."""
 
 
 Marks = Sequence[tuple[Chunk, bytes]]

@@ -18,9 +18,9 @@ from typing import Any, ClassVar
 from titan_ckpt import progress
 from titan_ckpt.disk.direct import meanwhile
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.distributed.peer_groups import Ranks
+from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError, PeerError
-from titan_ckpt.formats.publish.exchange import ExchangeBroken, everyone, row_peers
+from titan_ckpt.formats.publish.exchange import everyone, row_peers
 from titan_ckpt.formats.publish.outputs import OutputFiles, is_shared
 from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, plan_export
 from titan_ckpt.formats.publish.publication import (

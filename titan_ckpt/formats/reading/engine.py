@@ -18,13 +18,15 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.disk.direct import IO_BYTES, bounce_buffer, finish_uploads, num_copy_workers, run_workers
 from titan_ckpt.disk.files import Reader
-from titan_ckpt.disk.memory import ALIGNMENT, bytes_at
+from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at
 from titan_ckpt.errors import CorruptCheckpointError, listed
+from titan_ckpt.formats.reading.shared import Deal, warn_of
 from titan_ckpt.formats.reading.slices import Held, Slice, Window, scatter
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.stores.bucket import StoreError
@@ -76,13 +78,22 @@ class SliceFill:
         OSError.
         """
         with gc_paused():
-            groups: dict[tuple[int, int], tuple[Reader, Blocks | None, list[Slice], int]] = {}
-            for file, blocks, slices in self.slices:
-                for part in slices:
-                    # of its own for each misalignment, so that no read cuts an element
-                    shift = 0 if blocks is not None else part.misalignment
-                    groups.setdefault((id(file), shift), (file, blocks, [], shift))[2].append(part)
-            execute([SliceReader(*group) for group in groups.values()], what=self.what)
+            execute(self.sources(), what=self.what)
+
+    def sources(self) -> list[SliceReader]:
+        """Return what reads each file."""
+        groups: dict[tuple[int, int], tuple[Reader, Blocks | None, list[Slice], int]] = {}
+        for file, blocks, slices in self.slices:
+            for part in slices:
+                # of its own for each misalignment, so that no read cuts an element
+                shift = 0 if blocks is not None else part.misalignment
+                groups.setdefault((id(file), shift), (file, blocks, [], shift))[2].append(part)
+        return [SliceReader(*group) for group in groups.values()]
+
+    def fill_after(self, sources: Sequence[SliceReader], deal: Deal) -> None:
+        """Do as a call, after the bytes that ranks read together. Raises: as a call; ExchangeBroken."""
+        with gc_paused():
+            execute(sources, what=self.what, deal=deal)
 
     def __add__(self, other: SliceFill) -> SliceFill:
         return SliceFill([*self.slices, *other.slices], self.what)
@@ -93,29 +104,33 @@ def verify(file: Reader, blocks: Blocks, slices: Sequence[Slice], count: progres
     execute([SliceReader(file, blocks, slices)], count)
 
 
-def execute(readers: Sequence[SliceReader], check: progress.Count | None = None, what: str = "loading") -> None:
+def execute(
+    readers: Sequence[SliceReader],
+    check: progress.Count | None = None,
+    what: str = "loading",
+    deal: Deal | None = None,
+) -> None:
     """Fill all slices of all files; or, with `check`, which counts, verify their blocks and write to no tensor.
+
+    `deal`: bytes that ranks read together, which come before the windows of the readers.
 
     Raises: CorruptCheckpointError naming every damaged block, its tensors, and the tensors overwritten so far; OSError
     if the files could not be read, which says nothing about them.
     """
-    unreadable: list[str] = []
 
     def read(item: tuple[SliceReader, Window]) -> None:
         reader, window = item
         count(window[1] - window[0])
-        try:
-            reader.read_window(window, fill=check is None)
-        except CorruptCheckpointError:
-            unreadable.append(reader.path)
-            raise
+        reader.read_window(window, fill=check is None)
 
     num_workers = max((reader.num_workers for reader in readers if not reader.is_cached), default=num_copy_workers())
     todo = [(reader, window) for reader in readers for window in reader.windows]
-    total = sum(stop - start for _, (start, stop) in todo)
+    total = sum(stop - start for _, (start, stop) in todo) + (deal.num_bytes if deal else 0)
     cause: CorruptCheckpointError | None = None
     try:
         with nullcontext(check) if check else progress.shown(what, total) as count:
+            if deal:
+                deal.run(count)
             run_workers(todo, read, min(num_workers, len(todo)))
             finish_uploads()
     except CorruptCheckpointError as error:
@@ -129,7 +144,7 @@ def execute(readers: Sequence[SliceReader], check: progress.Count | None = None,
     raise CorruptCheckpointError(
         f"{'; '.join(damage)}. Overwritten in memory so far: {_listed(overwritten)}. "
         f"{'Load another step, or copy' if steps else 'Copy'} the file again from where it is whole",
-        unreadable[0] if unreadable else bad[0].path,
+        cause.path if cause else bad[0].path,
         overwritten,
     ) from cause
 
@@ -149,38 +164,47 @@ class SliceReader:
         """Blocks with a wrong digest, also when they were read again."""
         self.filled: list[Window] = []
         """Blocks that were copied to live memory, completely or in part."""
-        self.num_workers = self._file.num_workers
+        self.num_workers, self.is_remote = self._file.num_workers, self._file.is_remote
         self._slices = sorted((part for part in slices if part.stop > part.first), key=lambda part: part.first)
         self._firsts = [part.first for part in self._slices]
         self._reach = list(accumulate((part.stop for part in self._slices), max))
-        most = RUN_BYTES if self._blocks is None and not self._file.is_remote else self._file.request_bytes
+        self._most = RUN_BYTES if self._blocks is None and not self._file.is_remote else self._file.request_bytes
         self._block = RUN_BYTES if self._blocks is None else self._blocks.size
         self._base = shift if self._blocks is None else self._blocks.start % self._block
         """A byte of the file at which blocks and windows may be cut; others are a multiple of their size apart."""
-        self.windows = list(self._windows(max(most, self._block)))
+        self._most = max(self._most, self._block)
+        self.runs = list(self._runs())
+        """Wanted bytes, those near each other joined."""
+        self.keep(self.runs)
         self.is_cached = self._is_cached()
         if self._blocks is None and self.is_cached and all(part.into.is_cpu for part in self._slices):
-            self._block = _MAPPED_BYTES  # no bounce buffer has to hold it
-            self.windows = list(self._windows(_MAPPED_BYTES))
+            self._block = self._most = _MAPPED_BYTES  # no bounce buffer has to hold it
+            self.keep(self.runs)
 
-    def _windows(self, most: int) -> Iterator[Window]:
-        """Join wanted bytes that are near each other, and cut what is more than one read.
+    def keep(self, runs: Sequence[Window]) -> None:
+        """Set the windows to these runs, each cut into what is one read."""
+        self.windows = [window for run in runs for window in self.cut(run, self._most)]
 
-        It is cut at multiples of that size in the file, as the parts are in which it was uploaded: a bucket reads fewer
-        of its own pieces for each request. Source: AWS whitepaper "Best practices design patterns: optimizing Amazon S3
-        performance", byte-range fetches.
+    def cut(self, run: Window, most: int) -> Iterator[Window]:
+        """Cut a run at multiples of a size in the file, as the parts are cut in which it was uploaded.
+
+        So a bucket reads fewer of its own pieces for each request. Source: AWS whitepaper "Best practices design
+        patterns: optimizing Amazon S3 performance", byte-range fetches.
         """
-        if self._blocks is not None:
-            most -= most % self._block
+        return self._cut(*run, most if self._blocks is None else most - most % self._block)
+
+    def _runs(self) -> Iterator[Window]:
         gap = _MOST_GAP_BYTES if self._blocks is None and self._file.is_remote else 0
         start = stop = 0
         for first, last in sorted(self._wanted()):
             if stop and first <= stop + gap:
                 stop = max(stop, last)
                 continue
-            yield from self._cut(start, stop, most)
+            if stop > start:
+                yield start, stop
             start, stop = first, last
-        yield from self._cut(start, stop, most)
+        if stop > start:
+            yield start, stop
 
     def _wanted(self) -> Iterator[Window]:
         """Yield the bytes that hold any part of a slice, in whole blocks if they have digests."""
@@ -223,6 +247,58 @@ class SliceReader:
     def _missing(self, windows: Sequence[Window]) -> int:
         """Return how many bytes of the windows are not in the page cache."""
         return sum(max(0, stop - start - self._file.cached_bytes(start, stop - start)) for start, stop in windows)
+
+    @property
+    def is_networked(self) -> bool:
+        return self._file.is_networked
+
+    @property
+    def key(self) -> str:
+        """Return what names these bytes on every rank: the file, its size and its blocks, and where it may be cut."""
+        return f"{self.path} {self._file.num_bytes} {self._blocks is not None and self._block} {self._base}"
+
+    def fetch(self, window: Window) -> memoryview:
+        """Read and verify a window for all ranks that want it, and fill nothing.
+
+        Raises: CorruptCheckpointError for a wrong block; EOFError; OSError.
+        """
+        parts = [*self.cut(window, self._most)]
+        if len(parts) == 1 and self._file.is_remote:
+            data = self._file.view(window[0], window[1] - window[0])
+        else:
+            data = Buffer.allocate(window[1] - window[0]).view
+            for start, stop in parts:
+                with self._held((start, stop)) as read:
+                    np.copyto(
+                        np.frombuffer(data[start - window[0] : stop - window[0]], np.uint8),
+                        np.frombuffer(read.bytes((start, stop)), np.uint8),
+                    )
+        if self._blocks is not None:
+            read = Held.over(data, window[0])
+            for block in self._blocks_of(window):
+                if not self._is_right(read, block):
+                    raise CorruptCheckpointError(f"{self.path}: bytes from {block[0]} on are wrong", self.path)
+        return data
+
+    def put(self, window: Window, data: memoryview, digest: bytes, sender: int) -> None:
+        """Verify a window that a rank has read, and fill its targets. What is wrong is read here.
+
+        Blocks have their own digests; a window without them has the digest that the sender took of it.
+        Raises: as `read_window`.
+        """
+        read = Held.over(data, window[0])
+        is_right = self._blocks is not None or xxhash.xxh3_128_digest(data) == digest
+        for block in self._cut(*window, RUN_BYTES if self._blocks is None else self._block):
+            if is_right and self._is_right(read, block):
+                self._scatter(block, read)
+            else:
+                warn_of(sender, self.path, block)
+                self._read_again(block, fill=True)
+
+    def read(self, window: Window) -> None:
+        """Read a window that nobody has sent. Raises: as `read_window`."""
+        for part in self.cut(window, self._most):
+            self.read_window(part, fill=True)
 
     def read_window(self, window: Window, *, fill: bool) -> None:
         """Read one window, verify each of its blocks, and with `fill` put them into their targets.
@@ -293,7 +369,9 @@ class SliceReader:
         start, stop = window
         is_small = stop - start < _MIN_DIRECT_BYTES
         if self._file.is_remote or (self.is_cached and not is_small):
-            yield Held.over(self._file.view(start, stop - start), start)
+            view = self._file.view(start, stop - start)
+            yield Held.over(view, start)
+            self._file.release(view)
             return
         with bounce_buffer() as bounce:
             if is_small:

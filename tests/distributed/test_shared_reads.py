@@ -1,0 +1,305 @@
+"""Ranks that want the same bytes read each once, and verify what the others send."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+from tests.faults import forked_ranks
+from tests.faults.rank_exports import join
+from tests.faults.test_half_loaded import refused
+from tests.world import Run, convert, flip_bit, gathered, heard, llama, misplaced, same, write_hf
+from tests.world import manager as manager_of
+from titan_ckpt.config import ExportConfig, InitialLoadConfig, ResumeConfig
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.peer_groups import PeerGroups
+from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.dcp.filling import ChunkSource
+from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.native.writer import WritePlan
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.formats.reading import shared
+from titan_ckpt.formats.reading.engine import SliceReader
+from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.testing import distributed
+from titan_ckpt.types import StateDict
+from titan_ckpt.weights.transforms import StateDictTransforms
+
+FORMATS = ("native", "hf", "dcp")
+Read = tuple[str, tuple[int, int]]
+
+
+@contextmanager
+def together(**constants: Any) -> Iterator[list[Read]]:
+    """Read together whatever several ranks want, in small windows; yield what this rank reads from files."""
+    reads: list[Read] = []
+    fetch, read_window = SliceReader.fetch, SliceReader.read_window
+    fetch_chunks = ChunkSource.fetch
+
+    def fetched(self: SliceReader, window: tuple[int, int]) -> memoryview:
+        reads.append((self.path, window))
+        return fetch(self, window)
+
+    def fetched_chunks(self: ChunkSource, window: tuple[int, int]) -> memoryview:
+        reads.append((self.key, window))
+        return fetch_chunks(self, window)
+
+    def read(self: SliceReader, window: tuple[int, int], *, fill: bool) -> None:
+        reads.append((self.path, window))
+        read_window(self, window, fill=fill)
+
+    small: dict[str, Any] = {
+        "LEAST_BYTES": 0,
+        "LEAST_RUN_BYTES": 0,
+        "_PIECE_BYTES": (1 << 20, 2 << 20),
+        "_WINDOW_BYTES": 9 << 20,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(shared, is_dear=lambda **_: True, **small | constants))
+        stack.enter_context(patch.object(SliceReader, "fetch", fetched))
+        stack.enter_context(patch.object(ChunkSource, "fetch", fetched_chunks))
+        stack.enter_context(patch.object(SliceReader, "read_window", read))
+        yield reads
+
+
+def truth() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    big = {f"layers.{i}.weight": torch.randn(1024, 512) for i in range(6)}
+    return big | {"scale": torch.tensor(0.5), "few": torch.randn(3, 8), "ids": torch.arange(7)}
+
+
+def write(folder: Path, form: str, state: StateDict, line: Coordinator) -> None:
+    if form == "native":
+        if line.rank == 0:
+            folder.mkdir()
+        line.barrier("made")
+        WritePlan.of(state, line).write(folder, state)
+    elif form == "hf":
+        write_hf(folder, state, line=line)
+    else:
+        dcp.save(dict(state), checkpoint_id=folder)
+    line.barrier("written")
+
+
+def load(state: StateDict, folder: Any, line: Coordinator, *, cast: bool = False) -> None:
+    """Fill tensors as a manager does, of the same names as in the folder."""
+    form: Any = folder.name if folder.name in FORMATS else None  # a native folder without a manifest says nothing
+    with open_reader(folder, form) as reader:
+        plan = StateDictTransforms(KeyMap(identity=True)).from_file(state, reader.tensors, None, cast=cast)
+        (fill,) = shared.share_reads("read", [reader.plan(plan.requests)], line, is_on=True)
+        line.together("filled", fill)
+        line.peers.discard()
+
+
+def empty(layout: str, values: StateDict, dtype: torch.dtype | None = None) -> dict[str, Any]:
+    """Return tensors of no value, laid out over the ranks."""
+    size = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, size // 2) if layout == "hsdp" else (size,))
+    placements: dict[str, list[Any]] = {"hsdp": [Replicate(), Shard(0)], "rows": [Shard(0)], "columns": [Shard(1)]}
+
+    def made(value: torch.Tensor) -> Any:
+        fresh = torch.zeros_like(value, dtype=dtype if value.is_floating_point() else None)
+        if layout == "replicated" or value.dim() < 2:
+            return fresh
+        return distribute_tensor(fresh, mesh, placements[layout])
+
+    return {name: made(value) for name, value in values.items()}
+
+
+def overlapping(reads: list[Read]) -> list[Read]:
+    """Return what begins before the read before it has ended."""
+    reads = sorted(reads)
+    return [b for a, b in itertools.pairwise(reads) if a[0] == b[0] and a[1][1] > b[1][0]]
+
+
+@distributed(nproc=4)
+def test_every_byte_is_read_once_whatever_the_layout(tmp_path: Path) -> None:
+    """Of each format: whole on every rank, HSDP, column shards, and rows of which a rank has none; with a cast too."""
+    line, values = Coordinator.current(60.0), truth()
+    for form in FORMATS:
+        write(folder := tmp_path / form, form, values, line)
+        for layout, dtype in [("replicated", None), ("hsdp", None), ("columns", None), ("rows", None),
+                              ("replicated", torch.float64), ("hsdp", torch.bfloat16)]:  # fmt: skip
+            state = empty(layout, values, dtype)
+            with together() as reads:
+                load(state, folder, line, cast=dtype is not None)
+            expected = {name: v.to(state[name].dtype) for name, v in values.items()}
+            assert not misplaced(state, expected), (form, layout, dtype)
+            of_ranks = gathered(reads)
+            if layout in ("replicated", "hsdp"):
+                assert not overlapping([*itertools.chain(*of_ranks)]), (form, layout, dtype)
+                assert all(of_ranks), "every rank reads a part"
+
+
+@distributed(nproc=4)
+def test_what_a_rank_sends_wrong_is_found_and_read_from_the_file(tmp_path: Path) -> None:
+    """A flip in any piece of a rank, or in its digest: all values are right, and the others name the rank."""
+    line, values = Coordinator.current(60.0), truth()
+    broadcast = PeerGroups.broadcast
+    for form in FORMATS:
+        write(folder := tmp_path / form, form, values, line)
+        for at in (0, 777, -17, -1):
+
+            def flipped(self: PeerGroups, ranks: Any, sender: int, memory: torch.Tensor, seconds: float) -> Any:
+                if line.rank == sender == 1:
+                    memory[at] ^= 4  # noqa: B023
+                return broadcast(self, ranks, sender, memory, seconds)
+
+            state = empty("replicated", values)
+            with together(), heard() as lines, patch.object(PeerGroups, "broadcast", flipped):
+                load(state, folder, line)
+            assert not misplaced(state, values), (form, at)
+            if at != -1 or form != "native":  # native blocks have their digests in the file
+                assert any("arrived wrong from rank 1" in text for text in lines), (form, at, lines)
+            assert not any("from rank 2" in text for text in lines)
+
+
+@distributed(nproc=4)
+def test_what_a_rank_cannot_read_is_read_by_the_others(tmp_path: Path) -> None:
+    """A rank whose reads for others fail leaves them to these; damage in a file is an error on every rank."""
+    line, values = Coordinator.current(60.0), truth()
+    for form in FORMATS:
+        write(folder := tmp_path / form, form, values, line)
+
+        source: Any = ChunkSource if form == "dcp" else SliceReader
+        fetch = source.fetch
+
+        def fails(self: Any, window: tuple[int, int]) -> memoryview:
+            if line.rank == 2 and "ahead" in threading.current_thread().name:
+                raise OSError("no luck")
+            data: memoryview = fetch(self, window)  # noqa: B023
+            return data
+
+        state = empty("replicated", values)
+        with together(), patch.object(source, "fetch", fails):
+            load(state, folder, line)
+        assert not misplaced(state, values)
+    path = tmp_path / "native" / "rank-00000.safetensors"
+    if line.rank == 0:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    line.barrier("flipped")
+    with together(), pytest.raises(CorruptCheckpointError, match="digest they were written with"):
+        load(empty("replicated", values), tmp_path / "native", line)
+
+
+def whole_run() -> Run:
+    """Return a run whose ranks all hold all of 12 MB."""
+    torch.manual_seed(0)
+    return Run(
+        torch.nn.Sequential(torch.nn.Linear(512, 1024, bias=False), torch.nn.Linear(1024, 512)), is_laid_out=True
+    )
+
+
+def saved(run: Run, folder: Path, steps: int) -> list[dict[str, Any]]:
+    history = []
+    with run.manager(folder, async_mode="disabled") as manager:
+        for step in range(1, steps + 1):
+            run.step(torch.ones(1, 512))
+            history.append(run.state())
+            manager.save(step)
+    return history
+
+
+@distributed(nproc=4)
+def test_a_run_resumes_and_says_what_it_read_and_received(tmp_path: Path) -> None:
+    """The telemetry of all ranks counts each byte once as read and thrice as received; off, all is read four times.
+
+    A damaged step is left for the one before, and what broke off there is connected anew.
+    """
+    run = whole_run()
+    history = saved(run, tmp_path, 2)
+    events: list[Any] = []
+    for is_on in (True, False):
+        with together(), run.manager(tmp_path, resume=ResumeConfig(share_reads=is_on)) as manager:
+            manager.telemetry.add_sink(events.append)
+            run.step(torch.ones(1, 512))
+            assert manager.load().step == 2
+            assert same(run.state(), history[1])
+    if dist.get_rank() == 0:
+        on, off = ((e["bytes_read"], e["bytes_received"]) for e in events if e["event"] == "load")
+        assert on[1] == 3 * on[0] > 3 * 12e6
+        assert off == (4 * on[0], 0)
+        flip_bit(tmp_path / "checkpoints" / "step-2" / "rank-00002.safetensors", -3000)
+    dist.barrier()
+    with together(), run.manager(tmp_path) as manager:
+        assert manager.load().step == 1
+        assert same(run.state(), history[0])
+
+
+@distributed(nproc=4)
+def test_a_frozen_base_that_every_rank_holds_is_read_once(tmp_path: Path) -> None:
+    """Of a LoRA run: of the base's folder, whose tensors are cast, no byte is asked for twice."""
+    base = llama(seed=3)
+    if dist.get_rank() == 0:
+        groups = StateDictTransforms(base.key_map()).to_file(base.state_dict(), None, torch.bfloat16)
+        alone = Coordinator(0, 1, None, "", 60.0)
+        export_huggingface(
+            tmp_path / "base", groups, config=base.hf_config(), assets=None, max_shard_bytes=10**9, coordinator=alone
+        )
+    dist.barrier()
+    model = llama(seed=4)
+    hooks = convert(model, {"kind": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["wq"]})
+    source = InitialLoadConfig(str(tmp_path / "base"), cast=True)
+    with (
+        together(_PIECE_BYTES=(1 << 14, 1 << 14)) as reads,
+        manager_of(tmp_path, model, initial_load=[source], model_converters=hooks) as manager,
+    ):
+        manager.load()
+    expected = {name: value.bfloat16().float() for name, value in base.named_parameters()}
+    live = {name.replace(".base.", "."): value for name, value in model.named_parameters()}
+    assert all(same(live[name].detach(), value.detach()) for name, value in expected.items() if name in live)
+    assert len(expected.keys() & live.keys()) > 10
+    of_ranks = gathered(reads)
+    assert all(of_ranks)
+    assert not overlapping([*itertools.chain(*of_ranks)])
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", range(3))
+def test_a_rank_that_ends_or_stops_while_they_read_together_is_named(
+    tmp_path: Path, victim: int, end: signal.Signals
+) -> None:
+    """At its first, a middle or its last piece: the others raise PeerError in time, and keep nothing of the mixture."""
+    for number in (0, 5, 9):
+
+        def body(line: Coordinator) -> Any:
+            join(line)
+            run = whole_run()
+            saved(run, tmp_path / str(number), 1)  # noqa: B023
+            broadcast, calls = PeerGroups.broadcast, itertools.count()
+
+            def ending(self: PeerGroups, *args: Any) -> Any:
+                if line.rank == victim and next(calls) == number:  # noqa: B023
+                    os.kill(os.getpid(), end)
+                return broadcast(self, *args)
+
+            export = (ExportConfig("dcp"),)
+            with run.manager(tmp_path / str(number), async_mode="disabled", export=export) as manager:  # noqa: B023
+                manager._coordinator.timeout_seconds = manager._directory._coordinator.timeout_seconds = 4.0
+                small = {"_PIECE_BYTES": (1 << 20, 1 << 20), "_WINDOW_BYTES": 4 << 20}
+                with together(**small), patch.object(PeerGroups, "broadcast", ending):
+                    told = forked_ranks.outcome(partial(manager.load, 1))
+                return [told, refused(manager)]
+
+        with forked_ranks.Ranks(3, body, 20.0, rank_0_serves=False) as ranks:
+            others = [ranks.result(rank) for rank in range(3) if rank != victim]
+        for (ended, *_, why), has_refused in others:
+            assert (ended, has_refused) == ("PeerError", True), why
+            assert f"rank {victim}" in why

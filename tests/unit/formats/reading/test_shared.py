@@ -1,0 +1,68 @@
+"""The deal: which ranks read which bytes together, computed by each rank from the same lists."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.reading import shared
+from titan_ckpt.formats.reading.shared import Deal, is_dear, joined
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_all_ranks_of_a_run_agree_on_it_and_every_byte_has_one(seed: int) -> None:
+    """Of random lists: each rank cuts its own runs, in order, so that holders are exactly those that want each byte."""
+    draw = random.Random(seed)
+    wanted = {rank: {byte for byte in range(60) if draw.random() < 0.6} for rank in range(5)}
+    lists: dict[tuple[int, ...], list[tuple[int, int]]] = {}
+    for rank, its in wanted.items():
+        lists[(rank,)] = joined((byte, byte + 1) for byte in its)
+    of_ranks = {rank: [*shared._runs(lists, rank)] for rank in wanted}
+    for rank, runs in of_ranks.items():
+        assert [byte for run, _ in runs for byte in range(*run)] == sorted(wanted[rank])
+        for run, holders in runs:
+            assert all(tuple(r for r in wanted if byte in wanted[r]) == holders for byte in range(*run))
+            assert all((run, holders) in of_ranks[other] for other in holders)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 15, 16, 17, 40, 1000])
+def test_teams_are_neighbours_of_like_size(num_ranks: int) -> None:
+    """Each rank is in its own team, and all members name the same one."""
+    holders = tuple(range(3, 3 + 2 * num_ranks, 2))
+    teams = {rank: shared._team(holders, rank) for rank in holders}
+    assert all(rank in team and teams[team[0]] == team for rank, team in teams.items())
+    sizes = {len(team) for team in teams.values()}
+    assert max(sizes) <= shared.MOST_RANKS and max(sizes) - min(sizes) <= 1
+
+
+def test_ranks_of_a_team_read_like_shares_in_pieces_that_fit_the_windows() -> None:
+    """Also where one run is much longer than the others."""
+
+    class Bytes:
+        def cut(self, run: tuple[int, int], most: int) -> Any:
+            return ((start, min(start + most, run[1])) for start in range(*run, most))
+
+    source: Any = Bytes()
+    for ranks in ((0, 1), (2, 3, 4, 5), tuple(range(16))):
+        deal = Deal(Coordinator(ranks[0], 1, None, "", 1.0))
+        shared._deal(ranks, [(source, deal, run) for run in ((0, 900 << 20), (1000 << 20, 1007 << 20))])
+        (pieces,) = deal.teams.values()
+        loads = [sum(piece.num_bytes for piece in pieces if piece.reader == rank) for rank in ranks]
+        assert sum(loads) == 907 << 20 and max(loads) - min(loads) <= 16 << 20
+        assert deal.num_read == loads[0]
+        assert all(shared._room(window) <= shared._WINDOW_BYTES + (1 << 20) for window in shared._windows(pieces))
+
+
+def test_only_what_is_dear_to_read_is_read_together() -> None:
+    """A bucket, and a network's file system that is not in the page cache."""
+    on = [
+        (is_remote, is_networked, is_cached)
+        for is_remote in (False, True)
+        for is_networked in (False, True)
+        for is_cached in (False, True)
+        if is_dear(is_remote=is_remote, is_networked=is_networked, is_cached=is_cached)
+    ]
+    assert on == [(False, True, False), *((True, a, b) for a in (False, True) for b in (False, True))]

@@ -1,0 +1,137 @@
+"""Filling from a DCP folder: stored chunks one by one, or, if several ranks want them, from what these read together.
+
+Owns the chunks that are in memory until they are whole. The reader owns their places, and makes tensors of their bytes.
+"""
+
+from __future__ import annotations
+
+import threading
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+import xxhash
+
+from titan_ckpt import progress
+from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.formats.reading.shared import Deal, Run, joined, warn_of
+from titan_ckpt.geometry.requests import FilePart
+
+if TYPE_CHECKING:
+    from titan_ckpt.formats.dcp.dcp import DcpReader, Stored
+
+ByChunk = Mapping[tuple[str, int], Sequence[FilePart]]
+"""Tensor and number of a stored chunk -> the requests that want a part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DcpFill:
+    """Fills the requests of stored chunks."""
+
+    reader: DcpReader
+    by_chunk: ByChunk
+
+    def __call__(self) -> None:
+        self.reader.fill(self.by_chunk)
+
+    def sources(self) -> list[ChunkSource]:
+        return self.reader.shared(self.by_chunk)
+
+    def fill_after(self, sources: Sequence[ChunkSource], deal: Deal) -> None:
+        """Fill from chunks that ranks read together, then from the others."""
+        num_bytes = deal.num_bytes
+        if num_bytes:
+            with progress.shown(f"loading {self.reader.path.name}", num_bytes) as count:
+                deal.run(count)
+        together = {chunk for source in sources for chunk in source.together()}
+        self.reader.fill({chunk: wanting for chunk, wanting in self.by_chunk.items() if chunk not in together})
+
+
+class ChunkSource:
+    """The stored chunks of one file: each is whole in memory before torch makes a tensor of it."""
+
+    def __init__(
+        self, reader: DcpReader, name: str, chunks: Mapping[tuple[str, int], Stored], by_chunk: ByChunk
+    ) -> None:
+        self._reader, self._name, self._by_chunk = reader, name, by_chunk
+        self._path = str(reader.path / name)
+        self._chunks = sorted(chunks.items(), key=lambda chunk: chunk[1].offset)
+        extents = [(stored.offset, stored.offset + stored.num_bytes) for _, stored in self._chunks]
+        self._firsts = [start for start, _ in extents]
+        self._reach = [*accumulate((stop for _, stop in extents), max)]
+        self.runs = self.windows = joined((start, stop) for start, stop in extents if stop > start)
+        self._memories: dict[tuple[str, int], Buffer] = {}
+        self._missing = {chunk: stored.num_bytes for chunk, stored in chunks.items()}
+        self._lock = threading.Lock()
+        with reader.opened(name) as file:
+            self.is_remote, self.is_networked, self.num_workers = file.is_remote, file.is_networked, file.num_workers
+            wanted = sum(stop - start for start, stop in self.runs)
+            cached = 0 if file.is_remote else sum(file.cached_bytes(start, stop - start) for start, stop in self.runs)
+            self.is_cached = cached >= wanted
+            self.key = f"{self._path} {file.num_bytes}"
+
+    def keep(self, runs: Sequence[Run]) -> None:
+        self.windows = [*runs]
+
+    def together(self) -> set[tuple[str, int]]:
+        """Return the chunks that ranks read together."""
+        return {
+            chunk
+            for chunk, stored in self._chunks
+            if not any(start <= stored.offset < stop for start, stop in self.windows) and stored.num_bytes
+        }
+
+    def cut(self, run: Run, most: int) -> Iterator[Run]:
+        start, stop = run
+        while start < stop:
+            end = min(stop, start - start % most + most)
+            yield start, end
+            start = end
+
+    def fetch(self, window: Run) -> memoryview:
+        start, stop = window
+        with self._reader.opened(self._name) as file:
+            if file.is_remote:
+                return file.view(start, stop - start)
+            data = Buffer.allocate(stop - start).view
+            file.read_into([data], start)
+            return data
+
+    def put(self, window: Run, data: memoryview, digest: bytes, sender: int) -> None:
+        if xxhash.xxh3_128_digest(data) != digest:
+            warn_of(sender, self._path, window)
+            self.read(window)
+        else:
+            self._place(window, data)
+
+    def read(self, window: Run) -> None:
+        chunk, stored = next(self._within(window))
+        with self._reader.reading(stored, chunk[0]):
+            data = self.fetch(window)
+        self._place(window, data)
+
+    def _within(self, window: Run) -> Iterator[tuple[tuple[str, int], Stored]]:
+        """Yield the chunks of which a window has a part."""
+        start, stop = window
+        first, last = bisect_right(self._reach, start), bisect_left(self._firsts, stop)
+        return ((chunk, s) for chunk, s in self._chunks[first:last] if s.offset + s.num_bytes > start and s.num_bytes)
+
+    def _place(self, window: Run, data: memoryview) -> None:
+        """Keep bytes until their chunks are whole, then fill the requests of these."""
+        start, stop = window
+        for chunk, stored in self._within(window):
+            first, last = max(start, stored.offset), min(stop, stored.offset + stored.num_bytes)
+            with self._lock:
+                if chunk not in self._memories:
+                    self._memories[chunk] = Buffer.allocate(stored.num_bytes)
+                memory = self._memories[chunk].view
+            into = memory[first - stored.offset : last - stored.offset]
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data[first - start : last - start], np.uint8))
+            with self._lock:
+                self._missing[chunk] -= last - first
+                is_whole = not self._missing[chunk]
+            if is_whole:
+                self._reader.put_from(self._memories.pop(chunk).view, chunk[0], stored, self._by_chunk[chunk])

@@ -214,6 +214,6 @@ def test_a_step_of_another_run_can_be_loaded_partly(tmp_path: Path) -> None:
 
 def test_a_merged_adapter_is_whole() -> None:
     """initialize and ignore are settings of weights, and a merge takes a whole adapter."""
-    raw = {"initial_load": [{"path": "base"}, {"path": "adapter", "merge": True, "ignore": ["a*"]}]}
-    with pytest.raises(ConfigError, match=r"initial_load\.1\.merge: an adapter is merged as a whole"):
+    raw = {"initial_load": [{"path": "base"}, {"path": "adapter", "load": "merge", "ignore": ["a*"]}]}
+    with pytest.raises(ConfigError, match=r"initial_load\.1\.load: an adapter is merged as a whole"):
         from_dict(CheckpointConfig, raw)

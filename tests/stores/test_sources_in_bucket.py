@@ -104,7 +104,7 @@ def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
     assert equal(loaded(Run(seed=6).model, copy, tmp_path, copy), run.model)
     source = InitialLoadConfig(str(copy), load="training_state")
     saves = again.manager(tmp_path / "d", initial_load=(source,), store=place.bucket.settings)
-    with saves, pytest.raises(NotACheckpointError, match="gives the weights alone: leave training_state out"):
+    with saves, pytest.raises(NotACheckpointError, match='gives the weights alone: leave load = "training_state" out'):
         saves.load()
     data = bytearray((copy / "rank-00000.safetensors").read())
     data[-1] ^= 1

@@ -26,7 +26,7 @@ from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, SaveConf
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.loading.external import ExternalLoad
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.trainer import Trainer
@@ -35,7 +35,7 @@ from titan_ckpt.weights.initialize import construct, materialize
 INNER_STEPS = 3
 
 
-def build() -> LanguageModel:
+def build() -> Model:
     return build_model("llama3", flavor="debug-0.5m")
 
 

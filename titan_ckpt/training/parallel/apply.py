@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from titan_ckpt.models.decoder import Decoder
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.qwen3_moe import Experts
 from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.parallel.context_parallel import share_sequences
@@ -47,7 +47,7 @@ _KEPT: list[Any] = [
 
 
 def parallelize(
-    model: LanguageModel,
+    model: Model,
     ranks: Ranks,
     parallel: ParallelConfig,
     compute_dtype: torch.dtype,

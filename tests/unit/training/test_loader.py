@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,19 +107,35 @@ def test_d4_a_position_that_data_of_ones_own_cannot_take_is_refused(num_workers:
     assert torch.equal(next(iter(again))["tokens"], torch.full((4, 3), 1))
 
 
-class Own(IterableDataset[Batch]):
-    """Data of one's own, which counts its batches."""
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_d8_the_position_after_the_end_of_ones_own_data_is_its_end(num_workers: int) -> None:
+    """The same data has no more, and longer data goes on; torchdata would begin anew."""
 
-    def __init__(self) -> None:
-        self.number = 0
+    def made(num: int) -> Any:
+        return build_dataloader(Own(num), 4, collate, 0, Workers(num_workers))
+
+    ended = made(6)
+    assert [len(batch["tokens"]) for batch in ended] == [4], "two samples fill no batch"
+    for num, left in ((6, []), (9, [4 * [1]])):
+        again = made(num)
+        again.load_state_dict(ended.state_dict())
+        again.state_dict()
+        assert [batch["tokens"][:, 0].tolist() for batch in again] == left
+
+
+class Own(IterableDataset[Batch]):
+    """Data of one's own, which counts its samples."""
+
+    def __init__(self, num: float = inf) -> None:
+        self.number, self.num = 0, num
 
     def __iter__(self) -> Iterator[Batch]:
-        while True:
-            yield {name: torch.full((3,), self.number // 4) for name in ("tokens", "labels")}
+        while self.number < self.num:
             self.number += 1
+            yield {name: torch.full((3,), (self.number - 1) // 4) for name in ("tokens", "labels")}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"number": self.number + 1}
+        return {"number": self.number}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.number = state_dict["number"]

@@ -59,7 +59,9 @@ def build_dataloader(
     generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-        return OwnDataLoader(dataset, batch_size, collate_fn=collate, generator=generator, **workers.settings())
+        settings = {"collate_fn": collate, "generator": generator, **workers.settings()}
+        # torchdata cannot go on after a short batch
+        return OwnDataLoader(dataset, batch_size, drop_last=True, **settings)
 
 
 class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
@@ -69,7 +71,7 @@ class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has 
     """The position after the last batch. torchdata's own state there is one at which the data begins anew."""
 
     def __iter__(self) -> Iterator[Any]:
-        batches = super().__iter__()
+        batches, self._end = super().__iter__(), None
         position = deepcopy(super().state_dict())
         for batch in batches:
             yield batch

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from benchmarks.common import Options, PeakMemory, alternate, barrier, parse, quartiles, report, run, say, world_size
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.models.llama3 import FLAVORS, Llama3, Llama3Config
-from titan_ckpt.weights.initialize import InitialValues, construct, initialize, materialize
+from titan_ckpt.weights.initialize import InitialValues, construct, initialize_missing, materialize
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 GB = 4.94
@@ -78,7 +78,7 @@ def _make(shape: Llama3Config, values: InitialValues) -> Llama3:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
     materialize(model, "cpu")
-    initialize(ModelWrapper([model]))
+    initialize_missing(ModelWrapper([model]))
     return model
 
 

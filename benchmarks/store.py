@@ -45,7 +45,7 @@ from tests.stores import servers
 from titan_ckpt.config import StoreConfig
 from titan_ckpt.disk.direct import run_workers
 from titan_ckpt.formats.native.layout import BLOCK_BYTES
-from titan_ckpt.stores.bucket import BucketPath, open_location
+from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
 
 KEY = "benchmark"
 """User and password of the server."""
@@ -55,8 +55,7 @@ UNSIGNED = {"AWS_UNSIGNED_PAYLOAD": "true"}
 LATENCY_MS = 20
 _HELD_TWICE = 2
 """A server in memory holds what arrives, and then the object that it makes of it."""
-CONNECTIONS = 16
-PART_MIB = 16
+CONNECTIONS, PART_MIB = Bucket.concurrency, Bucket.part_mib
 
 OURS, DCP, DCP_FILES = "titan_ckpt", "DCP + s3fs", f"DCP + s3fs, {CONNECTIONS} files at a time"
 CONNECTOR, LIMIT = "DCP + s3torchconnector", "limit: obstore alone"
@@ -68,9 +67,7 @@ def main(options: Options, server: servers.Server) -> dict[str, Any]:
     """Compare saves, then loads of what they have written; count requests."""
     sys.path.append(str(servers.PEERS))
     # juicefs ignores conditions, so that titan_ckpt refuses it unless one writer is promised
-    store = StoreConfig(
-        endpoint=server.endpoint, concurrency=CONNECTIONS, part_mib=PART_MIB, single_writer=options.server == "juicefs"
-    )
+    store = StoreConfig(endpoint=server.endpoint, single_writer=options.server == "juicefs")
     place = open_location(f"{server.url}/{Path(options.folder).name}", settings=store)
     assert isinstance(place, BucketPath)
     state = training_state(options.gb)
@@ -250,9 +247,7 @@ def _requests(options: Options, server: servers.Server, store: StoreConfig) -> d
             for i in range(num_tensors)
         }
         with servers.Proxy(server.endpoint, lambda *_: None) as proxy:
-            settings = StoreConfig(
-                endpoint=proxy.endpoint, concurrency=CONNECTIONS, part_mib=PART_MIB, single_writer=store.single_writer
-            )
+            settings = StoreConfig(endpoint=proxy.endpoint, single_writer=store.single_writer)
             url = f"{server.url}/{Path(options.folder).name}/counted/{num_tensors}"
             with manager_of(state, Path(options.folder), folder=url, store=settings) as manager:
                 manager.save(1)  # with what is asked once in a run

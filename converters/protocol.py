@@ -86,7 +86,7 @@ class ModelConverter(ABC):
         return None
 
     def weight_quantizer(self) -> WeightQuantizer | None:
-        """Return how an export with `quantized = true` stores this converter's weights; None if it quantizes none."""
+        """Return how a quantized export stores this converter's weights; None if it quantizes none."""
         return None
 
     def initialize(  # noqa: B027 - most converters add nothing

@@ -136,7 +136,7 @@ def test_the_last_export_holds_the_weights_of_evaluation_and_the_step_those_of_t
     names = ("weights", "state", "interval")
     exports = (
         ExportConfig("dcp", folder="weights"),
-        ExportConfig("dcp", folder="state", training_state=True),
+        ExportConfig("torchtitan", folder="state"),
         ExportConfig("dcp", folder="interval", interval=2),
     )[: 3 if kind is AdamWScheduleFree else 1]
     with build(tmp_path, model, optimizer, export=exports) as manager:

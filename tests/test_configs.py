@@ -21,9 +21,9 @@ ROOT = Path(__file__).parents[1]
 CONFIGS = ROOT / "configs"
 SMALL = {"training.steps": 2, "training.batch_size": 2, "data.sequence_length": 16, "checkpoint.save.interval": 1}
 TINY = {**SMALL, "model.flavor": "debug-0.5m"}
-SPREAD: dict[str, object] = {**SMALL, "training.batch_size": 4, "data.tokenizer.vocab_size": 300}
+SPREAD: dict[str, object] = {**SMALL, "training.batch_size": 4, "data.tokenizer": 300}
 BASE = "outputs/pretrain/exports/step-2"
-ON_BASE = {**SMALL, "model.folder": BASE, "data.tokenizer.folder": BASE, "checkpoint.initial_load.0.path": BASE}
+ON_BASE = {**SMALL, "model.folder": BASE, "data.tokenizer": BASE, "checkpoint.initial_load.0.path": BASE}
 
 TOKENS = torch.arange(24).reshape(2, 12)
 
@@ -133,7 +133,7 @@ def test_float8_runs() -> None:
 def run_all(folder: Path, names: list[str]) -> None:
     os.chdir(folder)
     for name in names:
-        run(f"{name}.toml", {**TINY, "data.tokenizer.vocab_size": 1024} if name == "fsdp2" else SPREAD)
+        run(f"{name}.toml", {**TINY, "data.tokenizer": 1024} if name == "fsdp2" else SPREAD)
 
 
 def test_every_layout_runs(tmp_path: Path) -> None:

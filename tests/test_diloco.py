@@ -14,12 +14,15 @@ from safetensors.torch import load_file
 from docs.examples import diloco
 from tests.forked import Program
 from tests.tiny_run import settings
+from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.trainer import Trainer
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "diloco.py"
 ROUNDS = 4
+WORKER = "titan_ckpt.training.callbacks.diloco:DiLoCoWorker"
+WITHOUT_DATA = ["optimizer", "lr_scheduler", "rng", "states"]
 
 
 def as_script(*words: str) -> None:
@@ -73,28 +76,37 @@ class Killed(Callback):
 
 
 def test_c5_a_worker_is_a_callback_named_in_a_run_file(tmp_path: Path) -> None:
-    """The server's last weights are the same whether the worker was interrupted, or not."""
+    """The server's last weights are the same whether the worker was interrupted, or not, if it saves its dataloader.
+
+    Without it, as on the page, the worker goes on too; its data begins anew.
+    """
     found = []
-    for folder, interrupted in ((tmp_path / "straight", False), (tmp_path / "interrupted", True)):
+    exact = [*WITHOUT_DATA, "dataloader"]
+    for name, interrupted, components in (
+        ("straight", False, exact), ("interrupted", True, exact), ("anew", True, WITHOUT_DATA)
+    ):  # fmt: skip
+        folder = tmp_path / name
         folder.mkdir()
         server = Program(diloco.serve, folder, ["run"], 3, output=folder / "server.log")
         config = settings(
             folder,
             checkpoint={
-                "components": ["optimizer", "lr_scheduler", "dataloader", "rng", "states"],
+                "components": components,
                 "save": {"interval": 2},
-                "stop": {"save_on_exception": False},
+                "stop": {"on": ["SIGTERM"]},
             },
             training={"steps": 6},
         )
-        config = replace(config, callbacks=("docs.examples.diloco:Worker",))
+        config = replace(config, callbacks=(WORKER,))
         if interrupted:
             with pytest.raises(KeyboardInterrupt):
                 Trainer(config, callbacks=[Killed()]).run()
         assert Trainer(config).run().step == 6
         assert server.wait(60) == 0, server.text()
         found.append([load_file(folder / f"weights-{number}.safetensors") for number in (0, 3)])
-    (first, straight), (_, interrupted_last) = found
+        step = next(folder.rglob("step-6/MANIFEST.json"))
+        assert sorted(Manifest.from_bytes(step.read_bytes(), name).components) == sorted(components)
+    (first, straight), (_, interrupted_last), _ = found
     assert all(torch.equal(interrupted_last[name], value) for name, value in straight.items())
     assert not any(torch.equal(first[name], value) for name, value in straight.items())
 
@@ -103,4 +115,4 @@ def test_c5_a_worker_without_saves_is_told_what_its_rounds_are(tmp_path: Path) -
     """Before the first step: the interval of the saves is the length of a round."""
     config = settings(tmp_path, checkpoint={"components": ["optimizer", "rng"], "save": None})
     with pytest.raises(ConfigError, match=r"checkpoint\.save: .* rounds .*; set checkpoint\.save\.interval"):
-        Trainer(replace(config, callbacks=("docs.examples.diloco:Worker",))).run()
+        Trainer(replace(config, callbacks=(WORKER,))).run()

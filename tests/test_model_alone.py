@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.run_folder import RunFolder
 from tests.world import Run, Value, load, load_fails, read_all, same
@@ -17,6 +19,7 @@ from titan_ckpt.errors import CheckpointNotFoundError
 from titan_ckpt.formats.native import writer
 from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.saving.saver import Saver
 
 
 def _run(folder: RunFolder, seed: int = 0, **settings: Any) -> tuple[Run, CheckpointManager]:
@@ -67,6 +70,37 @@ def test_a_last_step_holds_the_model_alone_in_its_dtype(run_folder: RunFolder, m
         assert torch.equal(rounded, other.model.state_dict()[name]), name
     assert bool(report.cast) is (dtype == "bfloat16")
     assert "1.num_batches_tracked" in report.loaded
+
+
+class Casts(TorchDispatchMode):
+    """Counts the tensors that this thread casts, and their bytes."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sizes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.sizes.append(made.nbytes)
+        return made
+
+
+@pytest.mark.parametrize("mode", ["disabled", "thread"])
+def test_a5_a_last_step_is_cast_while_it_is_copied(tmp_path: Path, mode: Any) -> None:
+    """No tensor of the model has a second one in the file's dtype: what is saved is the live memory."""
+    run, manager = _run(RunFolder(tmp_path), async_mode=mode, model_only_last="bfloat16", interval=9)
+    run.step()
+    with manager, mock.patch.object(Saver, "save", autospec=True, side_effect=Saver.save) as saved, Casts() as casts:
+        manager.save(1, last_step=True)
+    (_, _, snapshot, _), _ = saved.call_args
+    live = {f"model.{name}": value.data_ptr() for name, value in run.model.state_dict().items()}
+    assert {name: value.data_ptr() for name, value in snapshot.tensors.items()} == live
+    assert casts.sizes == []
+    stored = read_all(tmp_path / "checkpoints/step-1")
+    for name, value in run.model.state_dict().items():
+        wanted = value.bfloat16() if value.is_floating_point() else value
+        assert torch.equal(stored[f"model.{name}"], wanted), name
 
 
 def test_a_last_step_from_a_process_holds_the_model_alone_in_its_dtype(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def tables(folder: Path, **sections: Any) -> dict[str, Any]:
         "data": {
             "sequence_length": 16,
             "cache_folder": os.environ["TITAN_CKPT_TESTS_CACHE"],  # one tokenizer for all runs of a session
-            "tokenizer": {"vocab_size": 300},
+            "tokenizer": 300,
         },
         "training": {"steps": 3, "batch_size": 4, "device": "cpu"},
         "optimizer": {"lr": 3e-3},

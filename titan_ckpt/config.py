@@ -6,6 +6,7 @@ Owns the settings and the rules between them; encoding/toml.py turns TOML into d
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, get_args
@@ -24,6 +25,7 @@ NonNegative = Annotated[int, Check("an integer, 0 or more", lambda n: n >= 0)]
 PositiveInt = Annotated[int, Check("a positive integer", lambda n: n > 0)]
 PositiveSeconds = Annotated[float, Check("a positive number (seconds)", lambda s: s > 0)]
 PositiveHours = Annotated[float, Check("a positive number (hours)", lambda h: h > 0)]
+Hours = Annotated[str, Check('a time such as "6 hours"', re.compile(r"(?=.*[1-9])\d+(\.\d+)? hours?").fullmatch)]
 PositiveSteps = Annotated[int, Check("a positive integer (steps)", lambda n: n > 0)]
 
 
@@ -33,20 +35,31 @@ class KeepConfig(Checked):
 
     latest: PositiveInt | None = None
     """Number of newest steps that stay; more than one guards against a bad newest step."""
-    every: PositiveSteps | None = None
-    """Steps divisible by this stay for good."""
-    every_hours: PositiveHours | None = None
-    """The first step saved in each span of this many hours stays for good."""
+    every: PositiveSteps | Hours | None = None
+    """Steps divisible by this stay for good; of "6 hours", the first step saved in each span of so much time."""
     best: PositiveInt | None = None
     """Number of steps with the best `metric` that stay."""
     metric: NonEmpty = "loss"
-    """Name of the value from save(metrics=...) that `best` compares; a step without it is not among the best. No step
-    expires until one has it."""
-    mode: Literal["min", "max"] = "min"
-    """Whether the smallest or the largest value is best."""
+    """Name of the value from save(metrics=...) that `best` compares, the smallest being best; "max:NAME": the largest.
+    A step without it is not among the best. No step expires until one has it."""
+
+    @property
+    def every_steps(self) -> int | None:
+        """Return `every` in steps; None if it is a time."""
+        return self.every if isinstance(self.every, int) else None
+
+    @property
+    def every_seconds(self) -> float | None:
+        """Return `every` in seconds; None if it is a number of steps."""
+        return float(self.every.split()[0]) * 3600 if isinstance(self.every, str) else None
+
+    @property
+    def metric_name(self) -> str:
+        """Return the name of the metric."""
+        return self.metric.removeprefix("max:")
 
     def problems(self) -> Iterator[str]:
-        if not any((self.latest, self.every, self.every_hours, self.best)):
+        if not any((self.latest, self.every, self.best)):
             yield "latest: required where no other rule is set; to keep every checkpoint leave `keep` out"
 
 
@@ -96,19 +109,20 @@ class ResumeConfig(Checked):
 class StopConfig(Checked):
     """The events that end a run before its last step, and how it saves then; for training loops with a RunGuard."""
 
-    signals: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], ...] = ("SIGTERM", "SIGUSR1")
-    """Signals to any rank on which the run saves and stops. A second one after two seconds or more ends the process."""
+    on: tuple[Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "exception"], ...] = (
+        "SIGTERM", "SIGUSR1", "exception",
+    )  # fmt: skip
+    """The run saves and stops on these signals to any rank; a second one after two seconds or more ends the process.
+    exception: if the loop raises on all ranks, the last completed step is saved; a rank that has raised waits for the
+    others, 20 seconds at most and no longer than grace_seconds."""
     grace_seconds: PositiveSeconds = 30.0
     """Time from the signal to the kill; the last save starts only if the time that saves take here is left."""
     after_hours: PositiveHours | None = None
-    """Save and stop before the run has lasted this long; absent: no limit."""
-    at_unix_seconds: PositiveSeconds | None = None
-    """Save and stop before this moment, such as a scheduler's SLURM_JOB_END_TIME; absent: no limit."""
-    save_on_exception: bool = True
-    """If the loop raises on all ranks, save the last completed step; a rank that has raised waits for the others, 20
-    seconds at most and no longer than grace_seconds."""
-    hang_seconds: PositiveSeconds | None = 600.0
-    """After this time without progress, all processes are asked; if one does not answer, the others name it and end."""
+    """Save and stop before the run has lasted this long, and in any case before the end of a job of Slurm, which is in
+    the environment as SLURM_JOB_END_TIME; absent: only then."""
+    hang_seconds: PositiveSeconds | Literal["off"] = 600.0
+    """After this time without progress, all processes are asked; if one does not answer, the others name it and end.
+    off: nobody is asked."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +138,13 @@ class InitialLoadConfig(Checked):
     """Allow casts from floating-point dtypes to the model's; every cast is reported."""
     revision: NonEmpty | None = None
     """Version of `path`; an adapter's checkpoint records it as part of the base's identity."""
-    training_state: bool = False
-    """Load the training state too, from a step of this package or a DCP folder of torchtitan: the run goes on after its
-    step."""
+    load: Literal["weights", "training_state", "merge"] = "weights"
+    """weights: those of a model, or of an adapter into its converter. training_state: that too, from a step of this
+    package or a DCP folder of torchtitan, and the run goes on after its step. merge: add this adapter to the weights of
+    the sources before it."""
     prefix: str | None = None
     """Prefix of the model's names in a DCP folder that nests it, such as "state.model."; absent: found from the names.
     """
-    merge: bool = False
-    """Add this adapter to the weights of the sources before it, instead of loading it into a converter."""
     initialize: tuple[NonEmpty, ...] = ()
     """Tensors of the model that this source does not provide, as patterns over their names, such as "lm_head.*". If it
     has one with fewer rows (added tokens), its rows are loaded and the others initialized; else all of it is."""
@@ -139,8 +152,8 @@ class InitialLoadConfig(Checked):
     """Tensors of this source that are not used, as patterns over their names there, such as "model.layers.30.*"."""
 
     def problems(self) -> Iterator[str]:
-        if self.merge and (self.initialize or self.ignore):
-            yield "merge: an adapter is merged as a whole; leave initialize and ignore out"
+        if self.load == "merge" and (self.initialize or self.ignore):
+            yield "load: an adapter is merged as a whole; leave initialize and ignore out"
         if self.prefix and not self.prefix.endswith("."):
             yield f'prefix: {self.prefix!r} ends without a dot; write "{self.prefix}."'
         if self.prefix is not None and self.format not in (None, "dcp"):
@@ -151,27 +164,23 @@ class InitialLoadConfig(Checked):
 class ExportConfig(Checked):
     """Weights for other tools, written after the last step to <base_folder>/<folder>/step-N, -peft or -quantized."""
 
-    format: Literal["hf", "peft", "dcp"]
-    """hf: a Hugging Face folder, adapters merged; peft: the adapter alone; dcp: torch.distributed.checkpoint."""
+    format: Literal["hf", "hf_quantized", "peft", "dcp", "torchtitan", "torchtitan_weights"]
+    """hf: a Hugging Face folder, adapters merged. hf_quantized: its weights quantized as the converters trained them
+    (QAT: its scheme; Float8: blocks of float8), in step-N-quantized. peft: the adapter alone. dcp: the weights by
+    torch.distributed.checkpoint. torchtitan_weights: those by the names of torchtitan's model, which then loads the
+    folder. torchtitan: the training state too, by torchtitan's names: its own checkpointer resumes the folder, and so
+    does initial_load with load = "training_state"."""
     interval: PositiveSteps | None = None
     """Steps between exports before the export of the last step; absent: only that one. If an asynchronous save of the
     same step has staged a copy of the weights, the export is made from the copy in the background."""
     keep: PositiveInt | None = None
     """Number of newest interval exports that stay; absent: all."""
     dtype: Literal["float32", "bfloat16", "float16", "original"] | None = None
-    """Dtype of exported floating-point tensors; original: as in the base's folder; absent: each keeps its own."""
-    quantized: bool = False
-    """Quantize weights as the converters trained them (QAT: its scheme; Float8: blocks of float8), in step-N-quantized.
-    `dtype` applies to tensors that are not quantized, and to weights before they are quantized."""
-    names: Literal["own", "torchtitan"] = "own"
-    """Names of the weights in a dcp export; torchtitan: those of torchtitan's model, which then loads the folder."""
-    training_state: bool = False
-    """A dcp export holds the training state too, by torchtitan's names: its own checkpointer resumes the folder, and so
-    does initial_load with training_state."""
-    max_shard_bytes: PositiveInt = 5_000_000_000
-    """Maximum size of one safetensors file, unless a single tensor is larger."""
-    file_layout: Literal["size", "base"] = "size"
-    """size: files of at most max_shard_bytes; base: each tensor in the file that has it in the base's folder."""
+    """Dtype of exported floating-point tensors; original: as in the base's folder; absent: each keeps its own. In a
+    quantized export it applies to tensors that are not quantized, and to weights before they are quantized."""
+    max_shard_bytes: PositiveInt | Literal["base"] = 5_000_000_000
+    """Maximum size of one safetensors file, unless a single tensor is larger; base: each tensor is in the file that has
+    it in the base's folder."""
     folder: FolderOrBucket = "exports"
     """Path relative to the run's base folder, or a place in a bucket; outside the checkpoint folder, so that a resume
     never looks into it. A dcp export beside an hf export of the same folder is written to its subfolder dcp."""
@@ -180,29 +189,45 @@ class ExportConfig(Checked):
     the model's own, or the folder of initial_load."""
 
     @property
+    def container(self) -> Literal["hf", "peft", "dcp"]:
+        """Return what the files are of."""
+        match self.format:
+            case "hf" | "hf_quantized":
+                return "hf"
+            case "peft":
+                return "peft"
+            case "dcp" | "torchtitan" | "torchtitan_weights":
+                return "dcp"
+
+    @property
+    def quantized(self) -> bool:
+        """Return whether weights are exported as codes and scales."""
+        return self.format == "hf_quantized"
+
+    @property
+    def training_state(self) -> bool:
+        """Return whether a run resumes from the export."""
+        return self.format == "torchtitan"
+
+    @property
     def follows_base(self) -> bool:
         """Return whether dtypes or files follow the base's folder."""
-        return self.dtype == "original" or self.file_layout == "base"
+        return self.dtype == "original" or self.max_shard_bytes == "base"
 
     def problems(self) -> Iterator[str]:
-        if self.follows_base and self.format != "hf":
-            yield f"{'dtype' if self.dtype == 'original' else 'file_layout'}: only hf exports can look like their base"
-        if self.quantized and self.format != "hf":
-            yield f'quantized: a {self.format} export holds plain weights; format = "hf", or leave quantized out'
-        if self.training_state and self.format != "dcp":
-            yield f'training_state: a {self.format} export holds weights; format = "dcp", or leave training_state out'
-        if self.names == "torchtitan" and (self.format != "dcp" or self.training_state):
-            yield "names: torchtitan's are for the weights of a dcp export without training_state; leave them out"
+        if self.follows_base and self.container != "hf":
+            key = "dtype" if self.dtype == "original" else "max_shard_bytes"
+            yield f"{key}: only hf exports can look like their base"
         if self.training_state and self.dtype is not None:
-            yield "dtype: a run that resumes needs each tensor's own; leave it out, or training_state"
-        if self.quantized and self.file_layout == "base":
-            yield "file_layout: the base's files have no place for codes and scales; leave it out of a quantized export"
+            yield 'dtype: a run that resumes needs each tensor\'s own; leave it out, or format = "torchtitan_weights"'
+        if self.quantized and self.max_shard_bytes == "base":
+            yield "max_shard_bytes: the base's files have no place for codes and scales; give a size, or leave it out"
         if self.keep is not None and self.interval is None:
             yield "keep: needs an interval; the last step's export stays"
 
     def lands_in(self, step: int | None = None) -> str:
         """Return the folder of a step's export; without a step, its pattern, which two exports must not share."""
-        kind = "-peft" if self.format == "peft" else "-quantized" if self.quantized else ""
+        kind = "-peft" if self.container == "peft" else "-quantized" if self.quantized else ""
         name = f"step-{'N' if step is None else step}{kind}"
         if place := split_url(self.folder):
             return "/".join([f"{place[0]}://{place[1]}", *filter(None, [place[2]]), name])
@@ -211,10 +236,10 @@ class ExportConfig(Checked):
 
 def _apart(exports: Sequence[ExportConfig]) -> tuple[ExportConfig, ...]:
     """Return the exports; one of format dcp that would land where one of format hf does has a folder of its own."""
-    taken = {export.lands_in() for export in exports if export.format == "hf"}
+    taken = {export.lands_in() for export in exports if export.container == "hf"}
     return tuple(
         replace(export, folder=f"{export.folder.rstrip('/')}/dcp")
-        if export.format == "dcp" and export.lands_in() in taken
+        if export.container == "dcp" and export.lands_in() in taken
         else export
         for export in exports
     )
@@ -232,11 +257,11 @@ _TORCHTITAN_KEYS = {
     "initial_load_path": '[[checkpoint.initial_load]] with path = "..."',
     "initial_load_in_hf": 'checkpoint.initial_load.format = "hf", or left out to find it from the content',
     "initial_load_in_hf_quantized": "the format of checkpoint.initial_load.path is found from its content",
-    "initial_load_model_only": "checkpoint.initial_load.training_state = true for its False",
+    "initial_load_model_only": 'checkpoint.initial_load.load = "training_state" for its False',
     "last_save_in_hf": '[checkpoint.export] with format = "hf"',
     "last_save_model_only": "checkpoint.save.model_only_last, left out for a last step that can be resumed from",
     "export_dtype": "checkpoint.export.dtype",
-    "create_seed_checkpoint": "CheckpointManager.save_seed(), or a step of any other run in checkpoint.initial_load",
+    "create_seed_checkpoint": "training.steps = 0, on one process",
     "enable_ft_dataloader_checkpoints": "nothing, torchft has no part in it",
 }
 """torchtitan's flat key -> the setting of this package. Source: torchtitan, components/checkpointer/base.py."""
@@ -326,10 +351,10 @@ class CheckpointConfig(Checked):
                 f"store.retry_seconds: a commit may take 3 x {self.store.retry_seconds:g} s, and ranks wait for it for "
                 f"save.timeout_seconds = {self.save.timeout_seconds:g} s; lower the one or raise the other"
             )
-        if self.initial_load and self.initial_load[0].merge:
-            yield "initial_load.0.merge: nothing is loaded yet that it could be merged into; name the base before it"
-        if any(source.training_state for source in self.initial_load[:-1]):
-            yield "initial_load: a source with training_state comes last; before it only the base of its adapter"
+        if self.initial_load and self.initial_load[0].load == "merge":
+            yield "initial_load.0.load: nothing is loaded yet that it could be merged into; name the base before it"
+        if any(source.load == "training_state" for source in self.initial_load[:-1]):
+            yield "initial_load: a source of training_state comes last; before it only the base of its adapter"
         paths = [os.path.normpath(source.path) for source in self.initial_load]
         for i, path in enumerate(paths):
             if path in paths[:i]:

@@ -6,20 +6,22 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from titan_ckpt import policy
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.known.loaders import stateful_faults
+from titan_ckpt.components.known.exchanges import exchange_faults, wrappers_of
+from titan_ckpt.components.known.loaders import seed_evaluations_apart, stateful_faults
 from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
@@ -54,7 +56,8 @@ from titan_ckpt.stores.store import Place
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import ModelHooks, Stateful
 from titan_ckpt.weights.identity import TrackedBase
-from titan_ckpt.weights.transforms import StateDictTransforms
+from titan_ckpt.weights.initialize import initialize_missing
+from titan_ckpt.weights.transforms import StateDictTransforms, casts_to
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)
@@ -101,19 +104,21 @@ class CheckpointManager:
         Without `sd_transforms` and converters, a model of transformers has those of
         StateDictTransforms.from_transformers.
         Raises: ConfigError for a folder that is a URI, if `external_weights` and `config.components` do not agree, for
-        streams that would lose examples, and for adapters and optimizers of PEFT that were not proved to continue
-        exactly; StateEncodingError for tensors of the model and for `states` that no checkpoint can hold.
+        streams that would lose examples, for hooks of DDP that may keep more than gradients, and for adapters and
+        optimizers of PEFT that were not proved to continue exactly; StateEncodingError for tensors of the model and
+        for `states` that no checkpoint can hold.
         """
-        exports = any(export.format == "hf" for export in config.export)
+        exports = any(export.container == "hf" for export in config.export)
         if sd_transforms is None and model_converters is None and (exports or config.initial_load):
             sd_transforms = transforms_for(model_parts, exports=exports)
         transforms = sd_transforms or StateDictTransforms()
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
         data = getattr(dataloader, "dataset", dataloader)
-        is_read_again = getattr(dataloader, "is_read_again", False) is True  # by a PositionedLoader
-        faults = [*stream_faults(data, config.allow, is_read_again=is_read_again)]
-        if faults := [*faults, *stateful_faults(dataloader, config.allow)]:
+        is_judged = hasattr(dataloader, "is_read_again")  # a PositionedLoader has looked at its stream
+        faults = [] if is_judged else [*stream_faults(data, config.allow)]
+        faults += stateful_faults(dataloader, config.allow)
+        if faults := [*faults, *exchange_faults(wrappers_of(model_parts), config.allow)]:
             raise ConfigError(faults)
         self.config = config
         self.base_folder = Path(base_folder)
@@ -142,7 +147,10 @@ class CheckpointManager:
         self.folder = open_location(config.folder, self.base_folder, config.store)
         """The folder, or the place in a bucket, that holds the steps."""
         self._directory = CheckpointDirectory(self.folder, storage_line)
-        self._restorer = Restorer(config, self._directory, self._run, transforms, external_weights, coordinator)
+        self._restorer = Restorer(
+            config, self._directory, self._run, transforms, external_weights, coordinator,
+            lambda fqns: self.initialize_missing(fqns),
+        )  # fmt: skip
         self._saver = Saver(self._directory, storage_line, config.save, self.telemetry) if config.save else None
         self._exporter = Exporter(
             self.base_folder, self._run, transforms, coordinator, storage_line, config.initial_load, config.store
@@ -211,6 +219,7 @@ class CheckpointManager:
     def _load(self, step: int, event: Event) -> LoadResult:
         self.last_step.mark, self._is_last_save, self._exported_step = None, False, None
         if self._saver is not None:
+            seed_evaluations_apart()
             self._saver.forget_copy()
             self._coordinator.together("rehearse", lambda: self._run.rehearse(self.config.allow))
         with event.phase("restore"):
@@ -234,6 +243,14 @@ class CheckpointManager:
         check_folders(self._exporter, self.config.export, fresh=restored.resumed_from is None)
         self._knows_folder = True
         return restored.result
+
+    def initialize_missing(self, owned: Collection[str] = ()) -> None:
+        """Give values to every tensor of the model that has none. Called by `load` when all is read; collective.
+
+        A subclass may fill some of `empty_tensors` itself, tell it by `flag_loaded`, and call this for the others.
+        `owned`: tensors of converters that no source provided. Raises: LoadMismatchError.
+        """
+        initialize_missing(self._model, owned)
 
     # save
 
@@ -262,6 +279,7 @@ class CheckpointManager:
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and not self._content.is_settled:
+            self._run.order.check_wrapped()
             if not due:  # the save itself finds the same
                 self._coordinator.together("first step", lambda: self._run.check_stepped(step))
             if not self._knows_folder and not self.config.external:  # load() was never called
@@ -339,7 +357,7 @@ class CheckpointManager:
         Raises: as `export`.
         """
         self._check_keepable(f"step {step} is not exported")
-        if any(export.format == "peft" for export in exports):
+        if any(export.container == "peft" for export in exports):
             self._content.refuse_adapter_of_changed_base(exports, self._base.forget_if_changed())
         saver = self._saver
         facts: list[Json] = [saver is not None and saver.has_staged(step), saver is not None and saver.busy]
@@ -473,7 +491,9 @@ class CheckpointManager:
 
     def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
         if model_only is not None:
-            return take_snapshot(self._run, step, self._content.whole(model_only), [*filter(None, [self._run.extra])])
+            casts = casts_to(None if model_only == "own" else getattr(torch, model_only))
+            extra = [*filter(None, [self._run.extra])]
+            return take_snapshot(self._run, step, self._model.state("full"), extra, casts)
         self._run.refuse_changed(step)
         unused = self._gradients.unused() if mark is None else mark.unused
         held = any(getattr(s, "holds_gradients", False) for s in self._run.states.values())

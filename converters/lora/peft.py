@@ -295,7 +295,7 @@ class PeftAdapter:
                 if target.adapters[0].operation == "embedding" and targets_parameter(found, key):
                     problems.append(
                         f"{key}: target_parameters adapts its weight as a matrix, and here it is an embedding, whose "
-                        "product is stored another way round: merge the adapter into its base (merge = true, or "
+                        'product is stored another way round: merge the adapter into its base (load = "merge", or '
                         "titan-ckpt merge BASE ADAPTER TARGET)"
                     )
                 rank, scaling = numbers.rank(key), numbers.scaling(key)

@@ -194,7 +194,7 @@ def train() -> Story | None:
     base = killed.folder / "exports" / f"step-{PRETRAIN_STEPS}"
     on_base: Overrides = {
         "model.folder": base.as_posix(),
-        "data.tokenizer.folder": base.as_posix(),
+        "data.tokenizer": base.as_posix(),
         "data.corpus": corpus.as_posix(),
         "checkpoint.initial_load.0.path": base.as_posix(),
         "optimizer.lr": 4e-3,

@@ -13,23 +13,16 @@ Source: arXiv 2311.08105.
 from __future__ import annotations
 
 import argparse
-import os
-import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, SaveConfig
-from titan_ckpt.errors import ConfigError
-from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.registry import build_model
-from titan_ckpt.training.callbacks import Callback, StepMetrics
-from titan_ckpt.training.trainer import Trainer
+from titan_ckpt.training.callbacks.diloco import await_file, publish
 from titan_ckpt.weights.initialize import construct, materialize
 
 INNER_STEPS = 3
@@ -37,23 +30,6 @@ INNER_STEPS = 3
 
 def build() -> Model:
     return build_model("llama3", flavor="debug-0.5m")
-
-
-def publish(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write a file atomically."""
-    partial = path.with_suffix(f".{os.getpid()}")
-    save_file(tensors, partial)
-    partial.replace(path)
-
-
-def await_file(path: Path, timeout_seconds: float = 120.0) -> dict[str, torch.Tensor]:
-    """Wait for a file and return its tensors. Raises: TimeoutError."""
-    deadline = time.monotonic() + timeout_seconds
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise TimeoutError(f"{path} did not come within {timeout_seconds:.0f} s: is its process running?")
-        time.sleep(0.02)
-    return load_file(path)
 
 
 def serve(folder: Path, workers: list[str], rounds: int) -> None:
@@ -108,47 +84,6 @@ def work(folder: Path, name: str, rounds: int) -> None:
             manager.save(step)
             print(f"worker {name}: round {number}, loss {loss.item():.4f}", flush=True)
             model.load_state_dict(await_file(folder / f"weights-{number + 1}.safetensors"))
-
-
-class Worker(Callback):
-    """A worker in the Trainer, named in a run file: callbacks = ["diloco:Worker"]. Its folder is FOLDER/NAME.
-
-    A round is as long as the interval of the run's saves. A worker that is killed resumes at the start of a round; one
-    that is stopped within a round takes the weights of its start once more. It may be sharded.
-    """
-
-    def __init__(self) -> None:
-        self.start: dict[str, torch.Tensor] = {}
-
-    def on_init_end(self, trainer: Trainer) -> None:
-        save, output = trainer.config.checkpoint.save, Path(trainer.config.output_folder)
-        if save is None:
-            problem = "checkpoint.save: a worker's rounds are the intervals of its saves; set checkpoint.save.interval"
-            raise ConfigError([problem])
-        self.folder, self.name, self.inner_steps = output.parent, output.name, save.interval
-
-    def on_external_load(self, trainer: Trainer, event: ExternalLoad) -> None:
-        event.fill(await_file(self.folder / f"weights-{event.step // self.inner_steps}.safetensors"))
-
-    def on_train_begin(self, trainer: Trainer) -> None:
-        self.start = {fqn: value.detach().clone() for fqn, value in trainer.model.named_parameters()}
-
-    def on_save_begin(self, trainer: Trainer, step: int) -> None:
-        """Return the round's change before its step is saved, so that no resumed round waits for it."""
-        if step % self.inner_steps == 0:
-            changes = {fqn: self.start[fqn] - value.detach() for fqn, value in trainer.model.named_parameters()}
-            whole = {
-                fqn: value.full_tensor() if isinstance(value, DTensor) else value for fqn, value in changes.items()
-            }
-            if trainer.ranks.rank == 0:
-                publish(whole, self.folder / f"delta-{step // self.inner_steps - 1}-{self.name}.safetensors")
-
-    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if metrics.step % self.inner_steps == 0:
-            values = await_file(self.folder / f"weights-{metrics.step // self.inner_steps}.safetensors")
-            for fqn, value in trainer.model.named_parameters():
-                fill(value, values[fqn])
-            self.on_train_begin(trainer)
 
 
 def predictions(model: nn.Module) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,7 +28,7 @@ def make_run(output_folder: str = "outputs/run", num_steps: int = 12) -> None:
         settings = {
             "output_folder": output_folder,
             "model": {"flavor": "debug-0.5m"},
-            "data": {"sequence_length": 16, "tokenizer": {"vocab_size": 300}},
+            "data": {"sequence_length": 16, "tokenizer": 300},
             "training": {"steps": steps, "batch_size": 1, "device": "cpu"},
             "optimizer": {"lr": 1e-3},
             "checkpoint": {

@@ -156,7 +156,7 @@ class LoadsWhenItIsSaved:
 @distributed(nproc=2)
 def test_a_tensor_of_a_state_that_differs_between_ranks_is_not_exported(tmp_path: Path) -> None:
     """A DCP folder has one place for it; the error names it, and what ranks have alike is exported."""
-    export = (ExportConfig("dcp", training_state=True),)
+    export = (ExportConfig("torchtitan"),)
     for step, value in ((1, torch.ones(3)), (2, torch.ones(3) * dist.get_rank())):
         refused = pytest.raises(ExportError, match=r"1 value differs between ranks.*own\.value")
         run = manager(tmp_path, Net(), states={"own": Value(value)}, export=export, save=None)

@@ -31,7 +31,7 @@ def fine_tune(root: Path, ranks: int, accumulation: int) -> None:
     config = settings(
         folder,
         model={"name": "hf", "flavor": None, "folder": str(root / "model")},
-        data={"corpus": str(root / "chats.jsonl"), "messages": "messages", "sequence_length": 100, "tokenizer": {}},
+        data={"corpus": str(root / "chats.jsonl"), "messages": "messages", "sequence_length": 100, "tokenizer": None},
         training={"steps": 1, "batch_size": CHATS // (ranks * accumulation), "accumulation": accumulation},
         checkpoint={"save": None},
     )
@@ -79,7 +79,7 @@ def meet_bad_rows(root: Path) -> None:
         data = {"corpus": str(root / "chats.jsonl"), "messages": "messages", "streaming": streaming, "shuffle": False}
         config = settings(
             root / str(streaming),
-            data={**data, "sequence_length": 100, "tokenizer": {"folder": str(root / "tokenizer")}},
+            data={**data, "sequence_length": 100, "tokenizer": str(root / "tokenizer")},
             training={"batch_size": 1},
             checkpoint={"stop": {"grace_seconds": 0.2}},
         )
@@ -115,9 +115,9 @@ def streamed(root: Path, folder: Path, batch_size: int, workers: int) -> Any:
             "corpus": str(root / "chats.jsonl"),
             "messages": "messages",
             "sequence_length": 100,
-            "tokenizer": {"folder": str(root / "tokenizer")},
+            "tokenizer": str(root / "tokenizer"),
             "streaming": True,
-            "shuffle_window": 5,
+            "shuffle": 5,
             "num_workers": workers,
         },
         training={"steps": STEPS, "batch_size": batch_size},

@@ -150,7 +150,7 @@ def lora_run(
 
 
 PEFT = ExportConfig("peft", interval=1)
-INT4 = ExportConfig("hf", interval=1, quantized=True)
+INT4 = ExportConfig("hf_quantized", interval=1)
 
 
 def same_in_the_background(

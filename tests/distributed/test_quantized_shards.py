@@ -53,7 +53,7 @@ class Run:
                 whole = torch.rand(value.shape, generator=torch.Generator().manual_seed(sum(fqn.encode()))) / 8
                 for block in blocks_of(value):
                     block.data.copy_(part(whole, block.chunk))
-        export = ExportConfig("hf", quantized=True, max_shard_bytes=30_000)
+        export = ExportConfig("hf_quantized", max_shard_bytes=30_000)
         self.manager = manager(folder, self.model, save=None, export=(export,), model_converters=self.converters)
 
     def export(self) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests import world
-from tests.world import Value, gathered, heard, manager
+from tests.world import Value, heard, manager
 from titan_ckpt.errors import LoadMismatchError, ReplicaMismatchError, SaveError
 from titan_ckpt.testing import distributed
 
@@ -38,7 +38,7 @@ def sizes(step: Path) -> list[int]:
 
 @distributed(nproc=4)
 def test_replicas_share_the_bytes_and_drifted_ones_are_named(tmp_path: Path) -> None:
-    """DDP and HSDP: bytes once and evenly; a rank's own value of a parameter stops the save, of a buffer it warns."""
+    """DDP and HSDP: bytes once and evenly; a rank's own value of a parameter stops the save."""
     torch.manual_seed(0)
     whole = Net()
     total = sum(p.nbytes for p in whole.parameters())
@@ -79,15 +79,26 @@ def test_replicas_share_the_bytes_and_drifted_ones_are_named(tmp_path: Path) -> 
 
 
 @distributed(nproc=2)
-def test_buffers_of_ranks_may_differ(tmp_path: Path) -> None:
-    """Statistics that each rank keeps for itself are saved, from one rank, with a warning that names them."""
+def test_buffers_that_differ_are_each_rank_s_own(tmp_path: Path) -> None:
+    """A resume gives each rank its own; they are stored beside those of rank 0, and what is alike is stored once."""
     torch.manual_seed(0)
     model = Net()
     model.get_buffer("mean").add_(dist.get_rank())
     with heard("titan_ckpt.distributed.replicas") as lines, manager(tmp_path, model, async_mode="disabled") as m:
         assert m.save(1)
-    assert len(lines) == 1
-    assert "model.mean: rank 1 of 2 ranks" in lines[0]
+        model.get_buffer("mean").fill_(7)
+        assert m.save(2)
+    assert lines == []
+    for step, mean in ((1, float(dist.get_rank())), (2, 7.0)):
+        other = Net()
+        with manager(tmp_path, other, save=None) as m:
+            m.load(step)
+        assert other.get_buffer("mean").tolist() == [mean] * 4
+    files = [load_file(tmp_path / f"checkpoints/step-{step}/rank-00000.safetensors") for step in (1, 2)]
+    assert files[0]["model.mean"].tolist() == [0.0] * 4
+    assert [{name for name in file if name.startswith("states.")} for file in files] == [
+        {"states.own buffers.rank-0.mean"}, set()
+    ]  # fmt: skip
 
 
 def statistics() -> nn.Module:
@@ -116,18 +127,21 @@ def states_and_statistics(root: Path) -> None:
         assert torch.equal(torch.rand(5, generator=generator), expected)
         assert torch.equal(found["own"].value["queue"], torch.arange(9.0))
         assert torch.equal(found["alike"].value["average"], torch.ones(700_000))
-        for name in ("1", "3"):
-            of_ranks = gathered([b.tolist() for b in model.get_submodule(name).buffers()])
-            assert [b.tolist() for b in other.get_submodule(name).buffers()] in of_ranks, name
+        assert [b.tolist() for b in other.buffers()] == [b.tolist() for b in model.buffers()]
 
 
-def test_a_state_that_differs_is_each_rank_s_own_and_statistics_of_a_module_fit_together(tmp_path: Path) -> None:
-    """Generators go on as each rank's; what is alike is stored once; another number of ranks is refused by name."""
+def test_what_differs_in_states_and_statistics_is_each_rank_s_own(tmp_path: Path) -> None:
+    """Generators and statistics go on as each rank's; what is alike is stored once; other ranks are refused by name.
+
+    Of the statistics, any other number of ranks gets those of rank 0.
+    """
     states_and_statistics(tmp_path)
     step = tmp_path / "checkpoints" / "step-1"
     names = [name for rank in (0, 1) for name in load_file(step / f"rank-{rank:05d}.safetensors")]
     own = {f"states.own.rank-{rank}.value.{path}" for rank in (0, 1) for path in ("generator", "queue")}
-    assert {name for name in names if name.startswith("states.")} == {"states.alike.value.average", *own}
+    own |= {f"states.own buffers.rank-{rank}.{name}.running_mean" for rank in (0, 1) for name in (1, 3)}
+    expected = {"states.alike.value.average", *own}
+    assert {name for name in names if name.startswith("states.") and "running_var" not in name} == expected
     states = {"own": Value({"queue": None}), "alike": Value({})}
     refused = pytest.raises(LoadMismatchError, match=r"no state for: states \('own'\).*number of ranks.*exclude")
     with manager(tmp_path, statistics(), states=states, save=None) as m, refused:

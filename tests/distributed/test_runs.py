@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -21,15 +23,16 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.forked import Program
-from tests.tiny_run import Gradients, losses, rows, settings
+from tests.tiny_run import Gradients, losses, rows, settings, write_toml
 from tests.unit.training.test_runs import CONSTANT, LENGTH, Tiny, epochs
-from tests.world import gathered
+from tests.world import gathered, read_all, whole
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import llama3
 from titan_ckpt.models.registry import Architecture
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.data.batch import IGNORED, Batch, collate
+from titan_ckpt.training.launch.command import main
 from titan_ckpt.training.loss import num_predicted
 from titan_ckpt.training.trainer import Trainer
 
@@ -171,6 +174,45 @@ def stopped(folder: Path) -> Any:
         data={"sequence_length": 8},
         schedule=CONSTANT,
     )
+
+
+class Loaded(Callback):
+    """Writes down the weights that a run starts with."""
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.weights = whole({f"model.{n}": p for part in trainer.model_parts for n, p in part.named_parameters()})
+
+
+SEED: dict[str, Any] = {"fsdp": {}, "tensor": {"tensor_parallel": 2}, "copies": {"data_parallel_replicate": 2}}
+
+
+@distributed(nproc=2)
+def from_the_seed(tmp_path: Path) -> None:
+    """Each layout starts from the seed, although its own initial values would be others."""
+    stored = read_all(tmp_path / "run/checkpoints/step-0")
+    for number, layout in enumerate(SEED.values(), 1):
+        config = replace(settings(tmp_path / f"{number}", parallel=layout, training={"steps": 1}), seed=number)
+        loaded = Loaded()
+        Trainer(config, callbacks=[loaded]).run()
+        assert loaded.weights and all(torch.equal(stored[name], value) for name, value in loaded.weights.items())
+
+
+def test_a5_a_run_of_no_steps_saves_a_seed_for_every_layout(tmp_path: Path) -> None:
+    """`--training.steps 0` on one process: step 0 holds the initial model alone, bit for bit what each layout loads."""
+    path = write_toml(tmp_path)
+    for _ in range(2):  # a second time it is there
+        assert main([str(path), "--training.steps", "0"]) == 0
+        assert [p.name for p in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-0"]
+    stored = read_all(tmp_path / "run/checkpoints/step-0")
+    fresh = Loaded()
+    Trainer(settings(tmp_path / "fresh", training={"steps": 1}), callbacks=[fresh]).run()
+    assert fresh.weights.keys() == stored.keys(), "no optimizer, no schedule"
+    assert all(torch.equal(stored[name], value) for name, value in fresh.weights.items())
+    for number, _ in enumerate(SEED, 1):
+        shutil.copytree(tmp_path / "run", tmp_path / f"{number}/run")
+    from_the_seed(tmp_path)
+    assert main([str(path), "--training.steps", "1"]) == 0
+    assert main([str(path), "--training.steps", "0"]) == 2
 
 
 def on_a_mesh_of_its_own(model: nn.Module, *arguments: Any) -> Sequence[nn.Module]:

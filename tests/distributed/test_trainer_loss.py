@@ -85,6 +85,8 @@ class PerMicroBatch(Callback):
 
     def __init__(self) -> None:
         self.counts: list[int] = []
+        self.last: list[bool] = []
+        """Whether FSDP2 was told that the backward pass is the last one of the step."""
         self._mode = Reductions()
 
     def on_substep_begin(self, trainer: Trainer, index: int) -> None:
@@ -93,6 +95,7 @@ class PerMicroBatch(Callback):
     def on_substep_end(self, trainer: Trainer, index: int) -> None:
         self._mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self.counts.append(self._mode.count)
+        self.last.append(trainer.model._get_fsdp_state()._state_ctx.is_last_backward)  # type: ignore[operator]
 
 
 @distributed(nproc=2)
@@ -106,3 +109,4 @@ def test_d3_gradients_are_exchanged_after_the_last_micro_batch_only(tmp_path: Pa
     trainer.run()
     groups = len(list(trainer.model.layers.children())) + 1
     assert reductions.counts == [0, 0, groups]
+    assert reductions.last == [False, False, True]

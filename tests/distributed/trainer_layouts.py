@@ -114,7 +114,7 @@ def settings(
         {
             "output_folder": str(output),
             "model": {"name": model, "folder": str(root / model)},
-            "data": {"sequence_length": LENGTH, "cache_folder": str(root / "cache"), "tokenizer": {"vocab_size": 300}},
+            "data": {"sequence_length": LENGTH, "cache_folder": str(root / "cache"), "tokenizer": 300},
             "training": {"steps": steps, "batch_size": SEQUENCES // share, "device": "cpu", "max_grad_norm": 1.0},
             "optimizer": {"lr": 3e-3, **({} if is_mixed else {"implementation": "fused"})},
             "schedule": {"warmup_ratio": 0.0},

@@ -10,12 +10,12 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from unittest import mock
 
 import pytest
 import torch
-from accelerate import Accelerator, skip_first_batches
+from accelerate import Accelerator, ParallelismConfig, skip_first_batches
 from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     AORecipeKwargs,
@@ -41,6 +41,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
+from transformers import DistributedConfig, LlamaConfig, LlamaForCausalLM
 
 from tests.integrations.phases import die_at, leave_behind
 from tests.integrations.trainer_runs import fsdp2_on_a_cpu
@@ -125,11 +126,39 @@ class Case(NamedTuple):
     data: Callable[[], Any] = Noisy
     loader: Mapping[str, Any] = MappingProxyType({})
     accumulated: int = 2
+    ranks: tuple[int, ...] = (1, 2)
+    network: Callable[[Path], Any] = lambda _: Network()
+    scales: bool = False
+    """Whether gradients are scaled as in fp16, which accelerate does on accelerators alone; one step overflows."""
 
 
 def fsdp(**settings: Any) -> dict[str, Any]:
     kinds: dict[str, Any] = {"auto_wrap_policy": "transformer_based_wrap", "transformer_cls_names_to_wrap": ["Block"]}
     return {"fsdp_plugin": FullyShardedDataParallelPlugin(fsdp_version=2, **kinds | settings)}
+
+
+def meshed(**sizes: int) -> dict[str, Any]:
+    return {"parallelism_config": ParallelismConfig(**sizes)}
+
+
+class Divided(nn.Module):
+    """The same as Network, by the layers of a Llama, which transformers divides among ranks when it loads them."""
+
+    def __init__(self, llama: Any) -> None:
+        super().__init__()
+        self.llama, self.config = llama, llama.config
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.llama(inputs_embeds=x.repeat(1, 4)[:, None]).logits[:, 0, :1]
+        return result
+
+
+def divided(folder: Path, **sizes: int) -> Divided:
+    shape: Any = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 8}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, **shape)).save_pretrained(folder / "base")  # rank 0 alone writes
+    torch.distributed.barrier()
+    layout = DistributedConfig(**cast("Any", sizes))
+    return Divided(LlamaForCausalLM.from_pretrained(folder / "base", distributed_config=layout, attention_dropout=0.1))
 
 
 def loading(**settings: Any) -> Callable[[], dict[str, Any]]:
@@ -211,11 +240,12 @@ OF_PLUGINS: dict[str, Case] = {
         handled(partial(DistributedDataParallelKwargs, comm_hook=DDPCommunicationHookType.FP16)), loader=SHUFFLED
     ),
     "GradScalerKwargs": Case(handled(GradScalerKwargs), loader=SHUFFLED),
+    "GradScaler": Case(loader=SHUFFLED, scales=True),
     "InitProcessGroupKwargs": Case(handled(InitProcessGroupKwargs), loader=SHUFFLED),
     "ProfileKwargs": Case(handled(ProfileKwargs), loader=SHUFFLED),
 }
 OF_FSDP2: dict[str, Case] = {
-    f"FSDP2 {name}": Case(partial(fsdp, **values), loader=SHUFFLED)
+    f"FSDP2 {name}": Case(partial(fsdp, **values), loader=SHUFFLED, ranks=(2,))
     for name, values in (
         ("", {}),
         ("reshard_after_forward=False", {"reshard_after_forward": False}),
@@ -227,10 +257,19 @@ OF_FSDP2: dict[str, Case] = {
     )
 }
 OF_FSDP2 |= {
-    "FSDP2, bf16, a stream": Case(
-        lambda: {**fsdp(), "mixed_precision": "bf16", **UNDISPATCHED()}, stream, accumulated=2
+    "FSDP2, bf16, a stream": Case(lambda: {**fsdp(), "mixed_precision": "bf16", **UNDISPATCHED()}, stream, ranks=(2,)),
+    "FSDP2, use_stateful_dataloader": Case(lambda: {**fsdp(), **STATEFUL()}, loader=SHUFFLED, ranks=(2,)),
+    "FSDP2, GradScaler": Case(fsdp, loader=SHUFFLED, ranks=(2,), scales=True),
+    "HSDP": Case(lambda: {**meshed(dp_replicate_size=2, dp_shard_size=2), **fsdp()}, loader=SHUFFLED, ranks=(4,)),
+    "tensor parallelism": Case(
+        partial(meshed, tp_size=2), loader=SHUFFLED, ranks=(2,), network=partial(divided, tp_size=2)
     ),
-    "FSDP2, use_stateful_dataloader": Case(lambda: {**fsdp(), **STATEFUL()}, loader=SHUFFLED),
+    "FSDP2 and tensor parallelism": Case(
+        partial(meshed, tp_size=2, dp_shard_size=2),
+        loader=SHUFFLED,
+        ranks=(4,),
+        network=partial(divided, tp_size=2, fsdp_size=2),
+    ),
 }
 CASES = OF_LOADERS | OF_PLUGINS | OF_FSDP2
 
@@ -238,11 +277,14 @@ CASES = OF_LOADERS | OF_PLUGINS | OF_FSDP2
 def run(folder: str, interval: int, stopped_at: int | None, name: str, *, kills: bool = False) -> None:
     """Train; write the weights, the rates and the samples of each step."""
     case, path, rank = CASES[name], Path(folder), int(os.environ.get("RANK", 0))
-    with fsdp2_on_a_cpu():
+    # accelerate knows meshes on accelerators alone, and does nothing for them that needs one
+    with fsdp2_on_a_cpu(), mock.patch.object(ParallelismConfig, "_validate_accelerator"):
         given = {"gradient_accumulation_steps": case.accumulated, **case.accelerator()}
         accelerator = Accelerator(cpu=True, **given)
+    if case.scales:
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=2)
     set_seed(5, device_specific=True)
-    data, (network, optimizer, scheduler) = case.data(), built()
+    data, (network, optimizer, scheduler) = case.data(), built(partial(case.network, path))
     loader: Any = DataLoader(data, **{"batch_size": 2, "collate_fn": collated, **case.loader})
     torch.rand(int(interval))  # another process has drawn other numbers before
     bare = network
@@ -261,7 +303,7 @@ def run(folder: str, interval: int, stopped_at: int | None, name: str, *, kills:
                     die_at(step, stopped_at if kills else None, interval, path)
                 with accelerator.accumulate(network):
                     loss = (network(batch[:, 1:5]) - batch[:, 5:]).square().mean()
-                    accelerator.backward(loss)
+                    accelerator.backward(loss * float("inf") if case.scales and step == 3 else loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(network.parameters(), 1.0)
                     optimizer.step()
@@ -277,7 +319,7 @@ def run(folder: str, interval: int, stopped_at: int | None, name: str, *, kills:
     local = {name: v._local_tensor if isinstance(v, DTensor) else v for name, v in bare.state_dict().items()}
     result = {
         "weights": local, "read": read, "rates": rates, "num_read": getattr(data, "num_read", 0),
-        "random": (torch.rand(1), random.random()),
+        "random": (torch.rand(1), random.random()), "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
     }  # fmt: skip
     torch.save(result, path / f"result-{rank}.pt")
 
@@ -292,10 +334,10 @@ def wait(saved: Path) -> None:
         time.sleep(0.01)
 
 
-def built() -> Any:
+def built(make: Callable[[], Any] = Network) -> Any:
     """Return a network, an optimizer and a schedule; all ranks begin with the same weights."""
     torch.manual_seed(0)
-    network = Network()
+    network = make()
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-2)
     return network, optimizer, OneCycleLR(optimizer, 1e-2, total_steps=2 * STEPS)
 
@@ -519,17 +561,6 @@ def run_summed(folder: str) -> None:
                     m.save(1)
         found.append([parameter.grad.clone() for parameter in network.parameters()])
     assert all(map(torch.equal, *found))
-
-
-def run_hooked(folder: str) -> None:
-    """See hooks refused that the pass of zeros would call, such as an optimizer that steps in the backward pass."""
-    accelerator, network = Accelerator(cpu=True), Late()
-    optimizer = torch.optim.AdamW(network.parameters())
-    network.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
-    kept = accelerator.prepare(network, optimizer)
-    with pytest.raises(ConfigError, match=r"hooks on gradients of module\.first\.weight.*find_unused_parameters=True"):
-        accelerate_manager(accelerator, CheckpointConfig(save=SaveConfig(interval=1)), base_folder=folder)
-    assert kept
 
 
 class Counted:

@@ -22,7 +22,7 @@ import torchmetrics
 from lightning.pytorch import callbacks as of_lightning
 from lightning.pytorch.cli import SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.strategies import ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
@@ -451,6 +451,10 @@ CASES = {
     ),
     "2 ranks, an epoch's end": Case(6, {"max_steps": 14}, ranks=2),
     "2 ranks, within": Case(8, {"max_epochs": 3, "val_check_interval": 2}, ranks=2, interval=3),
+    "2 ranks, statistics of each": Case(8, {"max_epochs": 3, "val_check_interval": 2}, module=Normalized, ranks=2),
+    "2 ranks, statistics that are not broadcast": Case(
+        6, {"max_epochs": 3, "strategy": DDPStrategy(broadcast_buffers=False)}, module=Normalized, ranks=2
+    ),
     "accumulated by hand": Case(8, {"max_epochs": 2}, module=Accumulating),
     "accumulated by hand, over an epoch's end": Case(  # a validation would clear the gradients
         7, {"max_epochs": 3, "check_val_every_n_epoch": 2}, module=Accumulating, batches=7
@@ -539,6 +543,7 @@ def run(folder: str, interval: int, killed_at: int | None) -> None:
         [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
         trainer.fit_loop.state_dict(),
         trainer.accumulate_grad_batches,
+        [trainer.current_epoch, *(parameter.requires_grad for parameter in module.parameters())],
         {c.state_key: c.state_dict() for c in callbacks_of if type(c) is not of_lightning.Timer},
         {name: float(value) for name, value in trainer.callback_metrics.items()},
         {name: float(value) for name, value in trainer.logged_metrics.items() if "/" not in name},  # no times

@@ -393,7 +393,17 @@ def with_noise(**batches: Any) -> Any:
     return numbers().map(lambda row: {"a": noise.add(row["a"])})
 
 
+def drawing(**given: Any) -> Any:
+    """Return a stream of which a function draws from a generator itself, around it or as an argument."""
+    draw = random.Random(3)
+    if given:
+        return numbers().map(lambda row, own: {"a": row["a"] + own.random()}, fn_kwargs=given)
+    return numbers().map(lambda row: {"a": row["a"] + draw.random()})
+
+
 DRAWING: dict[str, Callable[[], Any]] = {
+    "a map that draws from a generator": drawing,
+    "a map that is given a generator": lambda: drawing(own=np.random.default_rng(4)),
     "a map that draws from an object's generator": with_noise,
     "a map that draws": lambda: numbers().map(noisy),
     "a filter that draws": lambda: numbers().filter(lambda _: random.random() < 0.7),

@@ -10,15 +10,22 @@ from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
+import lightning as L
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 
+from tests.integrations.accelerate_runs import Late
 from tests.integrations.phases import die_at
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
+from titan_ckpt.components.items.exchange_order import ExchangeOrder
+from titan_ckpt.errors import ConfigError, StateEncodingError
+from titan_ckpt.integrations.lightning import fabric_manager
 
 STEPS, SAMPLES = 14, 24
 """Six steps are an epoch: each has four samples, on any number of ranks."""
@@ -83,3 +90,101 @@ def run(folder: str, way: str, interval: int, killed_at: int | None) -> None:
     Path(folder, f"read-{rank}.json").write_text(json.dumps(result))
     local = {name: getattr(value, "_local_tensor", value) for name, value in model.state_dict().items()}
     torch.save(local, Path(folder, f"weights-{rank}.pt"))
+
+
+def run_summed(folder: str, way: str) -> None:
+    """See the first gradients after a resume, summed over three ranks, with the bits that the whole run has."""
+    fabric = L.Fabric(accelerator="cpu", devices=3, strategy="ddp")
+    fabric.launch()
+    config, found = CheckpointConfig(save=SaveConfig(interval=1)), []
+    batches = torch.randn(2, 8, 4, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        torch.manual_seed(0)
+        network: Any = Late()
+        optimizer: Any = torch.optim.AdamW(network.parameters(), lr=1e-2)
+        if way == "fabric":
+            network, optimizer = fabric.setup(network, optimizer)
+            manager = fabric_manager(fabric, config, model=network, optimizers=[optimizer], base_folder=folder)
+        else:
+            network = DistributedDataParallel(inner := network)
+            parts = [network if way == "ddp" else inner]
+            manager = CheckpointManager(config, model_parts=parts, optimizers=[optimizer], base_folder=folder)
+        with manager:
+            for step in range(manager.load().step, 2):
+                optimizer.zero_grad()
+                network(batches[step]).square().mean().backward()
+                if step == 0:
+                    optimizer.step()
+                    manager.save(1)
+        found.append([parameter.grad.clone() for parameter in network.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+class Made(TorchDispatchMode):
+    """Counts the elements that new tensors with memory have."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.num_elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor) and not result.is_meta and not any(result is value for value in args):
+            self.num_elements += result.numel()
+        return result
+
+
+def run_order(folder: str) -> None:
+    """See the order read without memory for gradients, and what no pass of zeros could give back refused by name."""
+    dist.init_process_group("gloo")
+    late, config = Late(), CheckpointConfig(save=SaveConfig(interval=1))
+    optimizer = torch.optim.AdamW(late.parameters())
+    with CheckpointManager(config, model_parts=[late], optimizers=[optimizer], base_folder=folder) as manager:
+        manager.load()
+        network = DistributedDataParallel(late)
+        network(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(StateEncodingError, match=r"put around .*Late after the CheckpointManager was made"):
+            manager.save(1)
+    network(torch.ones(2, 4))  # DDP makes buckets of the new order
+    order = ExchangeOrder([late])
+    with Made() as made:
+        names = order.value({})
+    assert sorted(names[0]) == sorted(name for name, _ in late.named_parameters())
+    assert names[0] != [name for name, _ in late.named_parameters()]
+    assert made.num_elements < 100
+    handle = late.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(ConfigError, match=r"hooks on gradients of module\.first\.weight.*find_unused_parameters=True"):
+        CheckpointManager(config, model_parts=[late], base_folder=folder)
+    handle.remove()
+
+
+def run_evaluated(folder: str, way: str) -> None:
+    """Go on after evaluations by workers that are kept, which draw a seed once in a process."""
+    found = {}
+    for part, steps in (("whole", 5), ("resumed", 2), ("resumed", 5)):
+        torch.manual_seed(0)
+        network: Any = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+        optimizer: Any = torch.optim.AdamW(network.parameters(), lr=1e-2)
+        values: Any = [*torch.randn(8, 4)]
+        evaluated: Any = DataLoader(values, 4, shuffle=True, num_workers=1, persistent_workers=True)
+        config, path = CheckpointConfig(save=SaveConfig(interval=1)), f"{folder}/{part}"
+        if way == "fabric":
+            fabric = L.Fabric(accelerator="cpu", devices=1)
+            network, optimizer = fabric.setup(network, optimizer)
+            evaluated = fabric.setup_dataloaders(evaluated)
+            manager = fabric_manager(fabric, config, model=network, optimizers=[optimizer], base_folder=path)
+        else:
+            manager = CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=path)
+        seen = []
+        with manager:
+            for step in range(manager.load().step + 1, steps + 1):
+                seen.append(float(network(torch.ones(4, 4)).square().mean()))
+                network(torch.rand(2, 4)).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                seen += [rows.tolist() for rows in evaluated] if step in (1, 4) else []
+                manager.save(step, last_step=step == 5)
+        found[part] = seen
+    assert len(found["resumed"]) == 5
+    assert found["resumed"] == found["whole"][-5:]

@@ -12,7 +12,7 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.fsdp import FSDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.strategies.xla import XLAStrategy
-from lightning.pytorch.callbacks import BatchSizeFinder, EarlyStopping, LambdaCallback
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, EarlyStopping, LambdaCallback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_fabric.wrappers import _FabricDataLoader
@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 from tests.integrations.lightning_runs import Regression, Samples, attached
 from tests.integrations.playing import Run, assert_same_run, played
 from titan_ckpt import CheckpointConfig
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.lightning import attach, fabric_manager
 
 RUNS = {
@@ -108,6 +108,52 @@ def test_weights_that_a_hook_changes_after_the_load_are_an_error(tmp_path: Path)
     attached(str(tmp_path), 1, max_steps=1, limit_val_batches=0).fit(module, data)
     with pytest.raises(ConfigError, match=r'changes checkpoint\["state_dict"\] \(network\.2\.bias\)'):
         attached(str(tmp_path), 1, max_steps=2, limit_val_batches=0).fit(module, data)
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_a_trial_run_loads_and_saves_nothing(tmp_path: Path) -> None:
+    """fast_dev_run, as Lightning itself leaves its callbacks of checkpoints out then."""
+    data = DataLoader(Samples(4), batch_size=2)
+    module = Regression(None, 1, Path())
+    attached(str(tmp_path), 1, fast_dev_run=True).fit(module, data, data)
+    assert module.trainer.global_step == 1
+    assert [*tmp_path.iterdir()] == []
+
+
+class Optimized(Regression):
+    """Steps a number of optimizers by hand, each over a part of the network."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(None, 1, Path())
+        self.number, self.automatic_optimization = number, False
+
+    def training_step(self, batch: torch.Tensor, index: int) -> None:  # type: ignore[override]
+        optimizers = self.optimizers()
+        self.manual_backward(self.network(batch[:, :4]).sum())
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        return [torch.optim.AdamW(self.network.get_submodule(name).parameters()) for name in "20"[: self.number]]
+
+
+class Frozen(BaseFinetuning):
+    """Unfreezes nothing, and notes the groups of every optimizer."""
+
+    def freeze_before_training(self, pl_module: Any) -> None: ...
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None: ...
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_a_step_of_more_optimizers_than_the_run_has_is_refused(tmp_path: Path) -> None:
+    """The groups that BaseFinetuning has noted are given to the optimizers that are there; the load names the rest."""
+    data = DataLoader(Samples(4), batch_size=2)
+    settings: dict[str, Any] = {"limit_val_batches": 0}
+    attached(str(tmp_path), 1, max_steps=2, callbacks=[Frozen()], **settings).fit(Optimized(2), data)
+    with pytest.raises(LoadMismatchError, match=r"2 trained there and not here: network\.0\.bias"):
+        attached(str(tmp_path), 1, max_steps=4, callbacks=[Frozen()], **settings).fit(Optimized(1), data)
 
 
 def test_batches_of_any_nesting_go_to_the_device_of_fabric(tmp_path: Path) -> None:

@@ -3,16 +3,42 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integrations.lightning_cases import CASES
-from tests.integrations.playing import left_behind
+from tests.integrations.playing import left_behind, play_in, results
 
 NAMES = sorted(CASES)[:: 1 if os.environ.get("TITAN_CKPT_SOAK") else 4]
 """A quarter of the cases; all of them in the soak."""
+
+
+DONE = [
+    "2 ranks, statistics of each", "an early stop within an epoch", "an unfrozen backbone, within",
+    "averages, accumulated", "averages, ended within an epoch", "limited batches, at an epoch's end",
+    "metrics that grow, at an epoch's end", "schedules and skipped batches, by steps",
+    "a stochastic average, normalized, at the end", "a stochastic average, within",
+]  # fmt: skip
+"""Cases that end within an epoch or at its end."""
+
+
+@pytest.mark.parametrize("name", DONE)
+def test_a_run_that_is_done_ends_once_more_as_it_had_ended(name: str, tmp_path: Path) -> None:
+    """After a kill behind its last save: the hooks of the end, the epoch's metrics, and what is frozen."""
+    run, root = CASES[name].run, tmp_path / name
+    assert play_in("tests.integrations.lightning_cases", run, root, [("whole", None)]) == [[0] * run.ranks]
+    shutil.copytree(root / "whole" / "checkpoints", root / "resumed" / "checkpoints")
+    assert play_in("tests.integrations.lightning_cases", run, root, [("resumed", None)]) == [[0] * run.ranks]
+    for rank, (found, expected) in enumerate(results(run, root)):
+        assert found["logs"] == expected["logs"]
+        assert all(torch.equal(value, expected["weights"][key]) for key, value in found["weights"].items())
+        rest, whole = (
+            (root / folder / f"events-{rank}.txt").read_text().splitlines() for folder in ("resumed", "whole")
+        )
+        assert rest and rest == whole[-len(rest) :]
 
 
 @pytest.mark.parametrize("name", NAMES)

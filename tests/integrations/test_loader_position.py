@@ -31,6 +31,7 @@ from tests.integrations.loader_cases import (
     Stream,
     Told,
     by_own_generator,
+    drawing,
     judge_sampler,
     judge_stream,
     noisy,
@@ -247,11 +248,6 @@ def noisy_generator(shards: list[int]) -> Iterator[dict[str, float]]:
     yield from ({"a": shard + random.random()} for shard in shards)
 
 
-def counted() -> Any:
-    draw = random.Random(3)
-    return numbers().map(lambda row: {"a": row["a"] + draw.random()})
-
-
 def read_once() -> Any:
     """Return a stream of an iterator that was made outside of it."""
     numbers = iter([*range(5)])
@@ -303,7 +299,8 @@ _AGAIN = "it reads examples once more after a resume"
             r"collate_fn .*Numbering: its code sets self\.number",
         ),
         (lambda: DataLoader(with_noise(batch_size=4), 2), "it reads examples once more after a resume, and the random"),
-        (lambda: DataLoader(counted(), 2), "function of a stream .*counted.*it draws from draw, a Random"),
+        (lambda: StatefulDataLoader(drawing(), 2, num_workers=1), "draws from a random.Random: .*without worker"),
+        (lambda: StatefulDataLoader(with_noise(), 2, num_workers=1), "draws from a random.Random: .*without worker"),
     ],
 )
 def test_what_would_continue_elsewhere_is_refused_and_can_be_allowed(loader: Callable[[], Any], fault: str) -> None:

@@ -52,3 +52,19 @@ def test_a_killed_loop_reads_the_samples_of_an_uninterrupted_one(way: str, tmp_p
     epoch = [number for step in range(1, 7) for number in together[str(step)]]
     assert sorted(epoch) == [*range(SAMPLES)]
     assert together["7"] != together["1"], "another order in each epoch"
+
+
+@pytest.mark.parametrize("way", ["ddp", "its model", "fabric"])
+def test_three_ranks_of_ddp_sum_gradients_in_the_order_of_the_whole_run(way: str, tmp_path: Path) -> None:
+    """The manager finds DDP around the model by itself, in a loop of one's own and in Fabric."""
+    assert play("tests.integrations.own_loop", [Phase("run_summed", str(tmp_path), 3, (way,))]) == [[0] * 3]
+
+
+def test_the_order_of_ddp_needs_no_memory_and_is_refused_where_it_cannot_be_given_back(tmp_path: Path) -> None:
+    """A wrapper that comes after the manager, and hooks that the pass of zeros would call."""
+    assert play("tests.integrations.own_loop", [Phase("run_order", str(tmp_path), 3)]) == [[0] * 3]
+
+
+@pytest.mark.parametrize("way", ["own", "fabric"])
+def test_evaluations_by_workers_that_are_kept_draw_no_seed_more_after_a_resume(way: str, tmp_path: Path) -> None:
+    assert play("tests.integrations.own_loop", [Phase("run_evaluated", str(tmp_path), 1, (way,))]) == [[0]]

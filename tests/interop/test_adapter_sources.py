@@ -130,7 +130,7 @@ def test_f9_another_base_than_the_steps_is_named(tmp_path: Path, base: Path) -> 
     ],
 )
 def test_a_merged_step_has_the_bits_of_the_merged_export(lora: dict[str, Any], tmp_path: Path, base: Path) -> None:
-    """`merge = true` of an adapter step gives the weights that its own run exports, in a run without converters."""
+    """`load = "merge"` of an adapter step gives the weights that its own run exports, in a run without converters."""
     trained(tmp_path, base, **lora)
     ours = merge_into(base, tmp_path / "merged", tmp_path / "run/checkpoints/step-4")
     expected = Llama3(ours.config)
@@ -163,7 +163,7 @@ def test_fused_weights_and_stacked_experts_are_merged_too(form: str, tmp_path: P
         disturb(first, lambda name, _: hooks.key_filter(name))
         manager.save(1)
     merged = model()
-    adapter = InitialLoadConfig(str(folder / "checkpoints/step-1"), merge=True)
+    adapter = InitialLoadConfig(str(folder / "checkpoints/step-1"), load="merge")
     world.load(manager_of(merged, tmp_path / "merged", origin, adapter))
     assert world.misplaced(ModelWrapper([first], hooks).state_dict("export"), merged.state_dict()) == []
 
@@ -177,7 +177,7 @@ def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Pat
     first = trained(tmp_path, base)
     adapter = tmp_path / "run/checkpoints/step-4"
     second = LoraRun.build(base, seed=3)
-    merged: Any = InitialLoadConfig(str(adapter), merge=True)
+    merged: Any = InitialLoadConfig(str(adapter), load="merge")
     with second.manager(tmp_path / "second", [base, merged]) as manager:
         manager.load()
         torch.testing.assert_close(second.logits(), first.logits(), rtol=0, atol=1e-5)

@@ -102,7 +102,7 @@ def _same(a: _Run, b: _Run) -> None:
 
 def _from(step: Path) -> dict[str, Any]:
     """Return the setting that a run goes on from a step of another run."""
-    return {"initial_load": [InitialLoadConfig(str(step), training_state=True)]}
+    return {"initial_load": [InitialLoadConfig(str(step), load="training_state")]}
 
 
 def test_a_run_goes_on_from_a_folder_that_is_named(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_an_export_with_training_state_holds_what_torchtitan_would_save(
 ) -> None:
     """Every name and value is what its manager would have handed to dcp.save, also of a step that is staged."""
     run = _Run(seed=1)
-    export = ExportConfig("dcp", interval=2, training_state=True)
+    export = ExportConfig("torchtitan", interval=2)
     save = SaveConfig(interval=2, async_mode=mode)
     with run.manager(tmp_path / "run", save=save, export=(export,)) as manager:
         manager.load()
@@ -146,13 +146,11 @@ def test_an_export_with_training_state_holds_what_torchtitan_would_save(
 
 def test_an_export_that_cannot_hold_the_training_state_is_refused(tmp_path: Path) -> None:
     """Settings that contradict it, and state that is no plain data, are named; nothing is published."""
-    with pytest.raises(ConfigError, match="training_state: a hf export holds weights"):
-        ExportConfig("hf", training_state=True)
     with pytest.raises(ConfigError, match="dtype: a run that resumes needs each tensor's own"):
-        ExportConfig("dcp", dtype="bfloat16", training_state=True)
+        ExportConfig("torchtitan", dtype="bfloat16")
     run = _Run(seed=1)
     run.position = object()  # type: ignore[assignment]
-    with run.manager(tmp_path, save=None, export=(ExportConfig("dcp", training_state=True),)) as manager:
+    with run.manager(tmp_path, save=None, export=(ExportConfig("torchtitan"),)) as manager:
         manager.load()
         run.train(1)
         with pytest.raises(ExportError, match=r"not plain data: dataloader\.dp_rank_0"):

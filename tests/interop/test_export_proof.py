@@ -31,8 +31,8 @@ MODELS: dict[str, Callable[[], Any]] = {
 EXPORTS: dict[str, tuple[ExportConfig, list[dict[str, Any]]]] = {
     "plain": (ExportConfig("hf"), []),
     "bfloat16": (ExportConfig("hf", dtype="bfloat16"), []),
-    "int4": (ExportConfig("hf", quantized=True), [INT4]),
-    "float8": (ExportConfig("hf", quantized=True, dtype="bfloat16"), [{"kind": "float8", "emulate": True}]),
+    "int4": (ExportConfig("hf_quantized"), [INT4]),
+    "float8": (ExportConfig("hf_quantized", dtype="bfloat16"), [{"kind": "float8", "emulate": True}]),
 }
 CASES = [
     *((model, "plain") for model in MODELS),

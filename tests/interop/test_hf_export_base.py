@@ -53,7 +53,7 @@ def run(base: Path, folder: Path, export: ExportConfig, shape: Llama3Config = CO
 
 def test_an_export_can_look_exactly_like_its_base(tmp_path: Path, base: Path) -> None:
     """With the base's dtypes and files, every safetensors file and the index are the base's, byte for byte."""
-    out = run(base, tmp_path, ExportConfig("hf", dtype="original", file_layout="base"))
+    out = run(base, tmp_path, ExportConfig("hf", dtype="original", max_shard_bytes="base"))
     files = sorted(p.name for p in base.glob("*.safetensors*"))
     assert len(files) > 3
     assert sorted(p.name for p in out.glob("*.safetensors*")) == files
@@ -70,7 +70,7 @@ def test_original_dtypes_are_one_option_and_files_by_size_another(tmp_path: Path
     original = load_file(run(base, tmp_path / "a", ExportConfig("hf", dtype="original")) / "model.safetensors")
     assert {v.dtype for k, v in original.items() if "norm" in k} == {torch.float32}
     assert {v.dtype for k, v in original.items() if "norm" not in k} == {torch.bfloat16}
-    own = run(base, tmp_path / "b", ExportConfig("hf", file_layout="base"))
+    own = run(base, tmp_path / "b", ExportConfig("hf", max_shard_bytes="base"))
     assert {v.dtype for file in own.glob("*.safetensors") for v in load_file(file).values()} == {torch.float32}
 
 
@@ -111,7 +111,7 @@ def test_f2_keys_and_shapes_must_be_the_bases(tmp_path: Path, base: Path) -> Non
 def test_what_only_a_base_can_say_needs_one(tmp_path: Path) -> None:
     """Before training: original dtypes without a base's folder, and for formats that cannot look like it."""
     model = Llama3(CONFIG)
-    for export in (ExportConfig("hf", dtype="original"), ExportConfig("hf", file_layout="base")):
+    for export in (ExportConfig("hf", dtype="original"), ExportConfig("hf", max_shard_bytes="base")):
         with pytest.raises(ExportError, match="name its Hugging Face folder"):
             world.manager(tmp_path, model, export=(export,))
     with pytest.raises(ConfigError, match="only hf exports"):

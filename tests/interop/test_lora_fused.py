@@ -185,7 +185,7 @@ def test_one_pair_of_peft_gives_every_part_its_own_copy(lora: dict[str, Any], tm
     attention = model.layers["0"].attention
     assert torch.equal(attention.wq.lora_a.weight, attention.wv.lora_a.weight)
     merged = phi3()
-    sources = [tmp_path / "base", InitialLoadConfig(str(tmp_path / "adapter"), merge=True)]
+    sources = [tmp_path / "base", InitialLoadConfig(str(tmp_path / "adapter"), load="merge")]
     world.load(world.manager(tmp_path / "m", merged, initial_load=sources))
     assert gap(merged, adapted_there) <= 1e-5
 

@@ -46,7 +46,9 @@ def write_adapter(base: Path, folder: Path, seed: int = 1, **settings: Any) -> P
 
 def manager_of(model: Llama3, folder: Path, sources: list[Path], merged: int, hooks: Any = None) -> CheckpointManager:
     """Return the manager of a run whose second to `merged`-th sources are merged."""
-    loads = tuple(InitialLoadConfig(str(path), merge=0 < i <= merged) for i, path in enumerate(sources))
+    loads = tuple(
+        InitialLoadConfig(str(path), load="merge" if 0 < i <= merged else "weights") for i, path in enumerate(sources)
+    )
     return world.manager(
         folder, model, initial_load=loads, export=(ExportConfig("peft"),) * bool(hooks), model_converters=hooks
     )
@@ -224,7 +226,7 @@ def merged_gpt2(base: Path, adapter: Path, folder: Path) -> Any:
     model = hf.build(base)
     if dist.is_initialized():
         fully_shard(model)
-    sources = [base, InitialLoadConfig(str(adapter), merge=True)]
+    sources = [base, InitialLoadConfig(str(adapter), load="merge")]
     world.load(world.manager(folder, model, initial_load=sources))
     return model
 

@@ -389,6 +389,32 @@ def test_a_scaler_that_would_not_be_saved_is_refused(tmp_path: Path) -> None:
     manager(tmp_path, model, wrapped, states={"scaler": scaler}).close()
 
 
+def test_d5_a_scaler_among_the_states_goes_on_with_its_scale(tmp_path: Path) -> None:
+    """A loop of one's own in float16, whose first steps overflow: 3 and 4 steps are 7 steps, bit for bit."""
+
+    def train(folder: Path, steps: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        torch.manual_seed(0)
+        model, scaler = nn.Linear(4, 4), torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=2)
+        optimizer = AdamW(model.parameters())
+        with manager(folder, model, optimizer, states={"scaler": scaler}) as m:
+            for step in range(m.load().step + 1, steps + 1):
+                with torch.autocast("cpu", torch.float16):
+                    loss = model(torch.randn(8, 4)).square().sum()
+                scaler.scale(loss).backward()
+                m.maybe_wait_for_staging()
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+                m.save(step)
+        return model.state_dict(), scaler.state_dict()
+
+    whole, scale = train(tmp_path / "whole", 7)
+    train(tmp_path / "cut", 3)
+    cut, again = train(tmp_path / "cut", 7)
+    assert again == scale and scale["scale"] != 2.0**40
+    assert all(torch.equal(value, cut[name]) for name, value in whole.items())
+
+
 def test_a_wrapper_of_schedulefree_keeps_its_mode(tmp_path: Path) -> None:
     """A resume before train() does not interpolate the weights of training once more."""
     case = Case("wrapper", lambda model: ScheduleFreeWrapper(SGD(model.parameters(), lr=0.1)), kind="plain")

@@ -169,7 +169,7 @@ def test_a_fourth_kind_of_adapter_is_one_file(tmp_path: Path, base: Path) -> Non
     assert world.same(made, wanted)
 
     plain = _model(base, None)
-    sources = [base, InitialLoadConfig(str(adapter), merge=True)]
+    sources = [base, InitialLoadConfig(str(adapter), load="merge")]
     with world.manager(tmp_path / "plain", plain, world.adamw(plain), initial_load=sources) as manager:
         manager.load()
     reloaded = _model(base, None)
@@ -183,7 +183,7 @@ def test_a_kind_that_no_package_has_is_not_merged(tmp_path: Path, base: Path, mo
     _run(tmp_path / "run", base, 1, last=1)
     monkeypatch.setattr(converters, "entry_points", lambda group: [])
     plain = _model(base, None)
-    sources = [base, InitialLoadConfig(str(tmp_path / "run/checkpoints/step-1"), merge=True)]
+    sources = [base, InitialLoadConfig(str(tmp_path / "run/checkpoints/step-1"), load="merge")]
     with (
         world.manager(tmp_path / "plain", plain, world.adamw(plain), initial_load=sources) as manager,
         pytest.raises(LoadMismatchError, match="nothing says the scale of its tensors"),

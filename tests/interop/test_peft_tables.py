@@ -43,7 +43,10 @@ def loaded(tmp_path: Path, *adapters: str, merge: bool, **settings: Any) -> Any:
     hooks: ModelConverters | None = None if merge else from_tables([TABLE | settings])
     if hooks is not None:
         hooks.convert(model)
-    sources = [tmp_path / "base", *(InitialLoadConfig(str(tmp_path / name), merge=merge) for name in adapters)]
+    sources = [
+        tmp_path / "base",
+        *(InitialLoadConfig(str(tmp_path / name), load="merge" if merge else "weights") for name in adapters),
+    ]
     world.load(world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=hooks))
     return model.eval()
 
@@ -156,7 +159,7 @@ def test_an_adapter_on_a_resized_vocabulary_goes_on(tmp_path: Path) -> None:
             hooks.convert(model)
         tables = ("model.embed_tokens.weight", "lm_head.weight")
         base = InitialLoadConfig(str(tmp_path / "base"), initialize=tables)
-        sources = [base, InitialLoadConfig(str(tmp_path / "a"), merge=merge)]
+        sources = [base, InitialLoadConfig(str(tmp_path / "a"), load="merge" if merge else "weights")]
         world.load(world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=hooks))
         assert (logits(model.eval()) - logits(peft.eval())).abs().max() <= 2e-5, merge
 
@@ -268,7 +271,7 @@ def test_a_bias_of_b_without_a_bias_to_merge_it_into_is_converted_and_named(tmp_
     assert gap(PeftModel.from_pretrained(model, str(tmp_path / "again")).eval(), peft) == 0
     for name in ("a", "step"):
         model = hf.build(base)
-        sources = [base, InitialLoadConfig(str(tmp_path / name), merge=True)]
+        sources = [base, InitialLoadConfig(str(tmp_path / name), load="merge")]
         run = world.manager(tmp_path / "run", model, save=None, initial_load=sources)
         world.load_fails(run, LoadMismatchError, "its module has no bias, and neither PEFT nor a merge adds one")
 

@@ -25,7 +25,7 @@ from tests.world import convert, read_all, same
 from titan_ckpt import ExportConfig
 from titan_ckpt.converters import QATConfig
 from titan_ckpt.converters.qat.converter import _torchao_config
-from titan_ckpt.errors import ConfigError, ExportError
+from titan_ckpt.errors import ExportError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.models import hf, llama3, qwen3_moe
 
@@ -55,7 +55,7 @@ def export(model: Any, converters: Any, folder: Path, *, step: int = 1, **settin
             folder,
             model,
             save=None,
-            export=(ExportConfig("hf", quantized=True, **settings),),
+            export=(ExportConfig("hf_quantized", **settings),),
             model_converters=converters,
         ),
         step,
@@ -157,7 +157,7 @@ def test_quantizing_again_gives_other_values_and_a_warning(
 
     def again(folder: Path, out: Path, *tables: dict[str, Any]) -> Any:
         model = llama()
-        exports = (ExportConfig("hf", quantized=True),) * bool(tables)
+        exports = (ExportConfig("hf_quantized"),) * bool(tables)
         hooks = convert(model, *tables)
         world.finish(
             world.manager(out, model, save=None, initial_load=[folder], export=exports, model_converters=hooks)
@@ -182,7 +182,7 @@ def test_a_plain_export_stands_beside_the_quantized_one(tmp_path: Path) -> None:
     """One run writes both; the plain one, in another dtype, has no word of quantization."""
     model = llama()
     converters = convert(model, INT4)
-    exports = (ExportConfig("hf", quantized=True), ExportConfig("hf", dtype="bfloat16"))
+    exports = (ExportConfig("hf_quantized"), ExportConfig("hf", dtype="bfloat16"))
     world.save(
         world.manager(tmp_path, model, save=None, export=exports, model_converters=converters), 3, last_step=True
     )
@@ -256,8 +256,6 @@ def test_what_cannot_be_quantized_is_refused_before_training(tmp_path: Path) -> 
     assert "none of its 14 weights has a shape" in fault(FLOAT8, hidden_size=192, head_dim=48)
     assert "tied to model.embed_tokens.weight" in fault({**INT4, "embeddings": True}, tie_word_embeddings=True)
     assert "torchao cannot quantize float32[64, 64]: Only supporting bf16" in fault({"kind": "qat", "scheme": "mxfp8"})
-    with pytest.raises(ConfigError, match=r"a peft export holds plain weights; format = \"hf\""):
-        ExportConfig("peft", quantized=True)
     assert not (tmp_path / "exports").exists()
 
 

@@ -7,6 +7,7 @@ import re
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,10 +50,18 @@ def server(request: pytest.FixtureRequest) -> Server:
 
 def place_in(server: Server, **settings: object) -> BucketPath:
     """Return a new, empty place in a server's bucket."""
-    config = StoreConfig(**{"endpoint": server.endpoint, "retry_seconds": SECONDS, **settings})  # type: ignore[arg-type]
-    location = open_location(f"{server.url}/runs/{uuid.uuid4().hex[:8]}", settings=config)
+    location = open_location(f"{server.url}/runs/{uuid.uuid4().hex[:8]}")
     assert isinstance(location, BucketPath)
-    return location
+    return _tuned(location, endpoint=server.endpoint, **{"retry_seconds": SECONDS, **settings})
+
+
+def _tuned(place: BucketPath, **settings: object) -> BucketPath:
+    """Return the same place, reached by these settings; concurrency and part_mib are the client's own."""
+    own: dict[str, Any] = {name: settings.pop(name) for name in ("concurrency", "part_mib") if name in settings}
+    config = StoreConfig(**settings)  # type: ignore[arg-type]
+    bucket = Bucket(place.bucket.scheme, place.bucket.name, config)
+    vars(bucket).update(own)
+    return BucketPath(bucket, place.key)
 
 
 @pytest.fixture
@@ -62,8 +71,7 @@ def place(server: Server) -> BucketPath:
 
 def through(place: BucketPath, proxy: servers.Proxy, **settings: object) -> BucketPath:
     """Return the same place, asked through the proxy."""
-    config = StoreConfig(**{"endpoint": proxy.endpoint, "retry_seconds": 3.0, **settings})  # type: ignore[arg-type]
-    return BucketPath(Bucket(place.bucket.scheme, place.bucket.name, config), place.key)
+    return _tuned(place, endpoint=proxy.endpoint, **{"retry_seconds": 3.0, **settings})
 
 
 @contextlib.contextmanager

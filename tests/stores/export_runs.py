@@ -34,7 +34,7 @@ def of_two_ranks(url: str) -> tuple[ExportConfig, ...]:
     return (
         ExportConfig("hf", folder=url, interval=1, max_shard_bytes=SHARD_BYTES),
         ExportConfig("dcp", folder=f"{url}/dcp", interval=1),
-        ExportConfig("hf", folder=url, interval=1, quantized=True, max_shard_bytes=SHARD_BYTES),
+        ExportConfig("hf_quantized", folder=url, interval=1, max_shard_bytes=SHARD_BYTES),
     )
 
 

@@ -200,7 +200,8 @@ class TakingTurns(Bucket):
     """A bucket whose requests wait for their turn."""
 
     def __init__(self, like: ObjectStore, turns: Turns, who: int) -> None:
-        super().__init__(like.scheme, like.name, StoreConfig(endpoint=like.settings.endpoint, concurrency=1))
+        super().__init__(like.scheme, like.name, StoreConfig(endpoint=like.settings.endpoint))
+        self.concurrency = 1
         for name in ("create", "replace", "upload", "read", "list_objects", "list_names", "delete"):
             setattr(self, name, self._in_turn(getattr(self, name), turns, who))
 

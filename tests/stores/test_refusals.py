@@ -84,7 +84,7 @@ def test_a_run_whose_bucket_is_not_there_ends_with_2(s3: Server, where: str, tmp
     ("scheme", "verb", "answer", "advice"),
     [
         ("s3", "list", Answer("403 Forbidden", ""), "The credentials need s3:ListBucket"),
-        ("s3", "create", Answer("301 Moved Permanently", ""), "Set checkpoint.store.region to the bucket's region"),
+        ("s3", "create", Answer("301 Moved Permanently", ""), "Set AWS_REGION to the bucket's region"),
         ("s3", "list", PAGE, "a web server or a proxy has answered"),
         ("az", "create", PAGE, "a web server or a proxy has answered"),
         ("s3", "read", PROXYS, "a web server or a proxy has answered (see HTTPS_PROXY and NO_PROXY)"),
@@ -95,8 +95,8 @@ def test_a_run_whose_bucket_is_not_there_ends_with_2(s3: Server, where: str, tmp
         ("s3", "list", DENIED, "The credentials need s3:ListBucket"),
         ("s3", "delete", DENIED_IN_BULK, "The credentials need s3:DeleteObject"),
         ("s3", "read", SKEWED, "Set this machine's clock"),
-        ("s3", "list", OTHER_REGION, 'Set checkpoint.store.region = "eu-west-1"'),
-        ("s3", "create", REDIRECT, "Set checkpoint.store.region to the bucket's region, or correct"),
+        ("s3", "list", OTHER_REGION, "Set AWS_REGION=eu-west-1 in the environment"),
+        ("s3", "create", REDIRECT, "Set AWS_REGION to the bucket's region in the environment, or correct"),
         ("s3", "create", LOCKED, "The bucket locks objects"),
         ("s3", "create", LOCKED_BUCKET, "The bucket locks objects"),
         ("s3", "read", refusal("403 Forbidden", "InvalidAccessKeyId", "..."), "Check the credentials"),
@@ -156,7 +156,7 @@ def test_credentials_that_are_not_there_are_named_as_the_cause(
         assert "No credentials were found: set " in str(store_error(RuntimeError(text), "list", url, 1.0))
     for reason, is_final, advice in (
         ("Server returned non-2xx status code: 400 Bad Request", True, "Check the credentials"),
-        ("Server returned non-2xx status code: 503 Service Unavailable", False, "raise checkpoint.store.retry_seconds"),
+        ("Server returned non-2xx status code: 503 Service Unavailable", False, "Raise checkpoint.store.retry_seconds"),
         ("HTTP error: error sending request", False, "can this machine reach it?"),
     ):
         text = f"Error performing token request: Error performing POST https://oauth2.example/token - {reason}"

@@ -91,7 +91,7 @@ def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
         run.train(saves, 2)
     assert equal(loaded(Run(seed=4).model, place / "step-2", tmp_path, place), run.model)
     again = Run(seed=5)
-    source = InitialLoadConfig(str(place / "step-2"), training_state=True)
+    source = InitialLoadConfig(str(place / "step-2"), load="training_state")
     with again.manager(tmp_path / "b", initial_load=(source,), store=place.bucket.settings) as saves:
         assert saves.load().step == 2
     assert same(again.state()["optimizer"], run.state()["optimizer"]) and equal(again.model, run.model)
@@ -100,7 +100,7 @@ def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
     copy = place_in(server) / "step-1"
     put_folder(copy, tmp_path / "c" / "checkpoints" / "step-1")
     assert equal(loaded(Run(seed=6).model, copy, tmp_path, copy), run.model)
-    source = InitialLoadConfig(str(copy), training_state=True)
+    source = InitialLoadConfig(str(copy), load="training_state")
     saves = again.manager(tmp_path / "d", initial_load=(source,), store=place.bucket.settings)
     with saves, pytest.raises(NotACheckpointError, match="gives the weights alone: leave training_state out"):
         saves.load()

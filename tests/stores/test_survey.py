@@ -34,7 +34,8 @@ class Memory(ObjectStore):
     """A bucket in memory that keeps what was in it after every change; a list of objects is deleted one by one."""
 
     scheme = "s3"
-    settings = StoreConfig(concurrency=4)
+    settings = StoreConfig()
+    concurrency = 4
 
     def __init__(self) -> None:
         self.moments: list[Objects] = [{}]

@@ -36,7 +36,8 @@ class Side(ObjectStore):
     """The requests of one writer, each of which waits for its turn."""
 
     scheme = "s3"
-    settings = StoreConfig(concurrency=1)
+    settings = StoreConfig()
+    concurrency = 1
     _REQUESTS = (
         "create", "replace", "put", "upload", "delete", "content", "read", "read_head", "read_range", "list_objects",
         "list_files", "list_names",

@@ -29,9 +29,10 @@ from tests.tools.steps import LORA, call, save_step
 from tests.world import TOKENS, contents, same, tensors
 from titan_ckpt.cli import tables
 from titan_ckpt.converters import from_tables
-from titan_ckpt.converting import stored_tensor
+from titan_ckpt.converting import convert, stored_tensor
 from titan_ckpt.directory.posix_steps import PosixSteps
 from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.tools import conversion
 from titan_ckpt.tools.difference import compare
 from titan_ckpt.tools.retention import Pruned
 
@@ -62,6 +63,67 @@ def test_f4_every_format_converts_into_every_other_and_back_bit_exact(root: Path
     native = {k.removeprefix("model."): v for k, v in tensors(tmp_path / "native").items()}
     assert same(by_torch, native)
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".staging")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "to", "more"),
+    [
+        ("native", "hf", ()), ("dcp", "native", ()), ("hf", "torch", ()), ("hf", "dcp", ("--dtype", "bfloat16")),
+        ("native", "hf", ("--dtype", "bfloat16", "--json")),
+    ],
+)  # fmt: skip
+def test_f4_the_logits_of_both_sides_are_compared(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], kind: str, to: str, more: tuple[str, ...]
+) -> None:
+    """Hugging Face folders by transformers itself, others by our own model; with a dtype, both sides are rounded."""
+    words = ["convert", root / SOURCES[kind], tmp_path / "target", "--to", to, "--config", root / "hf", *more]
+    assert call(*words, "--check-logits") == 0
+    shown = capsys.readouterr().out
+    if "--json" in more:
+        found = json.loads(shown)["logits"]
+        assert found["same"] and found["largest_difference"] <= found["allowed"] < 1e-3 * found["largest_logit"]
+    else:
+        assert "logits of 64 random tokens: the same but for rounding (largest difference" in shown
+
+
+def test_f4_a_conversion_that_computes_something_else_answers_1(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of one projection in another order, as by a table without the rotary permutation."""
+
+    def wrong(source: Path, target: Path, *words: Any, **options: Any) -> None:
+        convert(source, target, *words, **options)
+        file, name = target / "model.safetensors", "model.layers.0.self_attn.v_proj.weight"
+        values = load_file(file)
+        save_file(values | {name: values[name].flip(0).contiguous()}, file, metadata={"format": "pt"})
+
+    monkeypatch.setattr(conversion, "convert", wrong)
+    words = ["convert", root / SOURCES["native"], tmp_path / "hf", "--to", "hf", "--config", root / "hf"]
+    assert call(*words, "--check-logits") == 1
+    assert "DIFFERENT: do not use the target" in capsys.readouterr().out
+
+
+def test_f4_logits_that_nobody_can_compute_are_refused_before_anything_is_written(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Adapters, models of other tasks, quantized folders, and names without a config.json."""
+    write_model(tmp_path / "other")
+    config = json.loads((tmp_path / "other/config.json").read_text())
+    for name, change in (
+        ("classes", {"architectures": ["LlamaForSequenceClassification"]}),
+        ("codes", {"quantization_config": {"quant_method": "fp8"}}),
+    ):
+        shutil.copytree(tmp_path / "other", tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(config | change))
+    for source, fault in {
+        root / "peft1": "an adapter computes nothing by itself",
+        tmp_path / "classes": "LlamaForSequenceClassification computes no logits of tokens",
+        tmp_path / "codes": "its weights are quantized",
+        root / "dcp": "no config.json is known",
+    }.items():
+        assert call("convert", source, tmp_path / "target", "--to", "native", "--check-logits") == 2
+        assert fault in capsys.readouterr().err
+        assert not (tmp_path / "target").exists()
 
 
 MINE = """

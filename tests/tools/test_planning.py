@@ -61,7 +61,7 @@ def test_a_plan_resumes_the_run_that_a_source_names(
 
     def plan(*paths: Path) -> tuple[int, dict[str, Any]]:
         sources = "".join(f'[[checkpoint.initial_load]]\npath = "{path}"\n' for path in paths)
-        toml.write_text(start + sources + "training_state = true\n")
+        toml.write_text(start + sources + 'load = "training_state"\n')
         code = main(["plan", str(toml), "--json"])
         return code, json.loads(capsys.readouterr().out)
 

@@ -116,7 +116,14 @@ def test_the_command_line_sets_the_store() -> None:
 
     made = tyro.cli(
         TitanCheckpointer.Config,
-        args=["--folder", "s3://b/run/checkpoint", "--store.endpoint", "http://host:9000", "--store.concurrency", "4"],
+        args=[
+            "--folder",
+            "s3://b/run/checkpoint",
+            "--store.endpoint",
+            "http://host:9000",
+            "--store.retry_seconds",
+            "4",
+        ],
     )
-    assert made.store == StoreConfig(endpoint="http://host:9000", concurrency=4)
+    assert made.store == StoreConfig(endpoint="http://host:9000", retry_seconds=4.0)
     assert made.folder == "s3://b/run/checkpoint"

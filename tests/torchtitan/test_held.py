@@ -352,6 +352,10 @@ def _ending(made: Any, assets: Path) -> None:
         source.infinite = False
 
 
+def _finite(made: Any, assets: Path) -> None:
+    made.dataloader.infinite = False
+
+
 def _of_user(kind: Any) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -368,6 +372,7 @@ OWN: dict[str, tuple[Callable[[Any, Path], Any], str]] = {
     "metrics": (_part("metrics", FORGETFUL["metrics"]), _lost("metrics processor", FORGETFUL["metrics"])),
     "validator": (_best, _lost("validator", FORGETFUL["validator"])),
     "stream": (_streamed, "the state of a stream leaves out the buffer of shuffle()"),
+    "finite": (_finite, "HuggingFaceTextDataset: a resumed run reads a document before it yields what it holds"),
     "interleaved": (_ending, "InterleavedDataset: which sources have ended is not in its state"),
 }
 """Objects of a user, or of torchtitan as a user may set them, whose state a resumed run would lose."""

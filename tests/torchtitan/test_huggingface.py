@@ -51,7 +51,7 @@ def _exported(assets: Path, folder: Path, flavour: str) -> None:
 
     ours = build_model(flavour.partition("_")[0], folder=exported)
     table = StateDictTransforms(ours.key_map(), torchtitan=ours.torchtitan_key_map())
-    export, initial_load = ExportConfig("dcp", names="torchtitan"), InitialLoadConfig(str(folder / "dcp/step-2"))
+    export, initial_load = ExportConfig("torchtitan_weights"), InitialLoadConfig(str(folder / "dcp/step-2"))
     settings = CheckpointConfig(initial_load=(initial_load,), export=(export,))
     with Manager(settings, model_parts=[ours], sd_transforms=table, base_folder=folder / "ours") as manager:
         manager.load()
@@ -94,6 +94,24 @@ def test_only_buffers_may_have_no_name_in_a_folder() -> None:
     assert find_key_map(adapter, shapes, tied, biases).nameless == biases
     with pytest.raises(KeyMapError, match=r"layers.1.moe.expert_bias_E: the adapter's to_hf\(\) drops it"):
         find_key_map(adapter, shapes, tied)
+
+
+def test_an_export_does_not_round_the_bias_of_experts() -> None:
+    """transformers holds DeepSeek-V3's in float32 whatever the dtype, because it chooses the experts."""
+    spec = importlib.import_module("torchtitan.models.deepseek_v3").model_registry("debugmodel")
+    spec.model.layers = spec.model.layers[:2]
+    with torch.device("meta"):
+        model = spec.model.build()
+    shapes = {fqn: tuple(value.shape) for fqn, value in model.state_dict().items()}
+    key_map = find_key_map(
+        spec.state_dict_adapter(spec.model, None), shapes, {}, [name for name, _ in model.named_buffers()]
+    )
+    groups = StateDictTransforms(key_map).to_file(
+        {fqn: torch.zeros(shape) for fqn, shape in shapes.items()}, None, torch.bfloat16
+    )
+    dtypes = {key: info.dtype for group in groups for key, info in group.infos.items()}
+    assert dtypes.pop("model.layers.1.mlp.gate.e_score_correction_bias") == torch.float32
+    assert {*dtypes.values()} == {torch.bfloat16}
 
 
 def _with_experts(assets: Path, folder: Path, model: str, /, **settings: Any) -> Any:

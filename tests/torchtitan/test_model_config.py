@@ -255,8 +255,13 @@ def test_an_export_says_what_the_model_computes(tmp_path: Path) -> None:
     exported = config_json(model, str(tmp_path), names)
     assert exported == own | {"bos_token_id": 5, "my_own": 1}
     model.layers[1].ffn_norm.eps = 1e-6
-    with pytest.raises(ConfigError, match=r"rms_norm_eps is 1e-05 and 1e-06 in layers of one model"):
+    with pytest.raises(ConfigError, match=r"rms_norm_eps is 1e-05 and 1e-06 in parts of one model"):
         config_json(model, None)
+
+
+def _class(name: str) -> Any:
+    module, _, kind = f"torchtitan.models.{name}".rpartition(".")
+    return getattr(importlib.import_module(module), kind).Config
 
 
 def _windowed(model: Any, left: int) -> None:
@@ -271,6 +276,20 @@ ODD: dict[str, tuple[str, Callable[[Any], object], str]] = {
     "a window": ("llama3", lambda m: _windowed(m, 7), "Attention.Config.inner_attention"),
     "another window": ("gpt-oss", lambda m: _windowed(m, 7), "Attention.Config.inner_attention"),
     "both sides": ("qwen3", lambda m: _windowed(m, -2), "Attention.Config.inner_attention"),
+    "a norm of another model": (
+        "llama3",
+        lambda m: setattr(
+            m, "norm", _class("muse_glimmer.model.RMSGainCenterNorm")(normalized_shape=256, gain_center=1)
+        ),
+        "muse_glimmer.model.RMSGainCenterNorm.Config",
+    ),
+    "a head of another model": (
+        "qwen3",
+        lambda m: setattr(
+            m, "lm_head", _class("muse_glimmer.model.SoftCappedLinear")(in_features=256, out_features=2048)
+        ),
+        "muse_glimmer.model.SoftCappedLinear.Config",
+    ),
     "any expert": (
         "qwen3-moe",
         lambda m: setattr(m.layers[0].moe.router, "_debug_force_load_balance", True),
@@ -293,6 +312,53 @@ def test_what_a_config_json_does_not_say_is_refused_by_name(case: str) -> None:
         config_json(model, None)
     (allowed,) = re.findall(r'allow = \["(.*)"\]', str(error.value))
     check_folder("there", said, model, (allowed,))
+
+
+CONTRADICTIONS: dict[str, tuple[str, str, Any, str]] = {
+    "vocabulary": ("llama3", "lm_head.out_features", 4096, "vocab_size is 2048 and 4096 in parts of one model"),
+    "width": ("qwen3", "dim", 512, "hidden_size is 512 and 256 in parts"),
+    "heads": ("llama3", "attention.n_heads", 8, "num_attention_heads is 8 and 16 in parts of one model"),
+    "key heads": ("qwen3", "attention.n_kv_heads", 4, "num_key_value_heads is 4 and 8 in parts"),
+    "head_dim": ("gpt-oss", "attention.head_dim", 32, "head_dim is 32 and 64 in parts"),
+    "rotary": ("llama3", "attention.rope.dim", 17, "head_dim is 16 and 17 in parts"),
+    "heads of DeepSeek": ("deepseek", "attention.n_heads", 8, "num_attention_heads is 8 and 16 in parts"),
+    "chosen experts": ("qwen3-moe", "moe.routed_experts.token_dispatcher.top_k", 4, "num_experts_per_tok is 8 and 4"),
+    "experts": ("gpt-oss", "moe.num_experts", 4, "num_experts is 4 and 8 in parts"),
+    "bias": ("gpt-oss", "attention.wo.bias", False, "attention_bias is False and True in parts"),
+    "router": ("gpt-oss", "moe.router.gate.bias", False, "none can be derived for GptOssModel.Config"),
+    "shared experts": ("deepseek", "moe.shared_experts.w1.out_features", 100, "none can be derived for DeepSeekV3Mod"),
+    "no eps": ("llama3", "ffn_norm.eps", None, "RMSNorm.Config.eps: it is not known which keys of config.json"),
+    "no norm": ("llama3", "ffn_norm", "nn_modules.Identity", "nn_modules.Identity.Config: it is not known which keys"),
+}
+"""A setting of every layer that contradicts another one of the same model, or that no config.json says."""
+
+
+@pytest.mark.parametrize("case", CONTRADICTIONS)
+def test_args_that_contradict_each_other_are_not_exported(case: str) -> None:
+    """transformers would compute by the one what torchtitan computes by the other."""
+    name, path, value, complaint = CONTRADICTIONS[case]
+    model = _small(name).model
+    *owners, last = path.split(".")
+    for owner in [model] if path in ("dim", "lm_head.out_features") else model.layers:
+        for part in owners:
+            owner = getattr(owner, part, None)
+        if owner is not None:
+            setattr(owner, last, _class(f"common.{value}")() if isinstance(value, str) else value)
+    with pytest.raises(ConfigError, match=complaint):
+        config_json(model, None)
+
+
+def test_a_setting_without_effect_is_described_by_its_effect() -> None:
+    """Groups that nobody asked for limit nothing, and a factor of 0 scales nothing."""
+    model = _small("deepseek").model
+    for layer in model.layers:
+        layer.attention.mscale = 0.0
+        layer.attention.rope = replace(layer.attention.rope, scaling="yarn", rope_factor=4.0)
+        if layer.moe is not None:
+            layer.moe.router.num_expert_groups, layer.moe.router.num_limited_groups = None, 2
+    said = config_json(model, None)
+    assert (said["n_group"], said["topk_group"], said["rope_parameters"]["attention_factor"]) == (1, 1, 1.0)
+    assert "mscale_all_dim" not in said["rope_parameters"]
 
 
 def test_classes_whose_settings_are_not_known_are_refused_by_name() -> None:

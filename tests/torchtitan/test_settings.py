@@ -33,7 +33,7 @@ def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
         "exclude_from_loading": ["optimizer"], "enable_first_step_checkpoint": True, "last_save_model_only": False,
         "last_save_in_hf": True, "last_save_in_dcp": True, "export_dtype": "bfloat16",
         "initial_load_path": str(tmp_path), "additional_load_path": str(tmp_path), "include_base": True,
-        "store": StoreConfig(region="eu-central-1"), "allow": ["a.B"], "stop": StopConfig(after_hours=1.0),
+        "store": StoreConfig(retry_seconds=60.0), "allow": ["a.B"], "stop": StopConfig(after_hours=1.0),
     }  # fmt: skip
     in_bucket: dict[str, Any] = {"folder": "s3://bucket/run/checkpoint"}  # where settings of a store make sense
     plain = translated(TitanCheckpointer.Config(**in_bucket), None)
@@ -43,7 +43,7 @@ def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
     from_hf = translated(TitanCheckpointer.Config(initial_load_in_hf=True), str(tmp_path))
     assert [(source.path, source.format) for source in from_hf.initial_load] == [(str(tmp_path), "hf")]
     whole = TitanCheckpointer.Config(initial_load_path=str(tmp_path), initial_load_model_only=False)
-    assert translated(whole, None).initial_load[0].training_state
+    assert translated(whole, None).initial_load[0].load == "training_state"
     formats = {
         form: [export.format for export in translated(TitanCheckpointer.Config(last_save_adapter=form, **hf)).export]
         for form in ("merged", "peft", "both")

@@ -46,6 +46,8 @@ def _stopped(assets: Path, folder: Path, case: dict[str, Any]) -> None:
     resumed = train(_config(assets, folder / "run", **case))
     assert len(resumed.losses) == STEPS - stopped.step
     same(whole, resumed, losses=STEPS - stopped.step)
+    if dist.get_world_size() == 1:  # the same Trainer goes on, too
+        same(whole, train(_config(assets, folder / "again", **case), logged=signalled, then=Trainer.train), STEPS)
 
 
 def _raised(assets: Path, folder: Path, case: dict[str, Any]) -> None:

@@ -199,7 +199,7 @@ def test_faults_in_unions_name_the_kinds() -> None:
         ),
         (
             {"export": {"format": "hf", "max_shard_bytes": 0}},
-            "export.max_shard_bytes: expected a positive integer, found 0",
+            'export.max_shard_bytes: expected a positive integer or one of "base", found 0',
         ),
         (
             {"export": [{"format": "hf"}, {"format": "hf"}]},

@@ -17,8 +17,8 @@ keeps = st.one_of(
     st.builds(KeepConfig, latest=some),
     st.builds(KeepConfig, every=some),
     st.builds(KeepConfig, latest=some, every=some),
-    st.builds(KeepConfig, best=some, mode=st.sampled_from(["min", "max"])),
-    st.builds(KeepConfig, every_hours=st.floats(0.1, 50.0), latest=some),
+    st.builds(KeepConfig, best=some, metric=st.sampled_from(["loss", "max:loss"])),
+    st.builds(KeepConfig, every=st.integers(1, 500).map(lambda n: f"{n / 10} hours"), latest=some),
 )
 
 
@@ -68,7 +68,7 @@ def test_whatever_the_policy_what_must_stay_stays(
     k = keep.latest or 1
     assert remaining[-k:] == sorted(steps)[-k:]
     assert not {*expired} & protected
-    assert not [step for step in expired if keep.every is not None and step % keep.every == 0]
+    assert not [step for step in expired if keep.every_steps is not None and step % keep.every_steps == 0]
     assert expired_steps(remaining, keep, protected, *known) == []
     assert expired_steps(steps, None, protected) == []
 
@@ -91,7 +91,7 @@ def test_removing_the_expired_settles_it(steps: list[int], keep: KeepConfig, pro
 @given(histories(), some, st.sampled_from(["min", "max"]))
 def test_the_best_stay(facts: dict[int, StepFacts], best: int, mode: str) -> None:
     """No step that goes has a better loss than one that stays because of its loss."""
-    keep = KeepConfig(best=best, mode=mode)  # type: ignore[arg-type]
+    keep = KeepConfig(best=best, metric="loss" if mode == "min" else "max:loss")
     expired = expired_steps(list(facts), keep, frozenset(), facts)
     losses = {step: f.metrics["loss"] for step, f in facts.items() if f.metrics}
     stay = sorted(losses[step] for step in losses if step not in expired)
@@ -113,7 +113,7 @@ def test_nothing_expires_for_a_metric_that_has_not_come(facts: dict[int, StepFac
 @given(histories(), st.floats(0.1, 50.0))
 def test_one_step_of_each_span_stays(facts: dict[int, StepFacts], hours: float) -> None:
     """Every step that goes has one that stays at most a span before it."""
-    expired = expired_steps(list(facts), KeepConfig(every_hours=hours), frozenset(), facts)
+    expired = expired_steps(list(facts), KeepConfig(every=f"{hours} hours"), frozenset(), facts)
     stay = [facts[step].unix_seconds for step in facts if step not in expired]
     for step in expired:
         assert any(0 <= facts[step].unix_seconds - kept < hours * 3600 for kept in stay)
@@ -123,7 +123,7 @@ def test_a_clock_that_was_put_back_or_forward_does_not_end_the_spans() -> None:
     """A first step dated years ahead, or a clock put back by more than a span, begins a new span."""
     hours = [1e6, 0.0, 1.0, 5.0, 1.5]
     facts = {step: StepFacts(hour * 3600, {}) for step, hour in enumerate(hours)} | {9: StepFacts(7e3, {})}
-    assert expired_steps(list(facts), KeepConfig(every_hours=3.0), frozenset(), facts) == [2]
+    assert expired_steps(list(facts), KeepConfig(every="3 hours"), frozenset(), facts) == [2]
 
 
 def test_a_tie_goes_to_the_newer_step() -> None:

@@ -316,7 +316,7 @@ def logits_of(base: Path, adapter: Path, folder: Path, *, merge: bool, case: Cas
         hooks = from_tables([lora_table(adapter, model, frozen=case.save is changed_tables)])
         hooks.convert(model)
     world.shard(model)
-    sources = [base, InitialLoadConfig(str(adapter), merge=merge)]
+    sources = [base, InitialLoadConfig(str(adapter), load="merge" if merge else "weights")]
     world.load(world.manager(folder, model, save=None, initial_load=sources, model_converters=hooks))
     return logits(model.eval())
 

@@ -117,7 +117,7 @@ def _origin(settings: CheckpointConfig, found: Survey, folder: Place, notes: lis
         raise CheckpointNotFoundError(
             f"{folder} holds no checkpoint that can be loaded, but content that looks like one; the run would stop"
         )
-    if settings.initial_load and settings.initial_load[-1].training_state:
+    if settings.initial_load and settings.initial_load[-1].load == "training_state":
         path, run = look_at_run(settings)
         origin = run if isinstance(run, TorchtitanFolder) else _step(path, run)
         check_run(settings, path, origin)

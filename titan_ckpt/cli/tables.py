@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Written
     from titan_ckpt.tools.difference import Difference, SettingDifference, TensorDifference
     from titan_ckpt.tools.inspecting import ComponentContent, Content, TensorStatistics
+    from titan_ckpt.tools.logits import ComparedLogits
     from titan_ckpt.tools.retention import Pruned
     from titan_ckpt.tools.verifying import Verified
 
@@ -205,6 +206,12 @@ def written(found: Written, console: Console) -> None:
     say(console, f"{found.target} is written: {what}")
     for line in found.notes:
         say(console, line)
+
+
+def logits(found: ComparedLogits, console: Console) -> None:
+    verdict = "the same but for rounding" if found.same else "DIFFERENT: do not use the target"
+    figures = f"largest difference {found.largest_difference:.3g}, of rounding at most {found.allowed:.3g}"
+    say(console, f"logits of {found.num_tokens} random tokens: {verdict} ({figures})")
 
 
 def pruned(found: Pruned, console: Console, *, dry_run: bool, set_aside: bool) -> None:

@@ -1,7 +1,6 @@
 """The parts of a checkpoint besides the weights, and the names of the files that hold them."""
 
 __all__ = [
-    "exchange_order",
     "files",
     "gradients",
     "items",

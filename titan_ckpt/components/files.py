@@ -14,12 +14,14 @@ import torch
 import xxhash
 
 from titan_ckpt.components.items.item import STATES, Item
+from titan_ckpt.components.items.states import OWN_BUFFERS
 from titan_ckpt.components.snapshot import DATA_RANK, LAYOUT, Snapshot
 from titan_ckpt.distributed.replicas import digest_of
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.geometry.nested import names_of, rename_tensors
+from titan_ckpt.geometry.nested import names_of, rename_tensors, take_tensors
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.stored_names import MODEL
 
 RUN_STATE = "state.json"
 
@@ -60,7 +62,7 @@ def run_parts(snapshot: Snapshot) -> dict[str, Json]:
     """Return the values of a run that ranks compare one by one, as JSON.
 
     The digest of a value covers its tensors, except DTensors, of which each rank has a shard. A value that can be
-    merged is its content, or None if it is absent; of any other value a digest is enough.
+    merged is its content, or None if it is absent; of any other value a digest is enough, and of buffers one for each.
     """
     parts: dict[str, Json] = {
         key: typed_json.encode(snapshot.run[key]) if key in snapshot.run else None for key in snapshot.merge
@@ -69,19 +71,27 @@ def run_parts(snapshot: Snapshot) -> dict[str, Json]:
         if key not in parts:
             of_tensors = [digest_of(tensor) for tensor in _plain_tensors(value, snapshot.tensors).values()]
             parts[key] = xxhash.xxh3_128_hexdigest(typed_json.dumps(value, key) + "".join(of_tensors).encode())
+    parts[OWN_BUFFERS] = {name: digest_of(snapshot.tensors[name]) for name in sorted(snapshot.own_buffers)}
     return parts
 
 
 def divided(snapshot: Snapshot, differing: Mapping[str, Sequence[Json]], rank: int) -> Snapshot:
     """Return the snapshot with each differing value merged over the ranks or moved to the rank's own values.
 
-    The tensors of a value that is moved get names of this rank. `differing`: key -> the distinct values of `run_parts`,
-    those of lower ranks first.
+    Buffers that differ are there once more, as the rank's own. The tensors of a value that is moved get names of this
+    rank. `differing`: key -> the distinct values of `run_parts`, those of lower ranks first.
     """
     run, own = dict(snapshot.run), dict(snapshot.rank)
     names: dict[str, str] = {}
+    more: StateDict = {}
     for key, values in differing.items():
-        if key in snapshot.merge:
+        if key == OWN_BUFFERS:
+            digests: Any = values
+            of_names = {name: {of[name] for of in digests if name in of} for name in snapshot.own_buffers}
+            apart = [name for name, distinct in sorted(of_names.items()) if len(distinct) > 1]
+            buffers = {name.removeprefix(MODEL): snapshot.tensors[name] for name in apart}
+            own |= {key: take_tensors(buffers, f"{key}.rank-{rank}", more)} if buffers else {}
+        elif key in snapshot.merge:
             run[key] = snapshot.merge[key]([typed_json.decode(value, key) for value in values if value is not None])
         elif key in run:
             for name in _plain_tensors(run[key], snapshot.tensors):
@@ -90,8 +100,8 @@ def divided(snapshot: Snapshot, differing: Mapping[str, Sequence[Json]], rank: i
                     renamed += "'"
                 names[name] = renamed
             own[key] = rename_tensors(run.pop(key), names)
-    tensors = {names.get(name, name): value for name, value in snapshot.tensors.items()}
-    volatile = frozenset(names.get(name, name) for name in snapshot.volatile)
+    tensors = {names.get(name, name): value for name, value in snapshot.tensors.items()} | more
+    volatile = frozenset(names.get(name, name) for name in snapshot.volatile) | more.keys()
     return replace(snapshot, run=run, rank=own, tensors=tensors, volatile=volatile)
 
 

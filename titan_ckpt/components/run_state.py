@@ -17,9 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_ckpt.components.items.data_position import DataPosition, DataRank
+from titan_ckpt.components.items.exchange_order import ExchangeOrder
 from titan_ckpt.components.items.item import Item, Stored
 from titan_ckpt.components.items.optimizers import Optimizers, Schedulers
-from titan_ckpt.components.items.states import ExtraState, Generators, UserState
+from titan_ckpt.components.items.states import ExtraState, Generators, OwnBuffers, UserState
 from titan_ckpt.components.known.own_modules import watch_modules
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.unsaved_state import class_name
@@ -143,11 +144,14 @@ class RunState:
         users = [UserState(name, state) for name, state in self.states.items()]
         schedulers = [Schedulers(self._lr_schedulers, self.trained, own_settings)] if self._lr_schedulers else []
         positions = [DataPosition(self._dataloader, rank, world_size)] if self._dataloader is not None else []
+        self.order = ExchangeOrder([] if "states" in left_out else model.parts)
+        """Is among the items if DDP is around the model."""
         self.items: list[Item] = [
             *filter(None, (self.extra, self.trained)),
             *schedulers,
             *users,
             *positions,
+            *([self.order] if self.order else []),
             *([] if "rng" in left_out else [Generators()]),
         ]
 
@@ -256,7 +260,7 @@ class RunState:
         A folder of torchtitan also gives the model to a run that leaves it out of its own steps.
         """
         is_given = self.extra is None and "model" not in exclude
-        items = [*([ExtraState(self.model)] if is_given else []), *self.items]
+        items = [*([ExtraState(self.model)] if is_given else []), OwnBuffers(self.model), *self.items]
         return [item for item in items if item.component not in exclude]
 
     def check(self, stored: Stored) -> None:

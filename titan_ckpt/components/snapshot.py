@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -50,6 +51,8 @@ class Snapshot:
     """Tensors that a forward pass may change: buffers and user states. Only an optimizer changes the others."""
     made: frozenset[str] = frozenset()
     """Tensors that the model's own code has made, perhaps in memory that it uses again. A save stages them at once."""
+    casts: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
+    """Dtypes of the tensors that files hold in another one -> that one. They are cast when they are copied."""
     watched: Watched = field(default_factory=lambda: Watched({}))
     """Weights and optimizer state, which must not change before they are copied or written."""
 
@@ -57,6 +60,12 @@ class Snapshot:
     def buffers(self) -> frozenset[str]:
         """Return the names of the model's buffers."""
         return frozenset(name for name in self.volatile if name.startswith(MODEL))
+
+    @property
+    def own_buffers(self) -> frozenset[str]:
+        """Return the names of those that may be each rank's own; none in a step of the model alone."""
+        plain = {n for n in self.buffers - self.made if type(self.tensors[n]) is torch.Tensor}
+        return frozenset(plain if self.components != ("model",) else ())
 
     def frozen_tensors(self) -> StateDict:
         """Return the tensors with copies of the volatile ones; the others do not change until an optimizer steps."""
@@ -83,10 +92,16 @@ class Mark:
     """Gradients that no step of an optimizer had used."""
 
 
-def take_snapshot(run_state: RunState, step: int, model: ModelState, items: Sequence[Item] | None = None) -> Snapshot:
+def take_snapshot(
+    run_state: RunState,
+    step: int,
+    model: ModelState,
+    items: Sequence[Item] | None = None,
+    casts: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
+) -> Snapshot:
     """Return the run at `step`. Tensors alias live memory; everything else has the values of this moment.
 
-    `items`: what of the training state it has; by default all of it.
+    `items`: what of the training state it has; by default all of it. `casts`: as in Snapshot.
     Raises: StateEncodingError for tensors that hold no values.
     """
     require_memory(model.tensors)
@@ -99,7 +114,7 @@ def take_snapshot(run_state: RunState, step: int, model: ModelState, items: Sequ
     volatile = _volatile(tensors, run_state, model)
     made = frozenset(MODEL + fqn for fqn in model.made)
     watched = Watched({name: value for name, value in tensors.items() if name not in volatile})
-    return Snapshot(tensors, {"step": step} | run, rank, components, merge, volatile, made, watched)
+    return Snapshot(tensors, {"step": step} | run, rank, components, merge, volatile, made, casts, watched)
 
 
 def large_tensors(run_state: RunState, model: ModelState) -> Snapshot:

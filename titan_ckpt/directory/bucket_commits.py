@@ -234,7 +234,7 @@ class Commits:
                     self._seen[key] = self._bucket.read(key)
 
         new = [key for key in listed if key not in self._seen]
-        run_workers(new, read, min(len(new), self._bucket.settings.concurrency))
+        run_workers(new, read, min(len(new), self._bucket.concurrency))
 
     def mark_opened(self) -> None:
         """Put what shows, once attempts have files, that `commits/` was not lost. Raises: StoreError."""

@@ -235,7 +235,7 @@ class BucketSteps(Steps):
             if (content := self._bucket.content(key)) is not None:
                 contents.append(content)
 
-        run_workers(keys, read, min(len(keys), self._bucket.settings.concurrency))
+        run_workers(keys, read, min(len(keys), self._bucket.concurrency))
         self._bucket.delete(keys)
         self._check_probe(contents, world_size)
         self._is_probed = True

@@ -38,7 +38,7 @@ def expired_steps(
 def _kept(ascending: Sequence[int], keep: KeepConfig, facts: Mapping[int, StepFacts]) -> set[int]:
     """Return the union of the steps that each rule keeps; the others have expired."""
     newest = set(ascending[-(keep.latest or 1) :])
-    every = {step for step in ascending if keep.every is not None and step % keep.every == 0}
+    every = {step for step in ascending if keep.every_steps is not None and step % keep.every_steps == 0}
     known = [step for step in ascending if step in facts]
     if lacks_metric(keep, [facts[step] for step in known]):
         return set(ascending)
@@ -47,20 +47,20 @@ def _kept(ascending: Sequence[int], keep: KeepConfig, facts: Mapping[int, StepFa
 
 def lacks_metric(keep: KeepConfig, facts: Iterable[StepFacts]) -> bool:
     """Return whether no step has the metric that decides which are the best: it may come, or be misspelled."""
-    return keep.best is not None and all(keep.metric not in of_step.metrics for of_step in facts)
+    return keep.best is not None and all(keep.metric_name not in of_step.metrics for of_step in facts)
 
 
 def _first_of_each_span(ascending: Sequence[int], keep: KeepConfig, facts: Mapping[int, StepFacts]) -> set[int]:
-    """Return the first step of each span of `every_hours`.
+    """Return the first step of each span of so many hours as `every` says.
 
     A span starts with the step that is kept, so that a second decision after the removal keeps the same steps.
     """
     kept: set[int] = set()
-    if keep.every_hours is None:
+    if keep.every_seconds is None:
         return kept
     start = -math.inf
     for step in ascending:
-        if abs(facts[step].unix_seconds - start) >= keep.every_hours * 3600:  # abs: a clock may have been put back
+        if abs(facts[step].unix_seconds - start) >= keep.every_seconds:  # abs: a clock may have been put back
             kept.add(step)
             start = facts[step].unix_seconds
     return kept
@@ -70,6 +70,6 @@ def _best(ascending: Sequence[int], keep: KeepConfig, facts: Mapping[int, StepFa
     """Return the best steps by `keep.metric`; of equal values, the newer step is better."""
     if keep.best is None:
         return set()
-    sign = 1.0 if keep.mode == "min" else -1.0
-    rated = [step for step in ascending if keep.metric in facts[step].metrics]
-    return set(sorted(rated, key=lambda step: (sign * facts[step].metrics[keep.metric], -step))[: keep.best])
+    name, sign = keep.metric_name, -1.0 if keep.metric.startswith("max:") else 1.0
+    rated = [step for step in ascending if name in facts[step].metrics]
+    return set(sorted(rated, key=lambda step: (sign * facts[step].metrics[name], -step))[: keep.best])

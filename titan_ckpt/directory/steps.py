@@ -290,7 +290,7 @@ class Steps(ABC):
             group = {step.step: step for step in steps if (step.manifest.kind == "model") is weights_only}
             facts = {n: StepFacts(s.manifest.created_unix_seconds, s.manifest.metrics) for n, s in group.items()}
             if lacks_metric(keep, facts.values()) and len(group) > (keep.latest or 1):
-                self._report_metric(keep.metric, facts.values())
+                self._report_metric(keep.metric_name, facts.values())
             expired += [group[step] for step in expired_steps(sorted(group), keep, stay, facts)]
         return expired
 

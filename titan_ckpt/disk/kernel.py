@@ -13,7 +13,7 @@ BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _MAP_FAILED = ctypes.c_void_p(-1).value
 
-_ANY_BYTES = ctypes.c_char * (1 << 46)
+ANY_BYTES = ctypes.c_char * (1 << 46)
 """An array longer than any memory, of which views are cut: a type for each length would be made anew each time."""
 
 _read_mappings: dict[int, int] = {}
@@ -57,7 +57,7 @@ def map_memory(num_bytes: int, fd: int = -1, offset: int = 0, *, shared: bool = 
         libc().madvise(address, num_bytes, mmap.MADV_DONTFORK)
     else:
         _read_mappings[address] = num_bytes
-    memory = _ANY_BYTES.from_address(address)
+    memory = ANY_BYTES.from_address(address)
     weakref.finalize(memory, _unmap, os.getpid(), address, num_bytes).atexit = False
     return memoryview(memory).cast("B")[:num_bytes]
 

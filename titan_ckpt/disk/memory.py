@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from titan_ckpt.disk import descriptors
-from titan_ckpt.disk.kernel import advise, map_memory
+from titan_ckpt.disk.kernel import ANY_BYTES, advise, map_memory
 
 ALIGNMENT = 4096
 """Bytes. Direct I/O needs offsets, lengths and memory aligned to the device's logical block; 4 KiB suits all."""
@@ -67,4 +67,4 @@ class SharedBuffer:
 
 def bytes_at(address: int, num_bytes: int) -> memoryview:
     """Return a writable view of raw memory; the caller keeps the memory's owner alive."""
-    return memoryview((ctypes.c_char * num_bytes).from_address(address)).cast("B")
+    return memoryview(ANY_BYTES.from_address(address)).cast("B")[:num_bytes]

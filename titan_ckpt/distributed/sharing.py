@@ -12,7 +12,7 @@ import functools
 import math
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -67,8 +67,7 @@ class _Holders:
 def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, buffers: Collection[str] = ()) -> Division:
     """Divide the tensors of all ranks. Collective.
 
-    `buffers`: names of tensors whose replicas may differ. Those of a module are written by one rank, unless they are
-    DTensors, so that they fit together.
+    `buffers`: names of tensors whose replicas may differ. The lowest rank writes them, unless they are DTensors.
 
     1. Every rank lists its names and layouts and posts the list's digest. 2. The lowest rank of each distinct digest
     posts its list. 3. Every rank computes its own shares. 4. All check that the shares make up the tensors.
@@ -185,14 +184,10 @@ class _Replicas:
     ranks: tuple[int, ...]
     loads: list[int]
 
-    writers: dict[str, int] = field(default_factory=dict)
-    """Module -> the position in `ranks` of the one that writes its buffers."""
-
-    def give_to_one(self, module: str, nbytes: int) -> list[int]:
-        """Return the one rank that writes all buffers of a module: the least loaded one when its first comes."""
-        position = self.writers.setdefault(module, min(range(len(self.ranks)), key=self.loads.__getitem__))
-        self.loads[position] += nbytes
-        return [self.ranks[position]]
+    def give_to_first(self, nbytes: int) -> list[int]:
+        """Return the lowest rank: DDP takes its buffers for those of all."""
+        self.loads[0] += nbytes
+        return [self.ranks[0]]
 
     def hand_out(self, nbytes: int, max_parts: int) -> list[int]:
         """Return the ranks that write a chunk, one per equal part: the least loaded ones, lower ranks first."""
@@ -253,7 +248,7 @@ class _Sharing:
             nbytes = chunk.numel * value.dtype.itemsize
             dim = _dim_to_cut(chunk, min(len(replicas.ranks), nbytes // MIN_PART_BYTES))
             if fqn in self._buffers and not isinstance(value, DTensor):
-                writers = replicas.give_to_one(fqn.rpartition(".")[0], nbytes)
+                writers = replicas.give_to_first(nbytes)
             else:
                 writers = replicas.hand_out(nbytes, chunk.sizes[dim] if chunk.sizes else 1)
             if len(writers) > 1 and self._rank in writers:

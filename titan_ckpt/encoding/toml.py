@@ -201,6 +201,9 @@ class _Binder:
         if isinstance(value, Mapping):
             tagged = [arm for arm in arms if dataclasses.is_dataclass(arm)]
             return self._tagged(tagged, value, path) if tagged else self._no_arm(arms, value, path)
+        texts = [arm for arm in arms if get_origin(arm) is Annotated and get_args(arm)[0] is str]
+        if isinstance(value, str) and len(texts) == 1 and not any(get_origin(arm) is Literal for arm in arms):
+            return self.value(texts[0], value, path)  # its own checks say more than the list of all arms
         for arm in arms:
             attempt = _Binder(self.root)
             bound = attempt.value(arm, value, path)

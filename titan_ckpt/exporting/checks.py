@@ -32,7 +32,7 @@ def check_exports(exporter: Exporter, configs: Sequence[ExportConfig]) -> None:
     # a pipeline stage may have no converter-owned keys
     owned = exporter.coordinator.anywhere("export-owned", exporter.model.owned_state_dict)
     exporter.coordinator.together("export-check", lambda: _check(exporter, configs, owned))
-    if any(config.format == "peft" for config in configs):
+    if any(config.container == "peft" for config in configs):
         _check_placement(exporter)
 
 
@@ -86,7 +86,7 @@ def check_folders(exporter: Exporter, configs: Sequence[ExportConfig], *, fresh:
     if exporter.went_back_to is not None:
         exporter.coordinator.on_rank_0("export-branch", partial(exporter.refuse_foreign_branch, configs))
     for config in configs:
-        if config.format == "hf":
+        if config.container == "hf":
             exporter.coordinator.together("export-folder", partial(_export_of_base, exporter, config)).check(
                 exporter.coordinator
             )
@@ -103,30 +103,30 @@ def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> 
     whole = {*exporter.model.memory(), *state.made}
     inside = [fqn for fqn in state.tensors if fqn not in whole]
     for config in configs:
-        if config.format != "peft" and inside:
+        if config.container != "peft" and inside:
             problems.append(
                 f"{config.format}: weights that are made of other tensors, such as {inside[0]}, are not for other "
                 "programs; export the model before quantizing it, or its adapter alone (peft)"
             )
             continue
-        if config.format == "hf" and exporter.transforms.hf_config is None:
+        if config.container == "hf" and exporter.transforms.hf_config is None:
             problems.append(
                 "hf: the model has no table to Hugging Face names; give the manager "
                 "sd_transforms=StateDictTransforms(key_map=..., hf_config=...), or, of a model of transformers, "
                 "StateDictTransforms.from_transformers(model) before converters change it"
             )
-        if config.format == "peft" and not (owned and hooks is not None and hooks.state_dict_adapter() is not None):
+        if config.container == "peft" and not (owned and hooks is not None and hooks.state_dict_adapter() is not None):
             problems.append('peft: no converter owns adapter weights; add [[converters]] kind = "lora"')
-        if config.format == "peft" and (trained := exporter.model.trained_base()):
+        if config.container == "peft" and (trained := exporter.model.trained_base()):
             problems.append(
                 f"peft: {counted(len(trained), 'parameter of the base is', 'parameters of the base are')} trained "
                 f"too, such as {trained[0]}, and an adapter does not hold them; freeze them, or export merged weights "
                 '(format = "hf")'
             )
-        if config.names == "torchtitan" and (lacking := _unknown_to_torchtitan(exporter)):
+        if config.format == "torchtitan_weights" and (lacking := _unknown_to_torchtitan(exporter)):
             problems.append(
-                f"dcp: there are no names of torchtitan for {listed(lacking)}; the manager takes them from "
-                "sd_transforms=StateDictTransforms(torchtitan=...)"
+                f"torchtitan_weights: there are no names of torchtitan for {listed(lacking)}; the manager takes them "
+                "from sd_transforms=StateDictTransforms(torchtitan=...)"
             )
         if split_url(config.folder) is None and (why := posix.why_no_folder(exporter.base_folder / config.folder)):
             problems.append(f"folder: {why}")
@@ -134,14 +134,14 @@ def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> 
             problems.append(f"assets: {config.assets} is no folder")
         if config.follows_base and exporter.source() is None:
             problems.append(
-                'dtype = "original" and file_layout = "base" are the base\'s: name its Hugging Face folder, and no '
+                'dtype = "original" and max_shard_bytes = "base" are the base\'s: name its Hugging Face folder, and no '
                 "second one, in [[checkpoint.initial_load]]"
             )
         elif config.quantized:
             problems += _quantizing_problems(exporter, config)
     if problems:
         raise ExportSettingError("checkpoint.export cannot be made: " + "; ".join(problems))
-    if any(config.format == "hf" for config in configs):
+    if any(config.container == "hf" for config in configs):
         exporter.transforms.to_file(exporter.model.state_dict("base"), None, None)
 
 

@@ -264,7 +264,7 @@ class Exporter:
         return stage
 
     def _tensors(self, config: ExportConfig) -> StateDict:
-        if config.format == "peft":
+        if config.container == "peft":
             return self.model.owned_state_dict()
         if config.training_state:
             return self.model.state_dict("full") | flat_tensors(self._run.items)
@@ -274,9 +274,9 @@ class Exporter:
     def _job(self, config: ExportConfig, step: int, base: dict[str, Any] | None, tensors: StateDict) -> ExportJob:
         """Decide how the tensors are exported."""
         writer: FolderExport | DcpExport
-        if config.format == "hf":
+        if config.container == "hf":
             writer = self.huggingface(config, tensors)
-        elif config.format == "dcp":
+        elif config.container == "dcp":
             tensors = self._dcp_names(config, tensors)
             of_model = self.model.extra_state() | self.model.state("full").values if config.training_state else {}
             values = flat_values(self._run.items, of_model) if config.training_state else {}
@@ -296,7 +296,7 @@ class Exporter:
 
     def _dcp_names(self, config: ExportConfig, tensors: StateDict) -> StateDict:
         """Return the tensors by the names in a DCP folder, which has a tied one under each of its names."""
-        if config.names == "torchtitan":
+        if config.format == "torchtitan_weights":
             names = self.transforms.names_in_torchtitan(tensors)
             return {name: value for fqn, value in tensors.items() for name in names[fqn]}
         return tensors | {alias: tensors[fqn] for alias, fqn in self.model.tied.items() if fqn in tensors}
@@ -321,10 +321,10 @@ class Exporter:
         format_ = HuggingFaceFormat(
             config=dict(transforms.hf_config or {}),
             assets=assets,
-            max_shard_bytes=config.max_shard_bytes,
+            max_shard_bytes=0 if config.max_shard_bytes == "base" else config.max_shard_bytes,
             quantizer=quantizer,
             base=base,
-            as_base=config.file_layout == "base",
+            as_base=config.max_shard_bytes == "base",
             verified=transforms.key_map.verified,
             generation_config=transforms.generation_config,
         )

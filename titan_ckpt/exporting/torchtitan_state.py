@@ -55,7 +55,7 @@ def flat_values(items: Iterable[Item], model_values: Mapping[str, Any]) -> dict[
             continue
         made[name] = StoredValue(path, known[text], xxhash.xxh3_64_hexdigest(text) if is_compared else None)
     if faults:
-        raise ExportError(f"not plain data: {listed(faults, ', ', ' ')}. Leave training_state out of the export")
+        raise ExportError(f'not plain data: {listed(faults, ", ", " ")}. Export format = "torchtitan_weights" instead')
     return made
 
 

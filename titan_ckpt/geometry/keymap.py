@@ -13,8 +13,8 @@ from __future__ import annotations
 import difflib
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
 
@@ -399,6 +399,8 @@ class KeyMap:
     them as they are, and an export leaves them out."""
     verified: bool = False
     """Names come from the library that opens the folder, so an export need not guess whether config.json fits them."""
+    float32: Mapping[torch.dtype, Collection[str]] = field(default_factory=dict, repr=False, compare=False)
+    """dtype of a folder -> the tensors that the program which opens it holds in float32 all the same."""
 
     def __post_init__(self) -> None:
         _ = self._native, self._file  # a malformed pattern is an error where the table is built
@@ -427,8 +429,8 @@ class KeyMap:
         return self.group_of_key(key).fqns
 
     def casts(self, fqns: Collection[str], dtype: object) -> bool:
-        """Return whether an export in this dtype casts these tensors; the others keep their own."""
-        return True
+        """Return whether an export in this dtype casts these tensors. Rounded in the file, the others stayed wrong."""
+        return not isinstance(dtype, torch.dtype) or not set(fqns) & set(self.float32.get(dtype, ()))
 
     def ignores(self, key: str) -> bool:
         """Return whether a load skips this file key."""

@@ -29,6 +29,8 @@ from titan_ckpt.saving.handle import SaveHandle
 
 logger = logging.getLogger(__name__)
 
+_JOB_END = "SLURM_JOB_END_TIME"
+"""The end of a job of Slurm, in seconds since 1970, in its environment."""
 SAME_SIGNAL_SECONDS = 2.0
 """Two signals within this time count as one: a launcher forwards a signal that its ranks receive as well."""
 ANSWER_SECONDS = 60.0
@@ -73,7 +75,7 @@ class RunGuard:
         self._board = NoticeBoard(
             self._last.coordinator.background(),
             answer_seconds=self._answer_seconds,
-            hang_seconds=self._config.hang_seconds,
+            hang_seconds=None if self._config.hang_seconds == "off" else self._config.hang_seconds,
             on_signal=self._signalled,
             on_idle=self._look_for_requests if self._line.rank == 0 else lambda: None,
         )
@@ -290,9 +292,9 @@ class RunGuard:
 
     def __enter__(self) -> Self:
         now = self._step_began = time.monotonic()
-        hours, moment = self._config.after_hours, self._config.at_unix_seconds
+        hours, job_ends = self._config.after_hours, os.environ.get(_JOB_END, "")
         left = [hours * 3600] if hours is not None else []
-        left += [moment - time.time()] if moment is not None else []
+        left += [int(job_ends) - time.time()] if job_ends.isdecimal() else []
         self._limit = now + min(left) if left else None
         if self._line.rank == 0:
             self._announce()
@@ -312,7 +314,7 @@ class RunGuard:
                 return True
             own = isinstance(value, CheckpointError) and not isinstance(value, DataError)
             wanted = isinstance(value, (Exception, KeyboardInterrupt)) and not own
-            if wanted and self._config.save_on_exception and self._manager.config.save is not None:
+            if wanted and "exception" in self._config.on and self._manager.config.save is not None:
                 assert value is not None
                 self._save_after(value)
         finally:
@@ -377,8 +379,7 @@ class RunGuard:
             guard.put_back()
         _guards.append(self)
         self._wakeup_fd = signal.set_wakeup_fd(self._board.signal_fd, warn_on_full_buffer=False)
-        for name in self._config.signals:
-            number = signal.Signals[name]
+        for number in [signal.Signals[name] for name in self._config.on if name != "exception"]:
             if (before := signal.getsignal(number)) is not None:  # None: C code handles it, such as faulthandler
                 self._handlers[number] = before  # first: the listener passes over signals that are not there
                 signal.signal(number, _noticed_elsewhere)

@@ -22,7 +22,13 @@ import torch
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.known.loaders import begin_afresh, is_of_torchdata, samplers_of, stateful_faults
+from titan_ckpt.components.known.loaders import (
+    POSITIONED,
+    begin_afresh,
+    is_of_torchdata,
+    samplers_of,
+    stateful_faults,
+)
 from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError, counted
@@ -83,6 +89,8 @@ class PositionedLoader:
         self._read_again = self._why_read_again()
         """Why a resume reads the epoch from its start; "" if it does not."""
         begin_afresh(self.inner)
+        if isinstance(self.inner, DataLoader):
+            POSITIONED.add(self.inner)
         self._of_data = self._look_for_generators()
         faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
         if faults:
@@ -251,9 +259,12 @@ class PositionedLoader:
         """Return whether the next batch is the first after a resume, and not the first of its epoch."""
         return self._resumed is not None and self.num_batches > 0
 
-    def restore_random(self) -> None:
-        """Set the random states of an epoch's end, before hooks of the next epoch draw from them."""
-        if self._resumed and not self.num_batches:
+    def restore_random(self, *, is_done: bool = False) -> None:
+        """Set the random states of an epoch's end, before hooks of the next epoch draw from them.
+
+        `is_done`: whether no batch will be read, so that those within an epoch are set, too.
+        """
+        if self._resumed and (is_done or not self.num_batches):
             self._set_random(self._resumed["now"])
             self._is_random_restored = True
 
@@ -290,7 +301,7 @@ class PositionedLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a position. Raises: LoadMismatchError for a position in different batches."""
         self._check_facts(state_dict, self._facts())
-        self._resumed = state_dict
+        self._resumed, self._start = state_dict, state_dict["start"]
         self._goes_on = state_dict["batches"] == length_of(self.loader)  # else it would be the end
         self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
         self._set_of_data(state_dict)
@@ -387,7 +398,8 @@ class PositionedLoader:
 
     def _order_faults(self) -> Iterator[str]:
         data = getattr(self.inner, "dataset", None)
-        yield from stream_faults(data, self._allow, is_read_again=self.is_read_again)
+        held = self._of_data if self.is_read_again or not getattr(self.inner, "num_workers", 0) else ()
+        yield from stream_faults(data, self._allow, is_read_again=self.is_read_again, held=held)
         if self.judges_collator:
             yield from collator_faults(getattr(self.inner, "collate_fn", None), self._allow, self._of_data)
         if self._gives_state:
@@ -477,16 +489,6 @@ def generators_of(loader: Any) -> list[Any]:
     data = getattr(loader, "dataset", None)
     found += held_generators([data, *functions_of(data), getattr(loader, "collate_fn", None)])
     return [*{id(generator): generator for generator in found}.values()]
-
-
-def seed_workers_apart(loader: Any) -> None:
-    """Let workers that are kept get their seed from a generator that nothing else draws from.
-
-    They get one in a process, so a run that is resumed would draw once more.
-    """
-    if getattr(loader, "persistent_workers", False):
-        own, given = torch.Generator(), loader.generator
-        loader.generator = own if given is None else own.manual_seed(given.initial_seed())
 
 
 def _divides(sampler: Any) -> bool:

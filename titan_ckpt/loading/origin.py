@@ -240,7 +240,7 @@ class TorchtitanFolder(Origin):
             if type(reader) is not DcpReader:  # one of torch_checkpointing has weights alone for us
                 raise NotACheckpointError(
                     f"{path} holds no training state: only steps of this package and DCP folders of torchtitan do; "
-                    "leave training_state out to load its weights"
+                    "leave load out to load its weights"
                 )
             stored, is_whole = step_of_folder(reader, path), has_training_state(reader)
         number = stored if step is None else step
@@ -322,7 +322,7 @@ def check_run(config: CheckpointConfig, path: Place, run: Origin) -> None:
     Raises: LoadMismatchError.
     """
     if not run.is_whole:
-        raise LoadMismatchError(f"{path} holds no training state: leave training_state out to load its weights")
+        raise LoadMismatchError(f"{path} holds no training state: leave load out to load its weights")
     is_adapter = run.manifest is not None and run.manifest.kind == "adapter"
     if len(config.initial_load) > 1 and not is_adapter:
         raise LoadMismatchError(

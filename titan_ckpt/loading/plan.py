@@ -108,10 +108,10 @@ def resolve(
     if step is None or step.kind == "adapter" or "model" in exclude:
         for source in config.initial_load:
             path, format_, adapter = describe(source)
-            adapter = adapter and not source.merge
+            merge = source.load == "merge"
             initial.append(
                 LoadSource(
-                    path, format_, source.cast, source.revision, adapter, source.merge,
+                    path, format_, source.cast, source.revision, adapter and not merge, merge,
                     source.initialize, source.ignore, prefix=source.prefix,
                 )
             )  # fmt: skip

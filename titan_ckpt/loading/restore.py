@@ -7,7 +7,7 @@ are, sources.py and origin.py read them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,7 +46,7 @@ from titan_ckpt.loading.plan import LoadPlan
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.types import LoadReport
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, identify_base
-from titan_ckpt.weights.initialize import empty_tensors, initialize, mark_filled
+from titan_ckpt.weights.initialize import empty_tensors, flag_loaded
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelState
 
@@ -84,6 +84,8 @@ class Restorer:
     _external_weights: ExternalWeights | None
     """The handler that fills the model; given if `config.components` leaves the model out."""
     _coordinator: Coordinator
+    _initialize: Callable[[Collection[str]], None]
+    """Gives values to what a load has left without any; called with the converters' own tensors that no source had."""
 
     def restore(self, step: int | None) -> Restored:
         """Resume `step`, or the newest valid one if it is None; without any, load the initial sources or start from 0.
@@ -109,7 +111,7 @@ class Restorer:
 
     def _restore(self, step: int | None) -> Restored:
         resumed = self._resume_newest() if step is None else self._resume_by_number(step)
-        if resumed is None and self._config.initial_load and self._config.initial_load[-1].training_state:
+        if resumed is None and self._config.initial_load and self._config.initial_load[-1].load == "training_state":
             resumed = self._resume_source()
         return resumed or self._load(Origin())
 
@@ -199,7 +201,7 @@ class Restorer:
             logger.warning(
                 "initial load: a source gives tensors alone, so that the extra state of %s stays as the model "
                 "was built: %s. If the source's is needed, set it after load(), or resume the source with "
-                "training_state = true",
+                'load = "training_state"',
                 counted(len(kept), "module"),
                 listed(kept, ", ", " "),
             )
@@ -343,7 +345,7 @@ class Restorer:
         if prepared.gives_back:
             empty = empty_tensors(self._run.model.parts)
             self._coordinator.together("load-own", lambda: prepared.state.check_whole(prepared.report.loaded, empty))
-            self._coordinator.together("load-own", lambda: mark_filled(self._run.model, prepared.give_back(values)))
+            self._coordinator.together("load-own", lambda: flag_loaded(self._run.model, prepared.give_back(values)))
 
     def _prove(self, prepared: PreparedLoad) -> None:
         """Check that the state that the model's own code returns can be stored and loaded again. Collective."""
@@ -357,8 +359,8 @@ class Restorer:
         """Take weights from outside if the plan says so; then initialize the tensors that still have no values."""
         report = self._take_from_outside(load_plan) if load_plan.external else prepared.report
         if empty_tensors(self._run.model.parts):
-            mark_filled(self._run.model, report.loaded)
-        self._coordinator.together("load-initialize", lambda: initialize(self._run.model, report.initialized))
+            flag_loaded(self._run.model, report.loaded)
+        self._coordinator.together("load-initialize", lambda: self._initialize(report.initialized))
         self._coordinator.together("load-grown", prepared.read_grown)
         return report
 
@@ -377,7 +379,7 @@ class Restorer:
             return state, event, may_lack
 
         state, event, may_lack = self._coordinator.together("load-external", fill)
-        self._coordinator.together("load-own", lambda: mark_filled(self._run.model, state.give_back(event.filled, {})))
+        self._coordinator.together("load-own", lambda: flag_loaded(self._run.model, state.give_back(event.filled, {})))
         return LoadReport(tuple(event.filled), initialized=tuple(may_lack - event.filled))
 
     def _identify_base(self, load_plan: LoadPlan, prepared: PreparedLoad, origin: Origin) -> dict[str, Any] | None:

@@ -91,7 +91,7 @@ class PreparedLoad:
                 raise LoadMismatchError(
                     f"{opened.source.path} has {listed(changed, ', ')} of its base, and this run's base has other "
                     "values or another shape: name the module in frozen_copies of the [[converters]] table, so that "
-                    "the adapter computes with its own, merge the adapter (merge = true), or take its base"
+                    'the adapter computes with its own, merge the adapter (load = "merge"), or take its base'
                 )
 
     def _is_equal(self, opened: _Opened, key: str, group: KeyGroup, shape: Shape) -> bool:
@@ -426,7 +426,7 @@ def _problems(verdict: _Verdict, opened: Sequence[_Opened], *, resuming: bool) -
         hint = ". Name new tensors in checkpoint.initial_load.initialize" if few else ""
         problems.append(f"{where}: {len(report.missing)} missing: {_listed(report.missing)}{alone}{hint}")
     if twice := [f"{fqn} (in {first} and {second})" for fqn, first, second in verdict.twice]:
-        both = ", or merge all adapters but one into the base (merge = true)" if any(adapters) else ""
+        both = ', or merge all adapters but one into the base (load = "merge")' if any(adapters) else ""
         problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once{both}")
     if not problems:
         return []

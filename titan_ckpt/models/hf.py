@@ -61,6 +61,13 @@ def build_named(source: str | Path | Mapping[str, Any]) -> PreTrainedModel:
     return model
 
 
+def open_pretrained(folder: str | Path) -> PreTrainedModel:
+    """Return the causal language model of a folder as transformers itself opens it, in float32. Raises: as `build`."""
+    kind = _causal_class(transformers_config(folder), folder)
+    model: PreTrainedModel = kind.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
+    return model
+
+
 def names_another_class(source: str | Path | Mapping[str, Any]) -> bool:
     """Return whether `build_named` makes a model of another class than `build`. Raises: ConfigError for no config."""
     config = transformers_config(source)

@@ -288,12 +288,6 @@ class HuggingFaceKeyMap(KeyMap):
     exact: tuple[KeyRule, ...] = field(default=(), repr=False, compare=False)
     """The rule of each tensor, without placeholders."""
     names: FolderNames | None = field(default=None, repr=False, compare=False)
-    float32: Mapping[torch.dtype, Collection[str]] = field(default_factory=dict, repr=False, compare=False)
-    """dtype of a folder -> the tensors that from_pretrained(dtype=...) holds in float32 all the same."""
-
-    def casts(self, fqns: Collection[str], dtype: object) -> bool:
-        """Return False for tensors that transformers keeps in float32: rounded in the file, they stay wrong."""
-        return not isinstance(dtype, torch.dtype) or not set(fqns) & set(self.float32.get(dtype, ()))
 
     def of_folder(self, keys: Collection[str]) -> KeyMap:
         """Return the table with the names of this folder, as from_pretrained would find them.

@@ -9,13 +9,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.errors import ConfigError, ExportSettingError, counted
 from titan_ckpt.weights.identity import TrackedBase
-from titan_ckpt.weights.transforms import CASTABLE
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
 
 logger = logging.getLogger(__name__)
@@ -59,15 +56,6 @@ class ModelContent:
             )
             raise ConfigError([problem], "checkpoint")
         return replace(state, tensors={fqn: value for fqn, value in state.tensors.items() if self._model.owns(fqn)})
-
-    def whole(self, dtype: str) -> ModelState:
-        """Return the whole model's state; its tensors of floating-point numbers in `dtype`, unless it is "own"."""
-        state = self._model.state("full")
-        if dtype == "own":
-            return state
-        wanted = getattr(torch, dtype)
-        cast = {fqn: value.detach().to(wanted) for fqn, value in state.tensors.items() if value.dtype in CASTABLE}
-        return replace(state, tensors=state.tensors | cast)
 
     def settle(self) -> None:
         """After the first step, let saves hold the base too if the step has changed it. Collective.

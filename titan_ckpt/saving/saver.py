@@ -118,10 +118,13 @@ class Saver:
         assert self.in_flight is None and self.exports_in_flight is None, "wait() for the save before this one"
         self._staged = None
         state, snapshot = self._state_files(snapshot)
-        plan = self._plan = WritePlan.of(snapshot.tensors, self._coordinator, self._plan, snapshot.buffers)
+        plan = WritePlan.of(snapshot.tensors, self._coordinator, self._plan, snapshot.buffers, snapshot.casts)
+        self._plan = plan
         mode = self._config.check_replicas
         if mode != "off" and self._coordinator.world_size > 1:
-            check_replicas(snapshot.tensors, plan.replicas, snapshot.volatile, self._coordinator, mode, request.step)
+            own = snapshot.own_buffers
+            held = {ranks: tuple(name for name in names if name not in own) for ranks, names in plan.replicas.items()}
+            check_replicas(snapshot.tensors, held, snapshot.volatile, self._coordinator, mode, request.step)
         self._event = event
         commit = self._telemetry.ending(event)(partial(self._commit, event, request, snapshot, state, plan))
         changed = snapshot.watched.changed
@@ -158,7 +161,8 @@ class Saver:
         # known before it runs, so that an interrupt cannot come between
         self.in_flight = SaveHandle(request.step, lambda: commit(write_staged), "save")
         self.in_flight.start()
-        self._staged, self._changed = (request.step, snapshot.tensors), snapshot.watched.changed
+        if not snapshot.casts:
+            self._staged, self._changed = (request.step, snapshot.tensors), snapshot.watched.changed
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Plan saves of these tensors, and begin to make memory for their copies ready in the background. Collective.

@@ -113,8 +113,8 @@ def _meaning(error: BaseException, verb: str, url: str) -> tuple[int, bool, str]
         return errno.EACCES, True, "Check the credentials, and that they are those of this endpoint"
     if _OTHER_REGION.search(said):
         named = next((name for match in _REGION.finditer(text) for name in match.groups() if name), None)
-        value = f'checkpoint.store.region = "{named}"' if named else "checkpoint.store.region to the bucket's region"
-        return errno.EINVAL, True, f"Set {value}, or correct checkpoint.store.endpoint"
+        value = f"AWS_REGION={named}" if named else "AWS_REGION to the bucket's region"
+        return errno.EINVAL, True, f"Set {value} in the environment, or correct checkpoint.store.endpoint"
     if _LOCKED.search(said):
         return errno.EACCES, True, "The bucket locks objects or their versions; take one without a retention policy"
     if status == 507 or _FULL.search(said):
@@ -130,7 +130,7 @@ def _meaning(error: BaseException, verb: str, url: str) -> tuple[int, bool, str]
     if "with invalid path" in text:
         return errno.EINVAL, True, "Such an object is not one of titan_ckpt: move it away, or choose another folder"
     if status:
-        return errno.EIO, False, "Lower checkpoint.store.concurrency, or raise checkpoint.store.retry_seconds"
+        return errno.EIO, False, "Raise checkpoint.store.retry_seconds"
     return errno.EIO, False, "Is the endpoint right, and can this machine reach it?"
 
 

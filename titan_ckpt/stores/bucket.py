@@ -120,8 +120,8 @@ class Bucket(ObjectStore):
 
     def put(self, key: str, data: bytes) -> None:
         """Put an object over what is there, in one request if it is no larger than a part. Raises: StoreError."""
-        if len(data) > self.settings.part_bytes(len(data)):
-            self.upload(key, iter([memoryview(data)]), self.settings.part_bytes(len(data)))
+        if len(data) > self.part_bytes(len(data)):
+            self.upload(key, iter([memoryview(data)]), self.part_bytes(len(data)))
             return
         with self._asking("write", key):
             self._api.put(self._store, key, data, use_multipart=False)
@@ -151,7 +151,7 @@ class Bucket(ObjectStore):
                     watched(),
                     use_multipart=True,
                     chunk_size=part_bytes,
-                    max_concurrency=self.settings.concurrency,
+                    max_concurrency=self.concurrency,
                 )
         except BaseException:
             if errors:
@@ -324,8 +324,7 @@ def _client(scheme: str, name: str, settings: StoreConfig) -> Any:
     }
     if scheme == "s3":
         require_usable_keys()
-        own = {"endpoint": endpoint, "region": settings.region}
-        common |= {key: value for key, value in own.items() if value is not None}
+        common |= {"endpoint": endpoint} if endpoint else {}
         if not (endpoint or "").startswith("http://") and "AWS_UNSIGNED_PAYLOAD" not in os.environ:
             common["unsigned_payload"] = True  # TLS protects bodies, and a SHA-256 of each costs time
         return S3Store(name, **common, **shared_credentials())

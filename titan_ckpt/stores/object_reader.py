@@ -27,8 +27,8 @@ class ObjectReader(Reader):
     def __init__(self, path: BucketPath) -> None:
         """Read the object's head. Raises: FileNotFoundError; StoreError."""
         self.path = path
-        self.num_workers = path.bucket.settings.concurrency
-        self.request_bytes = min(_REQUEST_BYTES, path.bucket.settings.part_mib << 20)
+        self.num_workers = path.bucket.concurrency
+        self.request_bytes = min(_REQUEST_BYTES, path.bucket.part_mib << 20)
         """Bytes to ask for at a time where many are wanted."""
         self._head, self.num_bytes = path.read_head(HEAD_BYTES)
         self._fetched = 0, memoryview(self._head)

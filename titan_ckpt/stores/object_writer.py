@@ -37,7 +37,7 @@ class ObjectWriter(Writer):
     def __init__(self, path: BucketPath, expected_bytes: int) -> None:
         """Send nothing yet. `expected_bytes`: at most a little less than the size of the object."""
         self.path = path
-        self._part_bytes = path.bucket.settings.part_bytes(expected_bytes)
+        self._part_bytes = path.bucket.part_bytes(expected_bytes)
         self._parts: dict[int, _Part] = {}
         self._taken = 0
         """Number of parts that the upload has taken, from the first one on."""

@@ -24,6 +24,7 @@ from titan_ckpt.stores.store import Place, Sealed, Store
 
 MAX_SMALL_BYTES = 32 * 2**20
 """Limit of an object that is read whole without another: a manifest may have as many."""
+_MOST_PARTS = 9_000
 _PATIENCE_SECONDS = 2.0
 """Work that fails waits so long for the small files beside it, so that none of them arrives later."""
 _Value = TypeVar("_Value")
@@ -46,12 +47,19 @@ class ObjectStore(Store):
     """Objects, named by key; every error names the object by its URL. Threads may share it."""
 
     is_mounted = False
+    concurrency = 16
+    """Requests that one rank has in flight: with parts of 16 MiB they fill a fast link, and take 256 MiB."""
+    part_mib = 16
 
     def __init__(self, scheme: str, name: str, settings: StoreConfig) -> None:
         """Make a client; nothing is sent."""
         self.scheme = scheme
         self.name = name
         self.settings = settings
+
+    def part_bytes(self, num_bytes: int) -> int:
+        """Return the size of the parts of a file of `num_bytes`, larger for a large one, as a store takes 10,000."""
+        return max(self.part_mib << 20, -(-num_bytes // _MOST_PARTS >> 20) + 1 << 20)
 
     def url(self, key: str) -> str:
         """Return the URL of an object."""
@@ -150,7 +158,7 @@ class ObjectStore(Store):
                 heads[file.key] = file.read_head(HEAD_BYTES)
 
         todo = list(dict.fromkeys(files))
-        run_workers(todo, fetch, min(len(todo), self.settings.concurrency))
+        run_workers(todo, fetch, min(len(todo), self.concurrency))
         return BucketPath(self, place.key, heads)
 
     def afresh(self, place: BucketPath) -> BucketPath:
@@ -219,8 +227,8 @@ class ObjectStore(Store):
 
         run_workers(range(0, end, IO_BYTES), see, num_copy_workers())
         head = file.seal()
-        part_bytes = self.settings.part_bytes(file.num_bytes)
-        copies = PartMemory(part_bytes, max(1, self.settings.concurrency - 1))
+        part_bytes = self.part_bytes(file.num_bytes)
+        copies = PartMemory(part_bytes, max(1, self.concurrency - 1))
 
         def parts() -> Iterator[memoryview]:
             yield memoryview(head)

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from titan_ckpt.encoding.local_path import Whole, Written, is_uri, require
 from titan_ckpt.encoding.toml import Check, Checked
@@ -23,8 +23,6 @@ OTHERS: dict[str, Callable[[str, str, StoreConfig], Any]] = {}
 _BUCKET_URL = re.compile(r"([a-z][a-z0-9]*):/{1,2}([^/?#@:\s]+)((?:/[^/?#\x00-\x1f\x7f]+)*)/?")
 _ENDPOINT = re.compile(r"https?://[^/?#@\s]+(/[^?#@\s]*)?")
 
-_MOST_PARTS = 9_000
-
 
 def is_endpoint(text: str) -> bool:
     """Return whether this is the URL of a server, without anything secret."""
@@ -32,34 +30,29 @@ def is_endpoint(text: str) -> bool:
 
 
 _Endpoint = Annotated[str, Check("an http(s) URL without user, password or query", is_endpoint)]
-_Region = Annotated[str, Check("a name, such as eu-central-1, or nothing at all", re.compile(r"[!-~]+").fullmatch)]
-_Concurrency = Annotated[int, Check("1 to 256 (requests)", lambda n: 1 <= n <= 256)]
-_PartMib = Annotated[int, Check("5 to 512 (MiB)", lambda n: 5 <= n <= 512)]
 _Seconds = Annotated[float, Check("above 0, at most 600 (seconds)", lambda s: 0 < s <= 600)]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreConfig(Checked):
-    """[checkpoint.store]: how the buckets of checkpoints, sources and exports are reached."""
+    """[checkpoint.store]: how the buckets of checkpoints, sources and exports are reached. Credentials, and the region
+    of an S3 bucket (AWS_REGION), come from the provider's own environment and files.
+    """
+
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+        "region": "the environment has it: AWS_REGION, by default us-east-1",
+        "concurrency": "16 requests of a rank are in flight; it is no setting",
+        "part_mib": "a part has 16 MiB, or more in a file of more than 9,000 parts; it is no setting",
+    }
 
     endpoint: _Endpoint | None = None
     """URL of a server other than the provider's own, such as MinIO's; absent: AWS_ENDPOINT_URL or
     AZURE_STORAGE_ENDPOINT, or the provider's."""
-    region: _Region | None = None
-    """Region of an S3 bucket; absent: AWS_REGION, or us-east-1."""
-    concurrency: _Concurrency = 16
-    """Requests that one rank has in flight."""
-    part_mib: _PartMib = 16
-    """Size of the parts in which a file is uploaded; larger for a file that would have more than 9,000."""
     retry_seconds: _Seconds = 120.0
     """A request that has failed for this long is given up, and the save or load fails with the last answer."""
     single_writer: bool = False
     """You promise that one run at a time writes to the folder. Accepts stores without conditional puts, which cannot
     keep a second writer out."""
-
-    def part_bytes(self, num_bytes: int) -> int:
-        """Return the size of the parts of a file of `num_bytes`: as set, or larger, because a store takes 10,000."""
-        return max(self.part_mib << 20, -(-num_bytes // _MOST_PARTS >> 20) + 1 << 20)
 
 
 EXPECTED_PLACE = "a path on a mounted file system, or s3://bucket/key, gs://bucket/key or az://container/key"

@@ -8,7 +8,6 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -209,7 +208,7 @@ class StoreTests(ABC):
         store.write_sealed(place / "r.bin", _File(), 2)
         assert _content(place / "r.bin") == _SEALED
         if not store.is_mounted:  # then there is memory for one of its two parts
-            store.settings = replace(store.settings, part_mib=5, concurrency=2)
+            vars(store).update(part_mib=5, concurrency=2)
         sealing = threading.Thread(
             target=store.write_sealed, args=(place / "s.bin", _File(is_live=False), 2), daemon=True
         )

@@ -52,7 +52,7 @@ from titan_ckpt.training.loss import BalanceLoss, balance_coefficient, summed_cr
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.training.own_code import check_names, make_optimizer, make_patterns, make_scheduler
 from titan_ckpt.training.parallel.apply import parallelize
-from titan_ckpt.training.parallel.data_parallel import check_axes, find_mixed, is_sharded, sum_gradients
+from titan_ckpt.training.parallel.data_parallel import check_axes, decay_groups, find_mixed, is_sharded, sum_gradients
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import Pipeline
 from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
@@ -116,7 +116,7 @@ class BuildSteps:
         self.converters = converters
         self.user_callbacks = tuple(callbacks)
         self.state = TrainState()
-        self.num_steps = config.training.steps or DEFAULT_STEPS
+        self.num_steps = DEFAULT_STEPS if config.training.steps is None else config.training.steps
         """The last step of the run; with training.epochs it is known when the data is built, and again after a load."""
         self.log_history: deque[Mapping[str, LogValue]] = deque(maxlen=10_000)
         """The newest rows of metrics.jsonl, those before a resume included; on rank 0, and empty on the others."""
@@ -249,15 +249,15 @@ class BuildSteps:
         return parts
 
     def build_optimizer(self) -> Optimizer:
-        """Return the optimizer over the trained parameters: matrices with weight decay, vectors without.
+        """Return the optimizer over the trained parameters: matrices with weight decay, norms, biases, vectors without.
 
         Raises: ConfigError for an implementation that cannot update all of them.
         """
         config = self.config.optimizer
-        matrices = [p for p in self.trainable() if p.dim() >= 2]
-        vectors = [p for p in self.trainable() if p.dim() < 2]
         # every rank has both groups, even if its pipeline stage trains no parameter of one
-        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        parts = getattr(self, "model_parts", [self.model])
+        of_groups = zip(decay_groups(parts), (config.weight_decay, 0.0), strict=True)
+        groups = [{"params": [p for _, p in named], "weight_decay": decay} for named, decay in of_groups]
         if is_import_name(config.name):
             return make_optimizer(config, groups)
         if config.implementation in ("fused", "foreach") and (mixed := find_mixed(self.model_parts)):
@@ -272,14 +272,14 @@ class BuildSteps:
     def build_lr_scheduler(self) -> LRScheduler | None:
         """Return the scheduler of the learning rate."""
         if is_import_name(self.config.schedule.kind):
-            return make_scheduler(self.config, self.optimizer, self.num_steps)
+            return make_scheduler(self.config, self.optimizer, max(self.num_steps, 1))
         # a load may change the number of steps, and where the decay begins
         self.decay = find_decay(self.config, self.num_steps, self.tokens_per_step)
         schedule = self.config.schedule
         return LambdaLR(self.optimizer, lambda index: rate_factor(schedule, self.num_steps, self.decay)(index))
 
     def build_training_context(self) -> Callable[[], AbstractContextManager[object]]:
-        """Return the context of every forward pass: autocast, unless FSDP2 already computes in bfloat16."""
+        """Return the context of every forward pass: autocast, unless FSDP2 already computes in 16 bits."""
         if self._compute_dtype is torch.float32 or isinstance(self.model, FSDPModule):
             return nullcontext
         return lambda: torch.autocast(self.ranks.device.type, self._compute_dtype)
@@ -409,7 +409,8 @@ class BuildSteps:
 
     @property
     def _compute_dtype(self) -> torch.dtype:
-        return torch.bfloat16 if self.config.training.compute_dtype == "bfloat16" else torch.float32
+        dtype: torch.dtype = getattr(torch, self.config.training.compute_dtype)
+        return dtype
 
     def _taken_settings(self, stored: Mapping[str, Any]) -> frozenset[str]:
         """Return the settings of the optimizer that a resume takes from the run file, because they have changed.

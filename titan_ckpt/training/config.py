@@ -33,18 +33,6 @@ def is_pattern(text: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class InitialValuesConfig(Checked):
-    """Initial values of the parameters whose names match a pattern."""
-
-    names: Annotated[str, Check("a regular expression", is_pattern)]
-    """Regular expression for the whole name; the first table that matches counts."""
-    function: ImportName
-    """Fills a tensor in place, as "package.module:Name", such as "torch.nn.init:normal_"."""
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the function, such as { std = 0.02 }."""
-
-
-@dataclass(frozen=True, slots=True)
 class ModelConfig(Checked):
     """The model to train; its shape comes from exactly one of `flavor` and `folder`."""
 
@@ -53,7 +41,7 @@ class ModelConfig(Checked):
             "torchtitan's key",
             {
                 "hf_assets_path": "model.folder",
-                "tokenizer_path": "data.tokenizer.folder",
+                "tokenizer_path": "data.tokenizer",
                 "converters": "[[converters]] with a kind",
                 "print_after_conversion": "nothing; the log names what was converted",
             },
@@ -69,22 +57,29 @@ class ModelConfig(Checked):
     folder: LocalPath | None = None
     """A Hugging Face folder, or the id of a model in the local Hugging Face cache, such as "Qwen/Qwen3-0.6B". The shape
     is that of its config.json; a new run starts from its weights, if it has any and [[checkpoint.initial_load]] names
-    no sources; its tokenizer is the default of [data.tokenizer]."""
+    no sources; its tokenizer is the default of data.tokenizer."""
     load_weights: bool = True
     """With false, only the shape of `folder` is used, and a new run starts from random values."""
     construct: Literal["default", "meta", "device"] = "default"
-    """Where the values come from that no source provides. "default": those that one CPU would give, bit for bit; every
-    rank makes all of them, tensor by tensor. "device": the same distributions, drawn in seconds on the device, by each
-    rank for its own shards; skips the values of one CPU. "meta": skips initialization; a weight that no source has is
-    an error."""
-    initial_values: tuple[InitialValuesConfig, ...] = ()
-    """Fill the parameters by patterns of their names, instead of by the model's own code; each must match one."""
+    """Where the model is built, and where the values come from that no source provides. "default": on meta, or on the
+    CPU if it cannot be; the values that one CPU would give, bit for bit, which every rank makes tensor by tensor.
+    "device": on meta; the same distributions, drawn in seconds on the device, by each rank for its own shards; skips
+    the values of one CPU. "meta": on meta; skips initialization; a weight that no source has is an error."""
+    initial_values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Fill the parameters by their names, instead of by the model's own code: a regular expression for the whole name,
+    and a function with its keyword arguments, such as ".*" = { function = "torch.nn.init:normal_", std = 0.02 }. Each
+    parameter must match one; the first counts."""
     freeze: tuple[NonEmpty, ...] = ()
     """Parameters that are not trained, as patterns over their names, such as "tok_embeddings.*"."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own model."""
 
     def problems(self) -> Iterator[str]:
+        for pattern, table in self.initial_values.items():
+            if not is_pattern(pattern):
+                yield f"initial_values: {pattern!r}: expected a regular expression"
+            if not is_import_name(table.get("function")):
+                yield f'initial_values.{pattern!r}.function: expected a name such as "torch.nn.init:normal_"'
         if is_import_name(self.name):
             if self.flavor is not None and self.folder is not None:
                 yield "flavor: the shape comes from flavor or from folder; leave one of them out"
@@ -121,7 +116,7 @@ class OptimizerConfig(Checked):
     eps: PositiveNumber = 1e-8
     """Added to the denominator of AdamW's update."""
     weight_decay: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] = 0.1
-    """Weight decay of matrices; vectors (norms, biases, magnitudes) are not decayed."""
+    """Weight decay of matrices; vectors, and norms and biases of any shape, are not decayed."""
     implementation: Literal["fused", "foreach", "for-loop"] | None = None
     """How AdamW computes its update: one kernel for all parameters, one operation at a time over all of them, or one
     parameter after the other. They round differently. The first two are refused if only some matrices, or only some
@@ -178,8 +173,9 @@ class TrainingConfig(Checked):
         ),
     }
 
-    steps: PositiveSteps | None = None
-    """Optimizer steps of the whole run, including those before a resume. Absent: as many as `epochs` take, or 1000."""
+    steps: Annotated[int, Check("an integer, 0 or more (steps)", lambda n: n >= 0)] | None = None
+    """Optimizer steps of the whole run, including those before a resume. Absent: as many as `epochs` take, or 1000.
+    With 0 the initial model is saved as step 0, a seed from which runs of any layout start."""
     epochs: PositiveInt | None = None
     """The run ends after this many passes over the data, unless `steps` end it before. Every sequence comes once in
     each pass; the last step has fewer if they do not fill it."""
@@ -202,9 +198,10 @@ class TrainingConfig(Checked):
     router_aux_loss_coef: Annotated[float, Check("a number, 0 or more", lambda x: x >= 0)] | None = None
     """Factor of the load-balancing loss of a mixture of experts. Absent: what the model's config.json asks for, that is
     router_aux_loss_coef if output_router_logits is true, else 0."""
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of matrix products; trained parameters and optimizer state stay float32. With bfloat16, frozen parameters
-    that are loaded from a 16-bit dtype keep that dtype."""
+    that are loaded from a 16-bit dtype keep that dtype. With float16 the loss is scaled, and a step whose gradients
+    overflow changes no weight and halves the scale, which checkpoints hold."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """With "auto", CUDA is used if it is available."""
     deterministic: bool | Literal["warn"] = False
@@ -222,6 +219,8 @@ class TrainingConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.check_gradients == "log" and self.max_grad_norm is not None:
             yield "check_gradients: max_grad_norm needs the norm in every step; leave one of them out"
+        if self.check_gradients == "log" and self.compute_dtype == "float16":
+            yield 'check_gradients: float16 needs the norm in every step; leave it out, or compute in "bfloat16"'
         if (whole := self.global_batch_size) is None:
             return
         if self.accumulation != 1:
@@ -256,33 +255,25 @@ class TensorBoardConfig(Checked):
 
 @dataclass(frozen=True, slots=True)
 class WandbConfig(Checked):
-    """[wandb]: sends all logged values to Weights & Biases; needs the extra `wandb`. The names are W&B's."""
+    """[wandb]: sends all logged values to Weights & Biases; needs the extra `wandb`. All else is W&B's own environment:
+    WANDB_NAME, WANDB_TAGS, WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_MODE.
+    """
+
+    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+        key: f"W&B's own environment has it: WANDB_{key.upper()}" for key in ("name", "tags", "entity", "mode")
+    }
 
     project: NonEmpty
     """The W&B project; it is made if it does not exist."""
-    name: NonEmpty | None = None
-    """Name of the run. Absent: W&B makes one up."""
-    tags: tuple[NonEmpty, ...] = ()
-    """Words to filter runs by. All else is W&B's own environment: WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_MODE."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilingConfig(Checked):
-    """[profiling]: writes traces of torch.profiler, which Perfetto and chrome://tracing can open."""
+    """[profiling]: each rank writes traces of torch.profiler to the folder profiles, for Perfetto or chrome://tracing."""
 
-    interval: PositiveSteps
-    """Steps from one trace to the next; the last `active` steps of each interval are traced. In the step before them
-    the profiler runs already, and what it finds is discarded."""
-    active: PositiveSteps = 1
-    """Number of steps per trace."""
-    num_traces: PositiveInt | None = 1
-    """Number of traces that a process writes."""
-    ranks: tuple[NonNegative, ...] = (0,)
-    """The ranks that write traces, to the folder profiles in the output folder."""
-
-    def problems(self) -> Iterator[str]:
-        if self.interval < 1 + self.active:
-            yield f"interval: {self.interval} steps are fewer than 1 + active = {1 + self.active}; raise it"
+    interval: Annotated[int, Check("2 or more (steps)", lambda n: n >= 2)]
+    """Steps from one trace to the next; each is of the last step of an interval. In the step before it the profiler
+    runs already, and what it finds is discarded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,9 +285,9 @@ class RunConfig(Checked):
         {
             "job": "output_folder for dump_folder",
             "dump_folder": "output_folder",
-            "hf_assets_path": "model.folder, or data.tokenizer.folder for the tokenizer alone",
+            "hf_assets_path": "model.folder, or data.tokenizer for the tokenizer alone",
             "model_spec": "[model]",
-            "tokenizer": "data.tokenizer.folder",
+            "tokenizer": "data.tokenizer",
             "dataloader": "[data]",
             "loss": "nothing; training.loss_average says how it is averaged",
             "debug": "seed, training.deterministic and checkpoint.save.check_replicas",
@@ -341,12 +332,14 @@ class RunConfig(Checked):
     def problems(self) -> Iterator[str]:
         if self.evaluation is not None and self.evaluation.corpus is None and not self.data.held_out:
             yield "evaluation: nothing to measure; name evaluation.corpus, or keep a share back with data.held_out"
+        if self.training.steps == 0 and (self.checkpoint.save is None or self.checkpoint.external):
+            yield "training.steps: 0 saves the initial model, and this run saves none; set checkpoint.save.interval"
         if self.training.epochs is not None and (self.data.streaming or self.data.corpus == "dummy"):
             kind = "a stream's length is not known" if self.data.streaming else "random tokens have no end"
             yield f"training.epochs: {kind}; set training.steps, or data.streaming = false for a corpus"
         keep = self.checkpoint.save.keep if self.checkpoint.save is not None else None
         if keep is not None and keep.best is not None and not (self.callbacks or self.trainer):
-            yield from self._faults_of_metric(keep.metric)
+            yield from self._faults_of_metric(keep.metric_name)
 
     def _faults_of_metric(self, metric: str) -> Iterator[str]:
         """Yield why no save of this run has a metric. Callbacks of one's own may measure any."""

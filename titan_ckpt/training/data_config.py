@@ -1,4 +1,4 @@
-"""The settings of a run's data: [data] and [data.tokenizer]. Imports no data library."""
+"""The settings of a run's data. Imports no data library."""
 
 from __future__ import annotations
 
@@ -15,16 +15,7 @@ from titan_ckpt.encoding.toml import Check, Checked, foreign
 BelowOne = Annotated[float, Check("a number from 0 to below 1", lambda x: 0 <= x < 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class TokenizerConfig(Checked):
-    """The tokenizer. Without any setting it is that of `model.folder` or of the first local folder in
-    [[checkpoint.initial_load]] that has one; a run that starts without weights trains one on the corpus.
-    """
-
-    folder: LocalPath | None = None
-    """A Hugging Face folder with a tokenizer.json, or the id of a model in the local Hugging Face cache."""
-    vocab_size: Annotated[int, Check("258 or more: the bytes and two marks", lambda n: n >= 258)] | None = None
-    """Train a tokenizer of this many tokens; it has fewer if the corpus has too few merges to learn. Absent: 2048."""
+_VocabSize = Annotated[int, Check("258 or more: the bytes and two marks", lambda n: n >= 258)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +35,7 @@ class DataConfig(Checked):
             "text_field": "data.field",
             "packing": "nothing; text is packed, and conversations are padded to the longest of a batch",
             "assistant_only_loss": "data.messages, whose loss is of the assistant's text alone",
-            "shuffle_buffer_size": "data.shuffle_window",
+            "shuffle_buffer_size": "data.shuffle",
             "dataloader_num_workers": "data.num_workers",
             "prefetch_factor": "data.prefetch",
         },
@@ -62,16 +53,19 @@ class DataConfig(Checked):
     """A conversation that is longer than a sequence is an error, is cut at its end, or is left out."""
     sequence_length: PositiveInt = 256
     """Length of one training sequence in tokens; of a conversation the largest length."""
-    tokenizer: TokenizerConfig = default(default_factory=TokenizerConfig)
+    tokenizer: _VocabSize | LocalPath | None = None
+    """A Hugging Face folder with a tokenizer.json, or the id of a model in the local Hugging Face cache; or the number
+    of tokens of one that is trained on the corpus, which has fewer if the corpus has too few merges to learn. Absent:
+    that of `model.folder`, or of the first local folder in [[checkpoint.initial_load]] that has one; a run that starts
+    without weights trains one of 2048 tokens."""
     held_out: BelowOne = 0.0
     """Share of the corpus, at its end, that is not trained on; [evaluation] measures it unless it names a corpus."""
-    shuffle: bool = True
-    """Take sequences in a new random order in each epoch; with false, in the order of the files."""
+    shuffle: bool | PositiveInt = True
+    """Take sequences in a new random order in each epoch; with false, in the order of the files. With streaming, the
+    number of neighbouring rows that are shuffled together; true: 1024."""
     streaming: bool = False
     """Read the corpus while training. Otherwise all of it is tokenised before the first step, once for all runs, and
     kept in cache_folder."""
-    shuffle_window: PositiveInt = 1024
-    """With streaming: number of neighbouring rows that are shuffled together."""
     num_workers: NonNegative = 0
     """Processes on each rank that make batches; with 0 the training process makes them."""
     prefetch: PositiveInt = 2
@@ -99,5 +93,7 @@ class DataConfig(Checked):
         if self.held_out and (self.streaming or self.corpus == "dummy"):
             kind = "a stream has no known end" if self.streaming else "random tokens have no end"
             yield f"held_out: {kind} to keep back; set evaluation.corpus"
+        if type(self.shuffle) is int and not self.streaming:
+            yield "shuffle: a number is the window of a stream; write true, or set streaming"
         if self.streaming and self.corpus == "dummy":
             yield "streaming: random tokens are read from nowhere; leave it out"

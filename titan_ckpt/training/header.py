@@ -34,12 +34,15 @@ def header(trainer: Trainer) -> Iterator[str]:
     yield f"data    {_data(trainer)}"
     degrees = [f"{f.name} {d}" for f in fields(ranks.degrees) if (d := getattr(ranks.degrees, f.name)) > 1]
     many = "1 rank" if ranks.size == 1 else f"{ranks.size} ranks ({', '.join(degrees)})"
+    yield f"steps   of {_optimizer(trainer)}"
     yield f"device  {trainer.state.numerics['device']}, {many}, {config.training.compute_dtype}"
 
 
 def position(trainer: Trainer) -> str:
     """Return the line that says where the run begins, after the load."""
     step, epochs = trainer.state.step, trainer.config.training.epochs
+    if not trainer.num_steps:
+        return f"run     {trainer.config.output_folder}, saves the initial model as step 0"
     begins = f"goes on after step {step}" if step else "starts at step 1"
     passes = "" if epochs is None else f", at most {counted(epochs, 'epoch')}"
     return f"run     {trainer.config.output_folder}, {begins} of {trainer.num_steps}{passes}"
@@ -51,7 +54,7 @@ def ending(trainer: Trainer) -> Iterator[str]:
     yield f"ended   after step {trainer.state.step} of {trainer.num_steps}"
     yield "saved   nothing" if saved is None else f"saved   {manager.folder / f'step-{saved}'}"
     for export, folder in manager.exported.items():
-        kind = {"hf": "for transformers", "peft": "the adapter, for PEFT", "dcp": "for DCP"}[export.format]
+        kind = {"hf": "for transformers", "peft": "the adapter, for PEFT", "dcp": "for DCP"}[export.container]
         yield f"export  {folder}, {kind}"
 
 
@@ -61,6 +64,12 @@ def short(number: int) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return str(number)
+
+
+def _optimizer(trainer: Trainer) -> str:
+    norm = trainer.config.training.max_grad_norm
+    clipped = "gradients are not clipped (training.max_grad_norm)" if norm is None else f"gradients clipped to {norm:g}"
+    return f"{type(trainer.optimizer).__name__}, {clipped}"
 
 
 def _data(trainer: Trainer) -> str:

@@ -50,12 +50,12 @@ def checkpoint_settings(config: RunConfig) -> CheckpointConfig:
 def tokenizer_folder(config: RunConfig) -> Path | None:
     """Return the folder of the run's tokenizer; None if it names none and its weights bring none.
 
-    Without data.tokenizer.folder and data.tokenizer.vocab_size, it is the tokenizer of the pretrained model.
+    Without data.tokenizer, it is the tokenizer of the pretrained model.
     """
     chosen = config.data.tokenizer
-    if chosen.folder is not None:
-        return hub_folder(chosen.folder)
-    return _own_tokenizer(config) if chosen.vocab_size is None else None
+    if isinstance(chosen, str):
+        return hub_folder(chosen)
+    return _own_tokenizer(config) if chosen is None else None
 
 
 def refuse_new_tokenizer(config: RunConfig) -> None:
@@ -67,9 +67,7 @@ def refuse_new_tokenizer(config: RunConfig) -> None:
         why = f"holds weights and no {TOKENIZER}"
         if not store_of(place).is_mounted:
             why = "holds weights, and tokenizers are read from mounted file systems alone"
-        choices = (
-            "name the folder of their tokenizer (folder), or the size of one that is trained on the corpus (vocab_size)"
-        )
+        choices = "name the folder of their tokenizer, or the number of tokens of one that is trained on the corpus"
         raise ConfigError([f"data.tokenizer: {place} {why}; {choices}"])
 
 

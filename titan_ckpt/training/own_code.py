@@ -46,20 +46,20 @@ def _names(config: RunConfig) -> Iterator[tuple[str, str]]:
         "schedule.kind": config.schedule.kind,
     }
     yield from ((setting, str(name)) for setting, name in single.items() if is_import_name(name))
-    yield from ((f"model.initial_values.{i}.function", v.function) for i, v in enumerate(config.model.initial_values))
+    yield from ((f"model.initial_values.{p!r}.function", v["function"]) for p, v in config.model.initial_values.items())
     yield from ((f"callbacks.{i}", name) for i, name in enumerate(config.callbacks))
 
 
 def make_patterns(config: RunConfig) -> list[NamePattern]:
     """Return what fills the parameters by `model.initial_values`. Raises: ConfigError for settings that do not fit."""
     made, problems = [], []
-    for i, table in enumerate(config.model.initial_values):
-        function = import_named(table.function)
+    for pattern, table in config.model.initial_values.items():
+        function, settings = import_named(table["function"]), {k: v for k, v in table.items() if k != "function"}
         try:
-            inspect.signature(function).bind(torch.empty(0), **table.settings)
+            inspect.signature(function).bind(torch.empty(0), **settings)
         except TypeError as error:
-            problems.append(f"model.initial_values.{i}.settings: {table.function!r}: {error}")
-        made.append(NamePattern(table.names, partial(function, **table.settings)))
+            problems.append(f"model.initial_values.{pattern!r}: {table['function']!r}: {error}")
+        made.append(NamePattern(pattern, partial(function, **settings)))
     if problems:
         raise ConfigError(problems)
     return made

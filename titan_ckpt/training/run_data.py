@@ -25,6 +25,9 @@ from titan_ckpt.training.model_folder import refuse_new_tokenizer, tokenizer_fol
 from titan_ckpt.training.own_code import make_dataset
 from titan_ckpt.training.parallel.ranks import Ranks
 
+_WINDOW = 1024
+"""Number of neighbouring rows of a stream that are shuffled together."""
+
 
 def find_tokenizer(config: RunConfig, vocab_size: int | None) -> TextTokenizer | None:
     """Return the tokenizer, by default that of the pretrained model; None if the data comes without any.
@@ -36,9 +39,8 @@ def find_tokenizer(config: RunConfig, vocab_size: int | None) -> TextTokenizer |
     if data.dataset is None and vocab_size is None:
         raise ConfigError(["data.dataset: the model is no LanguageModel and takes no text; name data of your own"])
     if folder is not None:
-        setting = "data.tokenizer" if data.tokenizer.folder is None else "data.tokenizer.folder"
-        tokenizer = read_tokenizer(folder, setting)
-    elif data.tokenizer.vocab_size is None and (data.dataset is not None or data.corpus == DUMMY):
+        tokenizer = read_tokenizer(folder)
+    elif data.tokenizer is None and (data.dataset is not None or data.corpus == DUMMY):
         return None
     else:
         if data.streaming or data.messages is not None or data.corpus == DUMMY:
@@ -47,11 +49,12 @@ def find_tokenizer(config: RunConfig, vocab_size: int | None) -> TextTokenizer |
                 if data.messages
                 else "none is trained on a stream or random tokens"
             )
-            raise ConfigError([f"data.tokenizer: {why}; name a tokenizer in data.tokenizer.folder"])
-        if data.tokenizer.vocab_size is None:
+            raise ConfigError([f"data.tokenizer: {why}; name the folder of a tokenizer"])
+        if data.tokenizer is None:
             refuse_new_tokenizer(config)
         corpus = open_corpus(data.corpus, field=data.field)
-        tokenizer = train_tokenizer(corpus, data.tokenizer.vocab_size or VOCAB_SIZE, Path(data.cache_folder))
+        size = data.tokenizer if isinstance(data.tokenizer, int) else VOCAB_SIZE
+        tokenizer = train_tokenizer(corpus, size, Path(data.cache_folder))
     if vocab_size is not None and (need := tokenizer.num_ids) > vocab_size:
         misfit = f"the {need} tokens of {tokenizer.folder} do not fit the model's vocabulary of {vocab_size}"
         raise ConfigError([f"data.tokenizer: {misfit}; take the tokenizer of the weights, or a smaller one"])
@@ -89,7 +92,7 @@ def make_data(
         encode,
         data.sequence_length,
         seed,
-        window=data.shuffle_window if data.shuffle else 0,
+        window=_WINDOW if data.shuffle is True else int(data.shuffle),
         too_long=data.too_long,
         encoding=encode.digest if isinstance(encode, ChatTemplate) else tokenizer.digest,
         **share,

@@ -6,6 +6,7 @@ Owns [schedule], too.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -19,10 +20,13 @@ from titan_ckpt.training.train_state import TrainState
 if TYPE_CHECKING:
     from titan_ckpt.training.config import OptimizerConfig, RunConfig
 
+Tokens = Annotated[
+    str, Check('a number such as "1_000_000 tokens"', re.compile(r"(?=.*[1-9])\d+(_\d+)* tokens").fullmatch)
+]
 Ratio = Annotated[float, Check("a number from 0 to 1", lambda x: 0 <= x <= 1)]
 
-DECAY_LENGTH = "schedule.decay_tokens in steps"
-"""Key of `TrainState.schedule`: the length of a decay of `decay_tokens`, which depends on the size of a step."""
+DECAY_LENGTH = "schedule.decay in steps"
+"""Key of `TrainState.schedule`: the length of a decay that is given in tokens, which depends on the size of a step."""
 DECAY_BEGAN = "schedule.decay_began"
 """Key of `TrainState.schedule`: the step that a decay with start_decay = "now" began at."""
 
@@ -47,15 +51,13 @@ class ScheduleConfig(Checked):
     the optimizer and `settings` and returns an LRScheduler; parameters `steps` and `total_steps` get the last step."""
     warmup_ratio: Ratio = 0.05
     """Share of the steps with linear warm-up, rounded up to whole steps."""
-    decay_ratio: Ratio = 0.2
-    """Share of the steps, at the end, with linear decay; only for "wsd"."""
-    decay_steps: PositiveInt | None = None
-    """Length of that decay in steps, instead of decay_ratio."""
-    decay_tokens: PositiveInt | None = None
-    """Length of that decay in tokens, counted as full batches and rounded up to whole steps, instead of decay_ratio."""
+    decay: PositiveInt | Ratio | Tokens = 0.2
+    """Length of the linear decay of "wsd": a share of the steps, such as 0.2; a number of steps, such as 200; or of
+    tokens, such as "1_000_000 tokens", counted as full batches and rounded up to whole steps. With 0 the rate
+    stays at its peak, for a run that is annealed later."""
     start_decay: Literal["now"] | NonNegative | None = None
     """The step after which "wsd" decays: a number, or "now", the step that the run resumes, for annealing. It needs
-    decay_steps or decay_tokens. Absent: so that the decay ends with the last step."""
+    `decay` in steps or tokens. Absent: so that the decay ends with the last step."""
     min_ratio: Ratio = 0.1
     """Learning rate at the end, as a share of the peak; "constant" stays at the peak."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -63,24 +65,24 @@ class ScheduleConfig(Checked):
 
     def problems(self) -> Iterator[str]:
         if is_import_name(self.kind):
-            for key, default in (("warmup_ratio", 0.05), ("decay_ratio", 0.2), ("min_ratio", 0.1)):
+            for key, default in (("warmup_ratio", 0.05), ("min_ratio", 0.1)):
                 if getattr(self, key) != default:
                     yield f"{key}: your own schedule has no ratios; leave it out"
         elif self.settings:
             yield f"settings: they are the keyword arguments of your own schedule; {self.kind} has ratios"
-        lengths = [key for key in ("decay_steps", "decay_tokens") if getattr(self, key) is not None]
         if self.kind != "wsd":
-            set_anyway = lengths + ["start_decay"] * (self.start_decay is not None)
+            set_anyway = ["decay"] * (self.decay != 0.2) + ["start_decay"] * (self.start_decay is not None)
             yield from (f'{key}: a setting of kind = "wsd"; leave it out' for key in set_anyway)
-            return
-        if len(lengths) == 2:
-            yield "decay_tokens: decay_steps gives the length of the decay, too; leave one of them out"
-        if lengths and self.decay_ratio != 0.2:
-            yield f"decay_ratio: {lengths[0]} gives the length of the decay; leave decay_ratio out"
-        if self.start_decay is not None and not lengths:
-            yield "start_decay: the length of the decay is missing; set decay_steps or decay_tokens"
-        if not lengths and self.warmup_ratio + self.decay_ratio > 1:
-            yield f"decay_ratio: {self.decay_ratio} of the steps and warmup_ratio {self.warmup_ratio} exceed 1"
+        elif isinstance(self.decay, float):
+            if self.start_decay is not None:
+                yield 'start_decay: the length of the decay is missing; set decay = 200 (steps), or "1_000_000 tokens"'
+            if self.warmup_ratio + self.decay > 1:
+                yield f"decay: {self.decay} of the steps and warmup_ratio {self.warmup_ratio} exceed 1"
+
+    @property
+    def decay_tokens(self) -> int | None:
+        """Return the length of the decay in tokens; None if it is given in another unit."""
+        return int(self.decay.split()[0]) if isinstance(self.decay, str) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +104,9 @@ def find_decay(
     Raises: ConfigError that says what is missing.
     """
     schedule = config.schedule
-    length = schedule.decay_steps or math.ceil((schedule.decay_tokens or 0) / tokens_per_step)
-    if not length or (state is None and config.training.epochs is not None):
+    length = schedule.decay if isinstance(schedule.decay, int) else 0
+    length = length or math.ceil((schedule.decay_tokens or 0) / tokens_per_step)
+    if not length or not num_steps or (state is None and config.training.epochs is not None):
         return None
     if state is not None and schedule.decay_tokens:
         state.schedule[DECAY_LENGTH] = length
@@ -131,13 +134,13 @@ def rate_factor(config: ScheduleConfig, num_steps: int, decay: Decay | None = No
 
     Warm-up rises linearly and reaches 1 at its last step; its length is rounded up, so every ratio above zero has one.
     Then the factor falls to `min_ratio`, which it reaches after the last step: linearly from the end of warm-up
-    (linear), along half a cosine (cosine), or linearly over the last `decay_ratio` of all steps, or in `decay` (wsd:
-    warm-up, stable, decay).
+    (linear), along half a cosine (cosine), or linearly over the last share of all steps, or in `decay` (wsd: warm-up,
+    stable, decay).
     """
     warmup = math.ceil(config.warmup_ratio * num_steps)
     length = max(num_steps - warmup, 1)
     if config.kind == "wsd":
-        length = min(math.ceil(config.decay_ratio * num_steps), length)
+        length = min(math.ceil((config.decay if isinstance(config.decay, float) else 0) * num_steps), length)
     fall = decay or Decay(num_steps - max(length, 1), max(length, 1))
 
     def factor(index: int) -> float:
@@ -151,6 +154,10 @@ def rate_factor(config: ScheduleConfig, num_steps: int, decay: Decay | None = No
 
 def rescaled(before: Mapping[str, Any], now: Mapping[str, Any], step: int) -> str:
     """Return every setting by which the rates after `step` differ from those of an earlier run, as `changes` does."""
+    if "schedule.decay_ratio" in before:  # an earlier version has recorded three settings of one length
+        steps, tokens = before["schedule.decay_steps"], before["schedule.decay_tokens"]
+        length = steps or (f"{tokens} tokens" if tokens else before["schedule.decay_ratio"])
+        before = {**before, "schedule.decay": length}
     if before.get("schedule.kind") == now["schedule.kind"] == "constant":
         names = ("training.steps", "schedule.warmup_ratio")  # they give the length of warm-up, and nothing else counts
         lengths = {math.ceil(math.prod(record[name] for name in names)) for record in (before, now)}

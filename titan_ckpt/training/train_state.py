@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 _COUNTS = ("step", "num_tokens", "seconds")
+_SCALE = ("loss_scale", "finite_steps")
 _SETTINGS = ("optimizer", "schedule", "numerics")
 """Settings of a run that its checkpoints record; `saved_*` has those of the run that saved."""
 
@@ -18,6 +19,10 @@ class TrainState:
         self.num_tokens = 0
         self.seconds = 0.0
         """Time spent in steps since step 0, over all resumes, without the end of the newest; equal on every rank."""
+        self.loss_scale = 2.0**16
+        """Factor of the loss when it is computed in float16."""
+        self.finite_steps = 0
+        """Number of steps since the scale was changed."""
         self.numerics: dict[str, Any] = {}
         """The settings that the last bits of a step depend on (precision.py), as rank 0 has them."""
         self.saved_numerics: dict[str, Any] = {}
@@ -32,10 +37,12 @@ class TrainState:
         """The schedule of the run that saved the checkpoint; empty before a load and in checkpoints without one."""
 
     def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in (*_COUNTS, *_SETTINGS)}
+        return {name: getattr(self, name) for name in (*_COUNTS, *_SCALE, *_SETTINGS)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         for name in _COUNTS:
             setattr(self, name, state_dict[name])
+        for name in _SCALE:  # checkpoints of an earlier version have none
+            setattr(self, name, state_dict.get(name, getattr(self, name)))
         for name in _SETTINGS:
             setattr(self, f"saved_{name}", dict(state_dict.get(name, {})))

@@ -50,6 +50,8 @@ from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 
+_GROWTH_STEPS = 2000
+"""Steps without an overflow after which the scale of the loss in float16 is doubled."""
 _AFRESH = 'restore them, or start the schedule afresh: checkpoint.resume.exclude = ["lr_scheduler"]'
 
 
@@ -164,7 +166,7 @@ class Trainer(BuildSteps):
         """
         training = self.config.training
         if training.epochs is None:
-            return training.steps or DEFAULT_STEPS
+            return DEFAULT_STEPS if training.steps is None else training.steps
         if not hasattr(self.dataloader, "end_after"):
             kind = type(self.dataloader).__name__
             raise ConfigError([f"training.epochs: {kind} does not say how long the data is; set training.steps"])
@@ -176,6 +178,9 @@ class Trainer(BuildSteps):
         """Resume, load initial weights, or start from step 0."""
         result = self.manager.load()
         self.state.step = result.step
+        if result.step and not self.num_steps:
+            problem = f"0 saves the initial model, and step {result.step} is in {self.manager.folder}"
+            raise ConfigError([f"training.steps: {problem}; leave it out to go on, or take another checkpoint.folder"])
         self.num_steps = self.find_num_steps()
         self.state.schedule = schedule_record(self.config, self.num_steps)
         if result.step:
@@ -231,8 +236,13 @@ class Trainer(BuildSteps):
     def train(self) -> None:
         """Run the remaining optimizer steps, or fewer if the guard stops the run; the guard then saves.
 
-        If the last step is already done, take no step and only make the exports that are still missing.
+        If the last step is already done, take no step and only make the exports that are still missing. With
+        `training.steps = 0`, save the initial model.
         """
+        if self.num_steps == 0:
+            if self.manager.last_step.saved is None:  # else it is there
+                self.manager.save_seed()
+            return
         if self.state.step >= self.num_steps:
             logger.info("step %d of %d is done: nothing to train", self.state.step, self.num_steps)
             self.manager.save(self.state.step, last_step=True)
@@ -339,6 +349,8 @@ class Trainer(BuildSteps):
         num_tokens, told = predicted.num_tokens, time.perf_counter()
         self._unreported_seconds += told - started
         loss = grad_norm = math.nan
+        if (scale := self._loss_scale) != 1:
+            torch._foreach_mul_([local_tensor(p.grad) for p in self.trainable() if p.grad is not None], 1 / scale)
         if self.is_measured:
             spent = torch.full_like(share, self._unreported_seconds)
             grad_norm, (loss, of_ranks) = self.clip_gradients(torch.stack([share, spent]))
@@ -349,13 +361,16 @@ class Trainer(BuildSteps):
         num_tokens = int(predicted.everywhere if num_tokens is None else num_tokens)
         if not num_tokens and self.ranks.rank == 0:
             logger.warning("step %d learns nothing: no label of its %d sequences counts", step, self.global_batch_size)
-        self.callbacks.on_pre_optimizer(self, step, grad_norm)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        self.optimizer.step()
-        if self.converters is not None:
-            self.converters.post_optimizer_hook(self.model_parts)
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
+        if self._has_overflowed(step, grad_norm):
+            self.is_measured, loss, grad_norm = False, math.nan, math.nan
+        else:
+            self.callbacks.on_pre_optimizer(self, step, grad_norm)
+            self.optimizer.step()
+            if self.converters is not None:
+                self.converters.post_optimizer_hook(self.model_parts)
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
         self.optimizer.zero_grad()
         if self.balance_loss is not None and self.is_log_due(step):
             self.measurements["moe/balance_loss"] = self.balance_loss.take_mean()
@@ -380,6 +395,33 @@ class Trainer(BuildSteps):
         if self.pipeline is not None and sum(len(batch["tokens"]) for batch in found) < whole:
             return []
         return found
+
+    @property
+    def _loss_scale(self) -> float:
+        return self.state.loss_scale if self._compute_dtype is torch.float16 else 1.0
+
+    def _has_overflowed(self, step: int, grad_norm: float) -> bool:
+        """Return whether gradients in float16 have overflowed, so that the step is left out; adjust the loss's scale.
+
+        Where a scale is left to halve; a gradient that is not finite without any stops the run, as in every dtype.
+        Source: torch.amp.GradScaler, with its factors.
+        """
+        state = self.state
+        if self._compute_dtype is not torch.float16 or (state.loss_scale <= 1 and not math.isfinite(grad_norm)):
+            return False
+        state.finite_steps += 1
+        if math.isfinite(grad_norm):
+            if state.finite_steps == _GROWTH_STEPS:
+                state.loss_scale, state.finite_steps = state.loss_scale * 2, 0
+            return False
+        state.loss_scale, state.finite_steps = state.loss_scale / 2, 0
+        if self.ranks.rank == 0:
+            logger.warning(
+                "step %d: gradients overflow in float16, so no weight changes; the loss is scaled by %g from now on",
+                step,
+                state.loss_scale,
+            )
+        return True
 
     def _needs_measures(self, step: int) -> bool:
         """Return whether the loss and the gradients' norm of a step are exchanged: training.check_gradients.
@@ -427,7 +469,7 @@ class Trainer(BuildSteps):
             for index in range(len(batches)):
                 self.callbacks.on_substep_begin(self, index)
             with self.training_context():
-                total = self.pipeline.forward_backward(whole, 1 / divisor)
+                total = self.pipeline.forward_backward(whole, self._loss_scale / divisor)
             for index in range(len(batches)):
                 self.callbacks.on_substep_end(self, index)
             return total / self.ranks.degrees.tp
@@ -441,7 +483,7 @@ class Trainer(BuildSteps):
             objective = loss / divisor
             if self.balance_loss is not None:
                 objective = objective + self.balance_loss.share() / len(batches)
-            objective.backward()
+            (objective if self._loss_scale == 1 else objective * self._loss_scale).backward()
             total += loss.detach()
             self.callbacks.on_substep_end(self, index)
             self.guard.check()

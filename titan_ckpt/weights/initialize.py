@@ -103,6 +103,7 @@ def construct(
             model = build()
         if any(value.is_meta for _, _, value in named_tensors(model)):
             match_patterns(dict(model.named_parameters()), patterns)
+            logger.info("the model is built on meta; what no source provides is initialized %s", _SKIPS[values])
             model.__dict__[_ORIGIN] = origin
             return model
     except CheckpointError:
@@ -130,7 +131,7 @@ def match_patterns(parameters: Collection[str], patterns: Sequence[NamePattern])
     bare = [fqn for fqn in parameters if fqn not in matched] if patterns else []
     problems = [f"model.initial_values: no pattern matches {listed(bare, ', ', ' ', _LISTED)}"] if bare else []
     problems += [
-        f"model.initial_values.{i}.names: {pattern.names!r} matches no parameter; names look like {fqn}"
+        f"model.initial_values: {pattern.names!r} matches no parameter; names look like {fqn}"
         for i, pattern in enumerate(patterns)
         for fqn in [*parameters][:1]
         if i not in used
@@ -166,8 +167,8 @@ def empty_tensors(parts: Sequence[nn.Module]) -> list[str]:
     return [fqn for part in parts for fqn, _ in _empty_places(part)]
 
 
-def mark_filled(wrapper: ModelWrapper, fqns: Collection[str]) -> None:
-    """Unmark tensors that have their values now; called once per load, not once per source."""
+def flag_loaded(wrapper: ModelWrapper, fqns: Collection[str]) -> None:
+    """Flag tensors that have their values now, so that nothing initializes them; once per load, not once per source."""
     names = set(fqns)
     for part in wrapper.parts:
         empty = [*_empty_places(part)]
@@ -179,7 +180,7 @@ def mark_filled(wrapper: ModelWrapper, fqns: Collection[str]) -> None:
 
 
 @torch.no_grad()
-def initialize(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
+def initialize_missing(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
     """Give values to every tensor that has none, and change no other; converter-owned ones last. Follows every load.
 
     `owned`: converter-owned tensors that no source provided; they are derived from the base even if they have values.
@@ -219,7 +220,7 @@ def initialize(wrapper: ModelWrapper, owned: Collection[str] = ()) -> None:
         )
     if wrapper.hooks is not None and (due := {*empty_tensors(wrapper.parts), *filter(wrapper.owns, owned)}):
         wrapper.hooks.initialize(wrapper.parts, due)
-        mark_filled(wrapper, due)
+        flag_loaded(wrapper, due)
 
 
 @contextmanager

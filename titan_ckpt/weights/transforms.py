@@ -406,6 +406,11 @@ class _Names:
         return self.owned_map.group_of_fqn(fqn)
 
 
+def casts_to(dtype: torch.dtype | None) -> dict[torch.dtype, torch.dtype]:
+    """Return the dtypes that a file with `dtype` holds otherwise, each with it; none if it is None."""
+    return {} if dtype is None else {own: dtype for own in CASTABLE if own is not dtype}
+
+
 def cast_all(tensors: StateDict, dtype: torch.dtype | None) -> StateDict:
     """Return the tensors with floating ones of 16 bits or more cast when they are written; None casts none."""
     if dtype is None:

@@ -60,7 +60,7 @@ def manager(folder: Path, item: Item | None = None, **settings: Any) -> Checkpoi
 
 def test_a_seventh_component_is_saved_loaded_exported_and_missed(tmp_path: Path) -> None:
     """Its tensor is in the tensor file, its number in state.json; a step without it is refused by its name."""
-    with manager(tmp_path, Curriculum(3), export=(ExportConfig("dcp", training_state=True),)) as m:
+    with manager(tmp_path, Curriculum(3), export=(ExportConfig("torchtitan"),)) as m:
         m.save(1, last_step=True)
         assert m._run.components() == ("model", "rng", "curriculum")
     item = Curriculum()

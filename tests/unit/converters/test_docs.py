@@ -40,7 +40,7 @@ def test_tables_on_the_page_are_accepted() -> None:
     assert [from_tables(some).describe()[0]["kind"] for some in tables] == ["lora", "qat", "float8"]
     others = [table["checkpoint"] for block in blocks if "checkpoint" in (table := tomli.loads(block))]
     sources, exports = (from_dict(CheckpointConfig, table, page[:20]) for table in others)
-    assert [source.merge for source in sources.initial_load] == [False, True, False]
+    assert [source.load for source in sources.initial_load] == ["weights", "merge", "weights"]
     assert [export.quantized for export in exports.export] == [True, False]
     for scheme in get_args(Scheme):
         assert f"`{scheme}`" in page

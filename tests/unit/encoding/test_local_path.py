@@ -25,7 +25,7 @@ URIS = ("s3://b/x", "gs://b", "memory://", "file:///tmp/x", "az://c/x", "hf://or
 
 
 PATHS = {
-    "output_folder", "model.folder", "data.corpus", "data.cache_folder", "data.tokenizer.folder",
+    "output_folder", "model.folder", "data.corpus", "data.cache_folder", "data.tokenizer",
     "evaluation.corpus", "tensorboard.folder", "checkpoint.folder",
     "checkpoint.initial_load.0.path", "checkpoint.initial_load.2.path", "checkpoint.export.folder",
     "checkpoint.export.assets",
@@ -37,7 +37,7 @@ def settings_with(path: str) -> dict[str, Any]:
     return {
         "output_folder": path,
         "model": {"folder": path},
-        "data": {"corpus": path, "cache_folder": path, "tokenizer": {"folder": path}},
+        "data": {"corpus": path, "cache_folder": path, "tokenizer": path},
         "evaluation": {"interval": 1, "corpus": path},
         "tensorboard": {"folder": path},
         "checkpoint": {
@@ -136,12 +136,12 @@ def test_every_argument_that_names_a_folder_refuses_a_uri(call: str, uri: str, t
 def test_the_checkpoint_folder_may_be_in_a_bucket_of_a_known_scheme() -> None:
     """Another scheme is refused with the list of those that are known; a store's settings need a bucket."""
     for uri in ("s3://bucket/x", "gs://bucket/x", "az://container"):
-        assert CheckpointConfig(folder=uri, store=StoreConfig(region="eu-central-1")).folder == uri
+        assert CheckpointConfig(folder=uri, store=StoreConfig(retry_seconds=60.0)).folder == uri
     for uri in ("memory://x", "s3:/", "s3://a/../b", "hf://a/b"):
         with pytest.raises(ConfigError, match="or s3://bucket/key, gs://bucket/key or az://container/key"):
             CheckpointConfig(folder=uri)
     with pytest.raises(ConfigError, match="store: for buckets, and folder"):
-        CheckpointConfig(store=StoreConfig(region="eu-central-1"))
+        CheckpointConfig(store=StoreConfig(retry_seconds=60.0))
 
 
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "save --run", "prune --set-aside", "diff --weights a"])

@@ -117,9 +117,12 @@ def test_the_clock_of_another_host_does_not_cost_the_last_save(tmp_path: Path, m
     assert RunFolder(tmp_path).steps() == [last]
 
 
-def test_a_save_that_takes_longer_than_the_grace_is_made_before_the_time_is_up(tmp_path: Path) -> None:
+def test_a_save_that_takes_longer_than_the_grace_is_made_before_the_job_of_slurm_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A run that stops early enough for its last save makes it: the grace of signals is not its limit."""
-    with guarded(tmp_path, at_unix_seconds=time.time() + 1000.0, grace_seconds=1.0) as take:
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1000))
+    with guarded(tmp_path, grace_seconds=1.0) as take:
         take.manager.last_step.saver.seconds.append(665.0)  # type: ignore[attr-defined]
         last = until_stopped(take)
     assert RunFolder(tmp_path).steps() == [last]

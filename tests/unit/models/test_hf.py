@@ -22,7 +22,7 @@ from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import IDENTITY, Chain, Concat, KeyMap, Split, Transpose, Unstack
 from titan_ckpt.models import hf
 from titan_ckpt.models.hf_keys import find_key_map
-from titan_ckpt.weights.initialize import construct, initialize, materialize
+from titan_ckpt.weights.initialize import construct, initialize_missing, materialize
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 SMALL: dict[str, Any] = {
@@ -399,5 +399,5 @@ def test_buffers_are_recomputed_beside_modules_that_a_converter_added() -> None:
     hooks = converters.from_tables([{"kind": "lora", "rank": 2, "target_modules": ["*igate_preact", "*fgate_preact"]}])
     hooks.convert(model)
     materialize(model, "cpu")
-    initialize(ModelWrapper([model], hooks))
+    initialize_missing(ModelWrapper([model], hooks))
     assert torch.isfinite(model(torch.arange(8)[None])).all()

@@ -47,7 +47,7 @@ def settings(name: str, base: Path, where: Path, steps: int) -> RunConfig:
         {
             "output_folder": str(where / "run"),
             "model": {"name": name, "folder": str(base)},
-            "data": {"sequence_length": 32, "cache_folder": str(where / "cache"), "tokenizer": {"vocab_size": 300}},
+            "data": {"sequence_length": 32, "cache_folder": str(where / "cache"), "tokenizer": 300},
             "training": {"steps": steps, "batch_size": 8, "device": "cpu"},
             "schedule": {"kind": "constant", "warmup_ratio": 0.0},
             "optimizer": {"lr": 3e-3},
@@ -134,7 +134,5 @@ def test_a_folder_that_does_not_fit_is_named_with_the_reason(tmp_path: Path, con
 
 def test_names_of_torchtitan_are_for_models_that_have_them(tmp_path: Path) -> None:
     """A model of one's own has none; hf exports have their own. tests/torchtitan loads and exports by these names."""
-    with pytest.raises(ConfigError, match="names: torchtitan's are for the weights of a dcp export"):
-        ExportConfig("hf", names="torchtitan")
-    with pytest.raises(ExportError, match=r"dcp: there are no names of torchtitan for bias; weight"):
-        world.manager(tmp_path, torch.nn.Linear(2, 2), export=(ExportConfig("dcp", names="torchtitan"),))
+    with pytest.raises(ExportError, match=r"torchtitan_weights: there are no names of torchtitan for bias; weight"):
+        world.manager(tmp_path, torch.nn.Linear(2, 2), export=(ExportConfig("torchtitan_weights"),))

@@ -62,7 +62,7 @@ EVERYTHING: dict[str, dict[str, Any]] = {
     "evaluation": {"interval": 2, "max_sequences": 6},
     "tensorboard": {},
     "wandb": {"project": "titan_ckpt-tests"},
-    "profiling": {"interval": 3, "active": 1},
+    "profiling": {"interval": 3},
 }
 
 
@@ -179,7 +179,7 @@ def test_d2_wandb_has_a_run_that_can_be_synchronised(whole: Whole) -> None:
     assert all(name in content for name in (b"eval/perplexity", b"moe/layers.1/load", b"titan_ckpt-tests"))
 
 
-def test_d2_the_profiler_writes_a_trace_of_the_last_active_step(whole: Whole) -> None:
+def test_d2_the_profiler_writes_a_trace_of_the_last_step_of_an_interval(whole: Whole) -> None:
     """One trace, of step 3 of every three, holds the optimizer and matrix products of that step."""
     (trace,) = (whole[0] / "run" / "profiles").iterdir()
     assert trace.name == "step-3-rank-0.json.gz"
@@ -249,7 +249,7 @@ def test_even_and_one_sided_loads_have_the_extreme_entropies() -> None:
         ),
         ({"evaluation": {"interval": 1, "corpus": "nowhere.txt"}}, r"nowhere\.txt is not there"),
         ({"evaluation": {"interval": 1}}, r"name evaluation\.corpus, or keep a share back with data\.held_out"),
-        ({"profiling": {"interval": 2, "active": 4}}, r"2 steps are fewer than 1 \+ active = 5"),
+        ({"profiling": {"interval": 1}}, r"profiling\.interval: expected 2 or more"),
         ({"wandb": {}}, r"wandb\.project: required"),
     ],
 )
@@ -561,7 +561,7 @@ def test_d2_every_event_comes_in_the_order_of_a_run(tmp_path: Path) -> None:
     corpus = tmp_path / "short.txt"
     corpus.write_text("a b c d e f g h " * 8)
     tables: dict[str, dict[str, Any]] = {
-        "data": {"corpus": str(corpus), "cache_folder": str(tmp_path / "cache"), "tokenizer": {"vocab_size": 258}},
+        "data": {"corpus": str(corpus), "cache_folder": str(tmp_path / "cache"), "tokenizer": 258},
         "evaluation": {"interval": 2, "corpus": str(corpus)},
     }
     events = []
@@ -632,7 +632,7 @@ def test_d2_a_callback_is_told_what_is_committed_and_exported_and_its_errors_are
 
 def test_d2_an_evaluation_is_on_the_console(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The line of an evaluated step has the held-out loss; the last step is evaluated whatever the interval."""
-    data = {"sequence_length": 16, "cache_folder": str(tmp_path / "cache"), "tokenizer": {"vocab_size": 300}}
+    data = {"sequence_length": 16, "cache_folder": str(tmp_path / "cache"), "tokenizer": 300}
     config = settings(
         tmp_path, data=data | {"held_out": 0.1}, evaluation={"interval": 2, "max_sequences": 2}, training={"steps": 3}
     )

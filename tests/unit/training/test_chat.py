@@ -93,7 +93,7 @@ def test_a_tokenizer_whose_special_token_is_no_name_is_refused(tmp_path: Path, n
     """The message names the file and what it has."""
     chat_tokenizer(tmp_path / "x")
     (tmp_path / "x" / "tokenizer_config.json").write_text(json.dumps({"eos_token": name}))
-    with pytest.raises(ConfigError, match=r"data\.tokenizer\.folder: .*/x/tokenizer_config.json "):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .*/x/tokenizer_config.json "):
         read_tokenizer(tmp_path / "x")
 
 

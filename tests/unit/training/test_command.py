@@ -192,7 +192,7 @@ class Ending(Counting):
 
 
 @pytest.mark.parametrize(
-    ("why", "lost"), [({}, 0), ({"save": None}, 2), ({"stop": {"save_on_exception": False}}, 2), ("full", 1)]
+    ("why", "lost"), [({}, 0), ({"save": None}, 2), ({"stop": {"on": ["SIGTERM"]}}, 2), ("full", 1)]
 )
 def test_data_that_cannot_be_used_ends_a_run_with_2_and_the_log_says_what_is_lost(
     why: Any, lost: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -36,7 +36,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def over(base: Path, folder: Path, *, model: dict[str, Any] | None = None, **tables: dict[str, Any]) -> RunConfig:
     """Return a run of one step over a folder, with no word on weights and tokenizer unless `tables` say one."""
-    tables = {"training": {"steps": 1}, "data": {"tokenizer": {}}, **tables}
+    tables = {"training": {"steps": 1}, "data": {"tokenizer": None}, **tables}
     return settings(folder, model={"flavor": None, "folder": str(base), **(model or {})}, **tables)
 
 
@@ -45,7 +45,7 @@ def test_weights_and_tokenizer_of_the_folder_are_the_default(
 ) -> None:
     """The run is, bit for bit, the one that names both; its export carries the folder's tokenizer and stop tokens."""
     Trainer(over(base, tmp_path / "default", checkpoint={"export": {"format": "hf"}})).run()
-    named = {"data": {"tokenizer": {"folder": str(base)}}}
+    named = {"data": {"tokenizer": str(base)}}
     load = {"initial_load": [{"path": str(base), "cast": True}], "export": {"format": "hf"}}
     Trainer(over(base, tmp_path / "named", checkpoint=load, **named)).run()
     assert losses(tmp_path / "default") == losses(tmp_path / "named")
@@ -62,7 +62,7 @@ def test_d6_other_choices_are_explicit_and_warned_about(
     tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Random values and a trained tokenizer are settings; each is one warning, also where other weights are loaded."""
-    data = {"tokenizer": {"vocab_size": 300, "folder": None}, "corpus": str(Path(__file__).parents[3] / "README.md")}
+    data = {"tokenizer": 300, "corpus": str(Path(__file__).parents[3] / "README.md")}
     Trainer(over(base, tmp_path / "a", model={"load_weights": False}, data=data)).run()
     assert f"the weights in {base} are not loaded; this run starts from random values" in caplog.text
     assert f"data.tokenizer: this run uses and exports the tokenizer in {settings(tmp_path).data.cache_folder}" in (
@@ -118,7 +118,7 @@ def test_a_tokenizer_comes_from_the_source_of_weights_of_a_flavor(tmp_path: Path
         settings(
             tmp_path,
             training={"steps": 1},
-            data={"tokenizer": {}},
+            data={"tokenizer": None},
             checkpoint={"initial_load": [{"path": str(base), "cast": True}]},
         )
     )
@@ -129,7 +129,9 @@ def test_a_tokenizer_comes_from_the_source_of_weights_of_a_flavor(tmp_path: Path
 def test_pretrained_weights_without_a_tokenizer_or_in_pickles_are_refused(tmp_path: Path, base: Path) -> None:
     """One error before step 1 says which settings choose; the settings that it names are accepted."""
     bare = shutil.copytree(base, tmp_path / "bare", ignore=shutil.ignore_patterns("token*"))
-    with pytest.raises(ConfigError, match=rf"{bare} holds weights and no tokenizer\.json; .*\(vocab_size\)"):
+    with pytest.raises(
+        ConfigError, match=rf"{bare} holds weights and no tokenizer\.json; .*the number of tokens of one"
+    ):
         Trainer(over(bare, tmp_path / "a")).run()
     Trainer(over(bare, tmp_path / "b", model={"load_weights": False})).run()
     (bare / "model.safetensors").rename(bare / "pytorch_model.bin")
@@ -148,7 +150,7 @@ def test_weights_of_any_format_bring_their_tokenizer_or_are_refused(tmp_path: Pa
 
     def over_source(source: Path, *, corpus: str = "builtin") -> RunConfig:
         load = {"initial_load": [{"path": str(source)}]}
-        return settings(tmp_path, data={"tokenizer": {}, "corpus": corpus}, checkpoint=load)
+        return settings(tmp_path, data={"tokenizer": None, "corpus": corpus}, checkpoint=load)
 
     for source in (dcp, step, tmp_path / "peft", base / "model.safetensors"):
         with pytest.raises(ConfigError, match=rf"data.tokenizer: {source} holds weights and no tokenizer\.json; name"):

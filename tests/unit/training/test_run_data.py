@@ -28,7 +28,7 @@ def chats(root: Path, **more: Any) -> dict[str, Any]:
     if not (root / "tokenizer").exists():
         chat_tokenizer(root / "tokenizer")
     path = str(write_chats(root / "chats.jsonl", 10))
-    tokenizer = {"folder": str(root / "tokenizer")}
+    tokenizer = str(root / "tokenizer")
     return {"corpus": path, "messages": "messages", "sequence_length": 100, "tokenizer": tokenizer, **more}
 
 
@@ -37,14 +37,14 @@ def streamed_text(root: Path) -> dict[str, Any]:
     (root / "text").mkdir(exist_ok=True)
     lines = [json.dumps({"body": f"{i} and {i + 1} are neighbours, as {i + 2} is. " * (1 + i % 5)}) for i in range(20)]
     (root / "text" / "a.jsonl").write_text("\n".join(lines))
-    tokenizer = {"folder": str(root / "tokenizer")}
+    tokenizer = str(root / "tokenizer")
     return {"corpus": str(root / "text"), "field": "body", "streaming": True, "tokenizer": tokenizer}
 
 
 @pytest.mark.parametrize("kind", ["dummy", "stream", "conversations"])
 def test_d8_every_kind_of_data_trains_and_goes_on_where_it_was(tmp_path: Path, kind: str) -> None:
     """Two steps and two more have the losses of four; a run without a tokenizer has none."""
-    made = {"dummy": {"corpus": "dummy", "tokenizer": {}}}
+    made = {"dummy": {"corpus": "dummy", "tokenizer": None}}
     data = made[kind] if kind in made else streamed_text(tmp_path) if kind == "stream" else chats(tmp_path)
     constant = {"kind": "constant", "warmup_ratio": 0.0}
     for name, steps in (("whole", 4), ("parts", 2), ("parts", 4)):

@@ -19,6 +19,7 @@ from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.config import from_dict
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import llama3
+from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import Architecture
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.config import RunConfig
@@ -107,8 +108,15 @@ def test_the_end_of_a_run_says_what_is_left_of_it_and_where(tmp_path: Path, capl
     assert saved == f"saved   {tmp_path}/stopped/checkpoints/step-{step}"
     assert export.startswith(f"export  {tmp_path}/stopped/dcp/step-")
     assert told.startswith(f"stopped at step {step} of 500, all saved")
+    assert "steps   of AdamW, gradients are not clipped (training.max_grad_norm)" in caplog.messages
     caplog.clear()
-    Trainer(settings(tmp_path / "bare", training={"steps": 1}, checkpoint={"save": None})).run()
+    bare = {"steps": 1, "max_grad_norm": 1.0}
+    Trainer(settings(tmp_path / "bare", training=bare, checkpoint={"save": None})).run()
+    assert "steps   of AdamW, gradients clipped to 1" in caplog.messages
+    assert (
+        "the model is built on meta; what no source provides is initialized as one CPU would; every rank makes all "
+        "values, tensor by tensor" in caplog.messages
+    )
     assert caplog.messages[-2:] == ["ended   after step 1 of 1", "saved   nothing"]
 
 
@@ -134,7 +142,7 @@ def test_d9_more_epochs_go_on_with_the_next_sequence(tmp_path: Path) -> None:
 def test_c5_a_numbered_decay_of_a_run_by_epochs_is_judged_by_what_is_left(tmp_path: Path) -> None:
     """Larger steps end the epoch at step 5, after the decay, although a run of them alone would end before it."""
     Tiny(replace(epochs(tmp_path, 1, accumulation=1, steps=4), schedule=from_dict(ScheduleConfig, CONSTANT))).run()
-    decay = {"kind": "wsd", "warmup_ratio": 0.0, "start_decay": 4, "decay_steps": 1}
+    decay = {"kind": "wsd", "warmup_ratio": 0.0, "start_decay": 4, "decay": 1}
     config = replace(epochs(tmp_path, 1), schedule=from_dict(ScheduleConfig, decay))
     resumed = Tiny(config)
     assert resumed.run().step == resumed.num_steps == 5
@@ -186,7 +194,7 @@ class Endless(torch.utils.data.IterableDataset[Batch]):
     ("sections", "expected"),
     [
         (
-            {"training": {"epochs": 1}, "data": {"dataset": f"{__name__}:Endless", "tokenizer": {"vocab_size": None}}},
+            {"training": {"epochs": 1}, "data": {"dataset": f"{__name__}:Endless", "tokenizer": None}},
             r"training\.epochs: OwnDataLoader does not say how long the data is; set training\.steps",
         ),
         ({"parallel": {"backend": "nccl"}}, r"parallel\.backend: 'nccl' is no backend of this torch for cpu; .* gloo"),
@@ -342,6 +350,16 @@ OWN: Architecture[Any] = Architecture(
 WRAPPED: Architecture[Any] = Architecture(llama3.Llama3, llama3.Llama3Config.from_hf, OWN.flavors, wrapped)
 
 
+class NoLayers(LanguageModel):
+    """A model whose blocks are nowhere to be found."""
+
+    vocab_size, max_seq_len = 300, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(300, 8)
+
+
 def own(name: str = "OWN", **more: Any) -> dict[str, Any]:
     return {"name": f"{__name__}:{name}", "flavor": "tiny", **more}
 
@@ -363,6 +381,10 @@ def test_d9_an_architecture_of_ones_own_has_its_own_parallelize_and_clip_functio
         (own(flavor="small"), r"model\.flavor: 'small' is unknown; known: tiny"),
         (own(settings={"a": 1}), r"model\.settings: .*OWN has none"),
         (own("WRAPPED"), r"model\.name: .* returns a Sequential first, expected a LanguageModel"),
+        (
+            {"name": f"{__name__}:NoLayers", "flavor": None},
+            r"model\.name: NoLayers has no module `layers`, .*; give it one",
+        ),
         (own("NOWHERE"), r"model\.name: .*no attribute 'NOWHERE'"),
     ],
 )

@@ -47,8 +47,9 @@ def test_d5_the_factor_ends_at_the_floor(kind: str) -> None:
         ("constant", {"warmup_ratio": 0.11}, 10, {0: 0.5, 1: 1.0, 2: 1.0}),
         ("linear", {}, 8, {i: 1 - i / 8 for i in range(8)}),
         ("cosine", {}, 10, {0: 1.0, 1: 0.97552826, 5: 0.5, 9: 0.02447174}),
-        ("wsd", {"decay_ratio": 0.2}, 10, dict.fromkeys(range(9), 1.0) | {9: 0.5}),
-        ("wsd", {"warmup_ratio": 1.0, "decay_ratio": 0.0}, 3, {0: 1 / 3, 1: 2 / 3, 2: 1.0}),
+        ("wsd", {"decay": 0.2}, 10, dict.fromkeys(range(9), 1.0) | {9: 0.5}),
+        ("wsd", {"decay": 0}, 10, dict.fromkeys(range(10), 1.0)),
+        ("wsd", {"warmup_ratio": 1.0, "decay": 0.0}, 3, {0: 1 / 3, 1: 2 / 3, 2: 1.0}),
     ],
 )
 def test_d5_every_kind_has_its_course(kind: str, settings: Any, steps: int, course: dict[int, float]) -> None:
@@ -73,29 +74,27 @@ def resumed(step: int, **saved: Any) -> TrainState:
 
 def test_c5_a_decay_has_a_length_in_steps_or_in_tokens() -> None:
     """By default it ends with the last step; a number of tokens is rounded up to whole steps of full batches."""
-    for length in ({"decay_steps": 4}, {"decay_tokens": 301}):
+    for length in ({"decay": 4}, {"decay": "301 tokens"}):
         decay = find_decay(run(**length), 20, 100)
         assert decay == Decay(16, 4)
         factor = rate_factor(run(**length).schedule, 20, decay)
         assert [factor(i) for i in range(15, 21)] == [1.0, 1.0, 0.75, 0.5, 0.25, 0.0]
-    assert find_decay(run(), 20, 100) is None, "decay_ratio"
+    assert find_decay(run(), 20, 100) is None, "a share"
 
 
 def test_c5_a_decay_in_tokens_says_if_another_size_of_steps_changes_its_length() -> None:
     """More ranks take as many tokens in fewer steps, and the settings are the same."""
-    config, before, now = run(decay_tokens=400), resumed(8), resumed(8)
+    config, before, now = run(decay="400 tokens"), resumed(8), resumed(8)
     assert find_decay(config, 20, 100, before) == Decay(16, 4)
     assert find_decay(config, 20, 200, now) == Decay(18, 2)
-    assert changes(before.schedule, now.schedule) == "schedule.decay_tokens in steps from 4 to 2"
+    assert changes(before.schedule, now.schedule) == "schedule.decay in steps from 4 to 2"
 
 
 def test_c5_a_decay_begins_at_a_step_or_now() -> None:
     """The rate falls after that step and stays at its floor; one that began goes on there in every later resume."""
-    factor = rate_factor(
-        run(start_decay=5, decay_steps=2).schedule, 20, find_decay(run(start_decay=5, decay_steps=2), 20, 1)
-    )
+    factor = rate_factor(run(start_decay=5, decay=2).schedule, 20, find_decay(run(start_decay=5, decay=2), 20, 1))
     assert [factor(i) for i in range(4, 9)] == [1.0, 1.0, 0.5, 0.0, 0.0]
-    now = run(start_decay="now", decay_steps=4)
+    now = run(start_decay="now", decay=4)
     assert find_decay(now, 20, 1) is None, "the load says it"
     state = resumed(7, **{"schedule.start_decay": None})
     assert find_decay(now, 20, 1, state) == Decay(7, 4)
@@ -107,18 +106,16 @@ def test_c5_what_a_decay_lacks_is_said() -> None:
     """A length, a checkpoint, or steps; and settings that contradict one another."""
     for faulty, message in (
         ({"start_decay": "now"}, "length of the decay is missing"),
-        ({"decay_steps": 2, "decay_tokens": 2}, "leave one of them out"),
-        ({"decay_steps": 2, "decay_ratio": 0.5}, "leave decay_ratio out"),
-        ({"decay_steps": 2, "kind": "cosine"}, 'a setting of kind = "wsd"'),
+        ({"decay": 2, "kind": "cosine"}, 'a setting of kind = "wsd"'),
     ):
         with pytest.raises(ConfigError, match=message):
             run(**faulty)
     with pytest.raises(ConfigError, match="there is no checkpoint"):
-        find_decay(run(start_decay="now", decay_steps=4), 20, 1, resumed(0))
+        find_decay(run(start_decay="now", decay=4), 20, 1, resumed(0))
     with pytest.raises(ConfigError, match=r"after step 18 takes 4 steps.*set training.steps = 22"):
-        find_decay(run(start_decay="now", decay_steps=4), 20, 1, resumed(18))
+        find_decay(run(start_decay="now", decay=4), 20, 1, resumed(18))
     with pytest.raises(ConfigError, match=r"set training\.steps = 30"):
-        find_decay(run(decay_steps=30), 20, 1)
+        find_decay(run(decay=30), 20, 1)
 
 
 def test_d5_a_constant_rate_is_rescaled_in_its_warm_up_alone() -> None:

@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.config import ExportConfig
@@ -24,9 +25,11 @@ from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.saving.saver import DueSave, Saver
 from titan_ckpt.training import build_steps
+from titan_ckpt.training import trainer as trainer_module
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.callbacks.console import MetricsFile, read_metrics
 from titan_ckpt.training.data.batch import Batch
+from titan_ckpt.training.parallel.data_parallel import decay_groups
 from titan_ckpt.training.trainer import Trainer
 
 
@@ -115,6 +118,26 @@ def test_d5_vectors_are_not_decayed_and_every_parameter_comes_once(tmp_path: Pat
     assert len(grouped) == len(set(grouped)) == len(list(trainer.model.parameters()))
 
 
+class BiasedShapes(nn.Module):
+    """The biases of all experts of a layer, as gpt-oss has them, and a norm over two dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts_bias = nn.Parameter(torch.zeros(4, 8))
+        self.normal = nn.Parameter(torch.zeros(4, 8))
+        self.after = nn.LayerNorm((2, 3))
+        self.first_norm = nn.Linear(3, 2)
+
+
+def test_d5_norms_and_biases_are_not_decayed_however_many_dims_they_have() -> None:
+    """They are known by the names of parameter, module and class; a matrix with another name is decayed."""
+    decayed, others = decay_groups([BiasedShapes()])
+    assert [name for name, _ in decayed] == ["normal"]
+    assert [name for name, value in others if value.dim() > 1] == [
+        "experts_bias", "after.weight", "after.bias", "first_norm.weight",
+    ]  # fmt: skip
+
+
 def test_d5_a_resume_follows_its_own_schedule_from_its_first_step(tmp_path: Path) -> None:
     """The checkpoint has the next rate of its own run, which is nothing here; a schedule afresh begins at its peak."""
     schedule = {"kind": "linear", "warmup_ratio": 0.0, "min_ratio": 0.0}
@@ -141,6 +164,38 @@ def test_autocast_computes_in_bfloat16_over_float32_weights(tmp_path: Path) -> N
     assert set(seen) == {torch.bfloat16}
     assert {p.dtype for p in trainer.model.parameters()} == {torch.float32}
     assert losses(tmp_path / "bf16") == pytest.approx(losses(tmp_path / "fp32"), rel=5e-3)
+
+
+def in_float16(folder: Path, steps: int, scale: float, **sections: Any) -> Trainer:
+    training = {"compute_dtype": "float16", "steps": steps}
+    trainer = Trainer(settings(folder, **{"training": training, **sections}))
+    trainer.state.loss_scale = scale
+    trainer.run()
+    return trainer
+
+
+def test_d5_float16_scales_the_loss_and_a_resume_has_its_scale(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps that overflow are left out, and the scale grows again: 3 and 5 steps are 8 steps, bit for bit."""
+    monkeypatch.setattr(trainer_module, "_GROWTH_STEPS", 3)
+    whole = in_float16(tmp_path / "whole", 8, 2.0**40)
+    left_out = [message for message in caplog.messages if "overflow in float16" in message]
+    assert len(left_out) >= 2 and any("loss" in row for row in rows(tmp_path / "whole"))
+    in_float16(tmp_path / "cut", 3, 2.0**40)
+    cut = in_float16(tmp_path / "cut", 8, 2.0**9)  # what the checkpoint has counts
+    assert (cut.state.loss_scale, cut.state.finite_steps) == (whole.state.loss_scale, whole.state.finite_steps)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, cut.model.state_dict()[name]), name
+
+
+def test_d5_float16_comes_close_to_float32(tmp_path: Path) -> None:
+    """The scale is not seen in the loss, nor in the norm of the gradients."""
+    in_float16(tmp_path / "half", 3, 2.0**10)
+    Trainer(settings(tmp_path / "full")).run()
+    for half, full in zip(rows(tmp_path / "half"), rows(tmp_path / "full"), strict=True):
+        assert half["loss"] == pytest.approx(full["loss"], rel=1e-3)
+        assert half["grad_norm"] == pytest.approx(full["grad_norm"], rel=1e-2)
 
 
 def test_c3_a_trainers_method_delivers_the_weights_at_the_start_and_at_a_resume(tmp_path: Path) -> None:
@@ -172,9 +227,9 @@ def test_c3_a_trainers_method_delivers_the_weights_at_the_start_and_at_a_resume(
 
 def test_c5_a_stable_run_is_annealed_from_where_it_is_resumed(tmp_path: Path) -> None:
     """The rate falls in the next steps, also if these are interrupted, while the stable run has kept its own."""
-    stable = {"kind": "wsd", "warmup_ratio": 0.0, "decay_ratio": 0.0, "min_ratio": 0.0}
+    stable = {"kind": "wsd", "warmup_ratio": 0.0, "decay": 0.0, "min_ratio": 0.0}
     Trainer(settings(tmp_path, training={"steps": 4}, schedule=stable)).run()
-    length = {"decay_tokens": 3 * 4 * 16 - 1, "decay_ratio": 0.2}
+    length = {"decay": f"{3 * 4 * 16 - 1} tokens"}
     annealed = settings(tmp_path, training={"steps": 8}, schedule={**stable, "start_decay": "now", **length})
 
     class Interrupted(Callback):

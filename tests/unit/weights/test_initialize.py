@@ -19,7 +19,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests import world
 from tests.forked import memory_of
 from tests.world import shard
-from titan_ckpt import InitialLoadConfig
+from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig
 from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConverters
 from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError
 from titan_ckpt.geometry.chunks import blocks_of
@@ -30,7 +30,14 @@ from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.qwen3_moe import FLAVORS, Router
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.testing import distributed
-from titan_ckpt.weights.initialize import InitialValues, construct, empty_tensors, initialize, mark_filled, materialize
+from titan_ckpt.weights.initialize import (
+    InitialValues,
+    construct,
+    empty_tensors,
+    flag_loaded,
+    initialize_missing,
+    materialize,
+)
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -254,14 +261,34 @@ def test_b2_a_mark_per_tensor_protects_what_was_loaded(tmp_path: Path) -> None:
             parameter.fill_(3.0)
     objects = dict(model.named_parameters())
     assert len(empty_tensors([model])) == 5
-    mark_filled(wrapper, ["first.weight", "first.bias", "second.weight"])
+    flag_loaded(wrapper, ["first.weight", "first.bias", "second.weight"])
     assert empty_tensors([model]) == ["table", "second.bias"]
     del model.__dict__["_titan_ckpt_origin"]  # as if by torch.device("meta") alone
-    initialize(wrapper)
+    initialize_missing(wrapper)
     assert {fqn: value.mean().item() for fqn, value in tensors(model).items()} == {
         "first.weight": 3.0, "first.bias": 3.0, "second.weight": 3.0, "second.bias": 7.0, "table": 1.5,
     }  # fmt: skip
     assert all(objects[fqn] is value for fqn, value in model.named_parameters()), "an optimizer may hold them"
+
+
+def test_b2_what_a_load_leaves_may_be_filled_by_a_subclass(tmp_path: Path) -> None:
+    """CheckpointManager.initialize_missing is called when all is read; what it flags keeps its values."""
+    save(nn.ModuleDict({"first": nn.Linear(4, 4)}), tmp_path / "a")
+
+    class Own(CheckpointManager):
+        def initialize_missing(self, owned: Collection[str] = ()) -> None:
+            assert empty_tensors([model]) == ["table", "second.weight", "second.bias"]
+            with torch.no_grad():
+                model.second.weight.fill_(3.0)
+            flag_loaded(ModelWrapper([model]), ["second.weight"])
+            super().initialize_missing(owned)
+
+    model = construct(Plain)
+    materialize(model, "cpu")
+    source = InitialLoadConfig(str(tmp_path / "a/checkpoints/step-1"), initialize=("second.*",))
+    with Own(CheckpointConfig(initial_load=(source,)), model_parts=[model], base_folder=tmp_path) as manager:
+        manager.load()
+    assert model.second.weight.eq(3.0).all() and model.second.bias.eq(7.0).all()
 
 
 def test_b2_a_model_without_an_unmarked_tensor_is_not_touched(tmp_path: Path) -> None:
@@ -282,9 +309,9 @@ def test_b2_tensors_are_marked_once_per_load_not_once_per_source(tmp_path: Path,
 
     def noted(wrapper: ModelWrapper, fqns: Collection[str]) -> None:
         marked.append(sorted(fqns))
-        mark_filled(wrapper, fqns)
+        flag_loaded(wrapper, fqns)
 
-    monkeypatch.setattr(restore, "mark_filled", noted)
+    monkeypatch.setattr(restore, "flag_loaded", noted)
     save(nn.ModuleDict({"a": nn.Linear(2, 2)}), tmp_path / "a")
     save(nn.ModuleDict({"b": nn.Linear(2, 2)}), tmp_path / "b")
     both = construct(lambda: nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)}))
@@ -336,7 +363,7 @@ def test_b3_tied_parameters_are_tied_again() -> None:
     materialize(model, "cpu")
     assert model.head.weight is model.embedding.weight
     assert model.head.there is model.here
-    mark_filled(ModelWrapper([model]), ["embedding.weight"])
+    flag_loaded(ModelWrapper([model]), ["embedding.weight"])
     assert "head.weight" not in empty_tensors([model])
 
 
@@ -423,7 +450,7 @@ def test_the_log_names_what_is_initialized(layers: int, named: str, caplog: pyte
     model = construct(lambda: nn.Sequential(*(nn.Linear(2, 2, bias=False) for _ in range(layers))))
     materialize(model, "cpu")
     with caplog.at_level(logging.INFO):
-        initialize(ModelWrapper([model]))
+        initialize_missing(ModelWrapper([model]))
     assert f"initializing what is not in the checkpoint: {named}" in caplog.text
 
 

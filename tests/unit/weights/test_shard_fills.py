@@ -49,7 +49,7 @@ def test_b5_values_drawn_in_shards_do_not_depend_on_the_layout(tmp_path: Path) -
         torch.manual_seed(100 + torch.distributed.get_rank())
         load(model, tmp_path / f"{name} {layout}")
         alone = built(MODELS[name], "device")
-        initialize.initialize(ModelWrapper([alone]))
+        initialize.initialize_missing(ModelWrapper([alone]))
         assert different(model, alone) == [], layout
 
 
@@ -113,13 +113,13 @@ class Odd(nn.Module):
 def test_b5_code_that_needs_whole_values_still_has_them() -> None:
     """Code that tiles cannot run fills whole tensors, with the same values on one rank and on shards."""
     alone = built(Odd, "device")
-    initialize.initialize(ModelWrapper([alone]))
+    initialize.initialize_missing(ModelWrapper([alone]))
     torch.manual_seed(3)
     sharded = construct(Odd, "device")
     fully_shard(sharded, mesh=init_device_mesh("cpu", (2,)))
     materialize(sharded, "cpu")
     spoil(sharded)
-    initialize.initialize(ModelWrapper([sharded]))
+    initialize.initialize_missing(ModelWrapper([sharded]))
     assert different(sharded, alone) == []
     assert not alone.table.weight[3].any() and alone.table.weight[4].any()
     assert torch.allclose(alone.square.weight @ alone.square.weight.T, torch.eye(8), atol=1e-5)
@@ -195,8 +195,8 @@ def test_b5_patterns_of_names_fill_what_was_not_loaded(values: InitialValues, tm
     model = built(lambda: nn.ModuleDict({n: nn.Linear(4, 4) for n in ("first", "second")}), values, *patterns)
     nn.init.constant_(model["first"].weight, 9)
     wrapper = ModelWrapper([model])
-    initialize.mark_filled(wrapper, ["first.weight"])
-    initialize.initialize(wrapper)
+    initialize.flag_loaded(wrapper, ["first.weight"])
+    initialize.initialize_missing(wrapper)
     found = {fqn: {*value.flatten().tolist()} for fqn, value in model.state_dict().items()}
     assert found == {"first.weight": {9}, "first.bias": {1}, "second.weight": {3}, "second.bias": {1}}
 
@@ -206,23 +206,25 @@ def test_b5_every_tensor_matches_a_pattern_and_every_pattern_a_tensor() -> None:
     with pytest.raises(ConfigError) as caught:
         construct(Plain, "default", [NamePattern(r".*weight", fill(1)), NamePattern(r"third\..*", fill(2))])
     bare, unused = caught.value.problems
-    assert "first.bias, second.bias" in bare and "initial_values.1.names: 'third" in unused
+    assert "first.bias, second.bias" in bare and "initial_values: 'third" in unused
 
 
 def test_b5_a_run_file_names_where_values_come_from_and_what_fills_them(tmp_path: Path) -> None:
     """Both settings reach the model of a run, and settings that do not fit are told before anything is built."""
-    tables = [
-        {"names": ".*norm.*", "function": "torch.nn.init:ones_"},
-        {"names": ".*", "function": "torch.nn.init:normal_", "settings": {"std": 1e-4}},
-    ]
+    tables = {
+        ".*norm.*": {"function": "torch.nn.init:ones_"},
+        ".*": {"function": "torch.nn.init:normal_", "std": 1e-4},
+    }
     model = {"construct": "device", "initial_values": tables}
     trainer = Trainer(settings(tmp_path, model=model, training={"steps": 1}, optimizer={"lr": 1e-9}))
     trainer.run()
     weight = trainer.model.get_parameter("layers.0.attention.wq.weight").detach()
     assert float(weight.std()) == pytest.approx(1e-4, rel=0.05)
     assert losses(tmp_path) == [pytest.approx(7.6246, abs=1e-3)], "almost even logits: log(2048)"
-    bad = {"initial_values": [{"names": ".*", "function": "torch.nn.init:normal_", "settings": {"sdt": 1.0}}]}
-    with pytest.raises(ConfigError, match=r"model.initial_values.0.settings.*sdt"):
+    bad = {"initial_values": {".*": {"function": "torch.nn.init:normal_", "sdt": 1.0}}}
+    with pytest.raises(ConfigError, match=r"model\.initial_values\.'\.\*'.*sdt"):
         Trainer(settings(tmp_path / "bad", model=bad)).run()
     with pytest.raises(ConfigError, match="a regular expression"):
-        settings(tmp_path, model={"initial_values": [{"names": "(", "function": "torch.nn.init:ones_"}]})
+        settings(tmp_path, model={"initial_values": {"(": {"function": "torch.nn.init:ones_"}}})
+    with pytest.raises(ConfigError, match=r"initial_values\.'\.\*'\.function: expected a name"):
+        settings(tmp_path, model={"initial_values": {".*": {"std": 1.0}}})

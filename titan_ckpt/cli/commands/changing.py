@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
@@ -38,14 +38,30 @@ class Convert(Shown):
     """Maximum size of one safetensors file."""
     settings: Path | None = None
     """PEFT folder or native step with rank and alpha of the adapter, if it is in a DCP folder, which says none."""
+    check_logits: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
+    """Compute the logits of random tokens with the source and with the target, and answer 1 if they differ by more than
+    rounding. Takes the memory of the whole model in float32, and transformers."""
 
     def run(self, console: Console) -> int:
         from titan_ckpt.cli import tables
         from titan_ckpt.tools.conversion import convert_checkpoint
 
         options = _options(self.config, self.model, self.dtype, self.max_shard_bytes, self.settings)
+        if not self.check_logits:
+            found = convert_checkpoint(self.source, self.target, self.to, options)
+            return self.show(found, lambda: tables.written(found, console))
+        from titan_ckpt.tools.logits import LogitsCheck
+
+        check = LogitsCheck(self.source, self.config, self.model, options.dtype, to=self.to)
         found = convert_checkpoint(self.source, self.target, self.to, options)
-        return self.show(found, lambda: tables.written(found, console))
+        logits = check.compare(self.target, self.to)
+
+        def show() -> None:
+            tables.written(found, console)
+            tables.logits(logits, console)
+
+        self.show(found, show, logits={**asdict(logits), "same": logits.same})
+        return SAME if logits.same else DIFFERENT
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,8 @@ from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)
 _GENERATORS = frozenset({"python", "numpy", "torch"})
+OWN_BUFFERS = f"{STATES}own buffers"
+"""Key of the buffers that each rank has for itself, by fqn."""
 
 
 class ExtraState(Item):
@@ -60,12 +62,33 @@ class ExtraState(Item):
     def restore(self, stored: Stored, tensors: StateDict) -> None:
         self._model.load_extra_state(stored.values.get(self.key, {}))
 
-    def leaves(self) -> Leaves:
-        """Yield nothing: an export asks the model for it, with the values of its own state_dict()."""
-        yield from ()
-
     def from_torchtitan(self, folder: FlatFolder) -> dict[str, Any]:
         return {name: folder.item(name) for name in self._model.extra_state_names() if name in folder.items}
+
+
+class OwnBuffers(Item):
+    """The buffers that differ between ranks, such as the statistics of BatchNorm. files.py finds and stores them."""
+
+    component = "model"
+    is_required = False
+
+    def __init__(self, model: ModelWrapper) -> None:
+        self._model = model
+
+    @property
+    def key(self) -> str:
+        return OWN_BUFFERS
+
+    def destinations(self, stored: Stored, available: Mapping[str, TensorInfo]) -> tuple[StateDict, list[str]]:
+        wanted = names_of(stored.values.get(self.key, {}))
+        return {key: _room_for(available[key], None) for key in wanted}, []
+
+    @torch.no_grad()
+    def restore(self, stored: Stored, tensors: StateDict) -> None:
+        """Set them, over those of one rank that every rank has by now."""
+        live = self._model.buffers()
+        for fqn, value in give_tensors(stored.values.get(self.key, {}), tensors).items():
+            live[fqn].copy_(value)
 
 
 class UserState(Item):
@@ -162,10 +185,6 @@ class Generators(Item):
             stored.step,
         )
         self._state.reseed(seed)
-
-    def leaves(self) -> Leaves:
-        """Yield nothing: torchtitan stores no generators."""
-        yield from ()
 
 
 def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, is_initialized
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_ckpt.components.unsaved_state import class_name, unless_allowed
@@ -29,14 +29,12 @@ _HOOKED = (
 )
 
 
-def exchange_faults(models: Iterable[nn.Module], allow: Collection[str]) -> Iterator[str]:
+def exchange_faults(wrapped: Collection[DistributedDataParallel], allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each hook of DDP, or of gradients that it sums, by which a resumed run may differ."""
-    wrapped = [module for model in models for module in model.modules() if isinstance(module, DistributedDataParallel)]
     for module in wrapped:
         if module.static_graph and module.process_group.size() > 2:
             yield from unless_allowed("DDP's static_graph", class_name(module), _STATIC, allow)
-        hooked = [name for name, p in module.named_parameters() if p._post_accumulate_grad_hooks or p._backward_hooks]  # noqa: SLF001 - as above
-        if hooked and module.process_group.size() > 2 and not module.find_unused_parameters:
+        if (hooked := _hooked(module)) and module.process_group.size() > 2 and not module.find_unused_parameters:
             yield from unless_allowed(f"hooks on gradients of {hooked[0]}", class_name(module), _HOOKED, allow)
     for hook, state in (each for module in wrapped for each in module._comm_hooks):  # noqa: SLF001 - without a public name
         if not (_is_exact(hook) and (state is None or isinstance(state, ProcessGroup))):
@@ -45,9 +43,29 @@ def exchange_faults(models: Iterable[nn.Module], allow: Collection[str]) -> Iter
 
 
 def wrappers_of(models: Collection[nn.Module]) -> list[DistributedDataParallel]:
-    """Return the wrappers of DDP around models, for a library that keeps only what is inside of them."""
-    inside = {id(model) for model in models}
-    return [v for v in gc.get_objects() if issubclass(type(v), DistributedDataParallel) and id(v.module) in inside]
+    """Return the wrappers of DDP around parameters of models, in the order of these: a model may not know its own."""
+    if not is_initialized():
+        return []
+    places = {id(p): place for place, p in enumerate(p for model in models for p in model.parameters())}
+    found = [value for value in gc.get_objects() if issubclass(type(value), DistributedDataParallel)]
+    first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in found]
+    known = [(place, ddp) for place, ddp in zip(first, found, strict=True) if place is not None]
+    return [ddp for _, ddp in sorted(known, key=lambda pair: pair[0])]
+
+
+def rounds_by_order(ddp: DistributedDataParallel) -> bool:
+    """Return whether sums round by an order that DDP finds in its first backward pass, and a pass of zeros gives back.
+
+    Two ranks round alike in any order; DDP that looks for unused parameters keeps its first one.
+    """
+    is_ordered = not (ddp.find_unused_parameters or ddp.static_graph or _hooked(ddp))
+    return ddp.process_group.size() > 2 and is_ordered
+
+
+def _hooked(ddp: DistributedDataParallel) -> list[str]:
+    """Return the parameters whose gradients have hooks beside DDP's."""
+    named = ddp.named_parameters()
+    return [name for name, p in named if p._post_accumulate_grad_hooks or p._backward_hooks]  # noqa: SLF001 - without a public name
 
 
 def _is_exact(hook: Any) -> bool:

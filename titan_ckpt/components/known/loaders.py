@@ -5,9 +5,12 @@ Owns the way from a loader to its samplers, and the samplers whose order torchda
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, stored_by_code_of, unless_allowed
@@ -19,6 +22,9 @@ _DRAWN_ANEW = frozenset(
         "trl.trainer.utils.RepeatSampler",
     }
 )
+
+POSITIONED: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The loaders of this process whose position a PositionedLoader holds, and with it the seed of their workers."""
 
 
 def samplers_of(loader: Any) -> list[Any]:
@@ -52,6 +58,23 @@ def begin_afresh(loader: Any) -> None:
         loader.load_state_dict({})
     elif isinstance(loader, DataLoader):
         loader._iterator = None  # noqa: SLF001 - torch has no public name for it
+
+
+def seed_workers_apart(loader: Any) -> None:
+    """Let workers that are kept get their seed from a generator that nothing else draws from.
+
+    They get one in a process, so a run that is resumed would draw once more.
+    """
+    if getattr(loader, "persistent_workers", False):
+        own, given = torch.Generator(), loader.generator
+        loader.generator = own if given is None else own.manual_seed(given.initial_seed())
+
+
+def seed_evaluations_apart() -> None:
+    """Do so for every DataLoader of this process that has not begun, but those whose position a step holds."""
+    for value in gc.get_objects():
+        if issubclass(type(value), DataLoader) and value not in POSITIONED and value._iterator is None:  # noqa: SLF001 - as above
+            seed_workers_apart(value)
 
 
 def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:

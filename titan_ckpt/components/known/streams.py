@@ -53,6 +53,12 @@ _DRAWS = (
 )
 
 
+_NOT_HELD = (
+    "the state of the stream leaves it out: read the stream by a DataLoader without worker processes, in "
+    "titan_ckpt.PositionedLoader"
+)
+
+
 _UNSEEDED = (
     "no seed is given to its shuffle() or interleave_datasets(), and each process would read in another order: give "
     "it a seed"
@@ -65,11 +71,13 @@ _READ_ONCE = (
 )
 
 
-def stream_faults(data: Any, allow: Collection[str], *, is_read_again: bool = False) -> Iterator[str]:
+def stream_faults(
+    data: Any, allow: Collection[str], *, is_read_again: bool = False, held: Collection[Any] = ()
+) -> Iterator[str]:
     """Yield one line for each part of a stream that loses examples at a resume; none for other data.
 
     `data`: a stream, or an object of the user's that holds one. `is_read_again`: a resume reads it from the start of
-    its epoch, so that it needs no state.
+    its epoch, so that it needs no state. `held`: the generators that steps hold.
     """
     for stream in _streams(data):
         parts = [*_parts(stream)]
@@ -83,7 +91,11 @@ def stream_faults(data: Any, allow: Collection[str], *, is_read_again: bool = Fa
             if reason:
                 yield from unless_allowed(f"data: {name}", name, reason, allow)
         functions = [part.function for part in parts if hasattr(part, "function")]
-        yield from function_faults([("function of a stream", function) for function in functions], allow)
+        drawn = held_generators([_functions_of(part) for part in parts])
+        yield from function_faults([("function of a stream", function) for function in functions], allow, live=drawn)
+        for generator in (each for each in drawn if not any(each is other for other in held)):
+            what = f"data: a function of the stream draws from a {class_name(generator)}"
+            yield from unless_allowed(what, class_name(generator), _NOT_HELD, allow)
         read_once = [found for part in parts for found in held_by(_functions_of(part), _is_read_once)]
         for found in read_once:
             yield from unless_allowed(f"data: {class_name(found)}", class_name(found), _READ_ONCE, allow)

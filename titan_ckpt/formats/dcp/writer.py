@@ -188,7 +188,7 @@ def _first_holders(tables: list[Any]) -> dict[str, int]:
     if differing:
         raise ExportError(
             f"{counted(len(differing), 'value differs', 'values differ')} between ranks, and a DCP folder stores "
-            f"each name once: {listed(sorted(differing), ', ', ' ')}. Leave training_state out of the export"
+            f'each name once: {listed(sorted(differing), ", ", " ")}. Export format = "torchtitan_weights" instead'
         )
     return first
 

@@ -46,6 +46,7 @@ class Places:
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
+    dtypes: tuple[torch.dtype, ...]
     packs: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -58,31 +59,33 @@ class Places:
             if last - first >= _MIN_PACK and dtype in _PACKABLE and 0 < sizes[first] < _LARGEST_IN_PACK:
                 packs.append((first, last))
             first = last
-        return cls(tuple(accumulate(sizes[:-1], initial=0)) if sizes else (), tuple(sizes), tuple(packs))
+        starts = tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
+        return cls(starts, tuple(sizes), tuple(dtype for dtype, _ in kinds), tuple(packs))
 
 
 class Segments:
-    """Tensors laid end to end. Keeps them alive.
+    """Tensors laid end to end. Keeps them alive. Those of another dtype than their place's are cast piece by piece.
 
     Holds addresses, which are valid until the tensors' memory is moved or freed: make it anew for every save.
     """
 
     def __init__(self, places: Places, tensors: Sequence[torch.Tensor]) -> None:
-        self._starts, self._sizes, self._tensors = places.starts, places.sizes, tensors
+        self._starts, self._sizes, self._dtypes, self._tensors = places.starts, places.sizes, places.dtypes, tensors
+        plain = [t.is_cpu and t.dtype is dtype for t, dtype in zip(tensors, places.dtypes, strict=True)]
         on_host = [tensor.is_cpu for tensor in tensors]
         self._elsewhere = [i for i, here in enumerate(on_host) if not here]
         self.devices = list({tensors[i].device: None for i in self._elsewhere if tensors[i].is_cuda})
         """CUDA devices, which copy while this thread goes on. Copies from other devices are waited for one by one."""
         if len(self.devices) > 1:  # worker threads take over the stream of the current device alone
             cuda.settle(self.devices)
-        self._packs = [pack for pack in places.packs if all(on_host[slice(*pack)])]
+        self._packs = [pack for pack in places.packs if all(plain[slice(*pack)])]
         self._addresses = [0] * len(tensors)
         alone, position = [], 0
         for first, last in (*self._packs, (len(tensors), 0)):
             alone.append(range(position, first))
             position = last
         for i in chain.from_iterable(alone):
-            if is_plain_memory(tensors[i]):
+            if plain[i] and is_plain_memory(tensors[i]):
                 self._addresses[i] = tensors[i].data_ptr()
 
     def fill(self, start: int, stop: int, target: Buffer, at: int = 0) -> None:
@@ -131,7 +134,7 @@ class Segments:
             begin, end = max(start, low), min(stop, low + self._sizes[i])
             if begin >= end:
                 continue
-            if not is_plain_memory(tensor):
+            if tensor.dtype is not self._dtypes[i] or not is_plain_memory(tensor):
                 return None
             views.append(as_bytes(tensor).numpy()[begin - low : end - low].data)
         return views
@@ -151,9 +154,7 @@ class Segments:
             if address:
                 move_bytes(base + begin, address + begin - low, high - begin)
             elif self._tensors[i].is_cpu:
-                tensor, itemsize = self._tensors[i].detach(), self._tensors[i].dtype.itemsize
-                out = target.tensor[at + begin - start : at + high - start].view(tensor.dtype)
-                _copy_range(tensor, (begin - low) // itemsize, (high - low) // itemsize, out)
+                self._copy_part(i, begin, high, target.tensor[at + begin - start : at + high - start])
 
     @torch.no_grad()
     def _enqueue_each(self, start: int, stop: int, target: Buffer, at: int) -> None:
@@ -175,11 +176,15 @@ class Segments:
             if small:
                 packed.append(i)
             else:
-                tensor, itemsize = self._tensors[i].detach(), self._tensors[i].dtype.itemsize
-                out = target.tensor[at + begin - start : at + end - start].view(tensor.dtype)
-                _copy_range(tensor, (begin - low) // itemsize, (end - low) // itemsize, out)
+                self._copy_part(i, begin, end, target.tensor[at + begin - start : at + end - start])
         if packed:
             self._enqueue_packed(packed, target, at - start)
+
+    def _copy_part(self, i: int, begin: int, end: int, out: torch.Tensor) -> None:
+        """Copy bytes [begin, end) of the run, a part of tensor i, to `out`."""
+        low, dtype = self._starts[i], self._dtypes[i]
+        first, last = (begin - low) // dtype.itemsize, (end - low) // dtype.itemsize
+        _copy_range(self._tensors[i].detach(), first, last, out.view(dtype))
 
     def _end(self, i: int) -> int:
         return self._starts[i] + self._sizes[i]
@@ -189,7 +194,8 @@ class Segments:
         return same_device and self._end(i) - self._starts[packed[0]] <= _PACK_BYTES
 
     def _enqueue_packed(self, packed: list[int], target: Buffer, shift: int) -> None:
-        block = torch.cat([as_bytes(self._tensors[i].detach().resolve_conj().resolve_neg()) for i in packed])
+        whole = (self._tensors[i].detach().resolve_conj().resolve_neg().to(self._dtypes[i]) for i in packed)
+        block = torch.cat([as_bytes(tensor) for tensor in whole])
         target.tensor[shift + self._starts[packed[0]] : shift + self._end(packed[-1])].copy_(
             block, non_blocking=block.is_cuda
         )
@@ -221,11 +227,11 @@ def _copy_range(source: torch.Tensor, start: int, stop: int, flat: torch.Tensor)
 
 
 def _copy(source: torch.Tensor, out: torch.Tensor) -> None:
-    """Copy values into host memory of their shape; from a CUDA device without waiting.
+    """Copy values into host memory of their shape and its dtype; from a CUDA device without waiting.
 
-    Conjugation and negation are made on the device: torch would make them here, before the values have come.
+    Conjugation, negation and casts are made on the device: torch would make them here, before the values have come.
     """
     if source.is_cuda:
-        out.copy_(source.resolve_conj().resolve_neg(), non_blocking=True)
+        out.copy_(source.resolve_conj().resolve_neg().to(out.dtype), non_blocking=True)
     else:
         out.copy_(source)

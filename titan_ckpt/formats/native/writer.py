@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -26,7 +27,16 @@ from titan_ckpt.formats.native.rank_file import write_rank_file
 from titan_ckpt.formats.native.segments import Places, Segments
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Block, LazyTensor, Sharding, dtype_name, info_of, local_tensor, sharding_of
+from titan_ckpt.geometry.chunks import (
+    Block,
+    LazyTensor,
+    Sharding,
+    TensorInfo,
+    dtype_name,
+    info_of,
+    local_tensor,
+    sharding_of,
+)
 from titan_ckpt.stores.store import Place
 
 
@@ -44,6 +54,7 @@ class WritePlan:
     """The tensors that the plan is for."""
     _is_sharded: bool
     """Whether any of them is a DTensor."""
+    _casts: Mapping[torch.dtype, torch.dtype]
 
     @classmethod
     def of(
@@ -52,30 +63,39 @@ class WritePlan:
         coordinator: Coordinator,
         last: WritePlan | None = None,
         buffers: Collection[str] = (),
+        casts: Mapping[torch.dtype, torch.dtype] = MappingProxyType({}),
     ) -> WritePlan:
         """Decide what this rank writes: as by the plan `last`, if no rank's tensors have changed since. Collective.
 
-        `buffers`: as in `divide`.
+        `buffers`: as in `divide`. `casts`: dtypes in memory -> those in the file; others are the same in both.
 
         Raises: StateEncodingError naming every tensor that cannot be stored; PeerError if another rank has one.
         """
-        stale = coordinator.anywhere("plan/stale", lambda: last is None or not last.fits(tensors))
-        return cls._made(tensors, coordinator, buffers) if stale or last is None else last
+        stale = coordinator.anywhere("plan/stale", lambda: last is None or not last.fits(tensors, casts))
+        return cls._made(tensors, coordinator, buffers, casts) if stale or last is None else last
 
     @classmethod
     @gc_paused()
     def _made(
-        cls, tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, buffers: Collection[str]
+        cls,
+        tensors: Mapping[str, torch.Tensor],
+        coordinator: Coordinator,
+        buffers: Collection[str],
+        casts: Mapping[torch.dtype, torch.dtype],
     ) -> WritePlan:
         coordinator.together("plan/dtypes", lambda: _check(tensors))
         division = divide(tensors, coordinator, buffers)
 
+        def stored(info: TensorInfo) -> TensorInfo:
+            return TensorInfo(info.shape, casts[info.dtype]) if info.dtype in casts else info
+
         def planned() -> WritePlan:
-            shares = tuple(sorted(division.shares, key=lambda s: -s.info.dtype.itemsize))
+            cast = [replace(share, info=stored(share.info)) for share in division.shares] if casts else division.shares
+            shares = tuple(sorted(cast, key=lambda s: -s.info.dtype.itemsize))
             elsewhere = {}
             if coordinator.rank == 0:
                 own = {share.fqn for share in shares}
-                elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in own}
+                elsewhere = {fqn: stored(info) for fqn, info in division.tensors.items() if fqn not in own}
             chunks = [(s.fqn, s.info, s.chunk) for s in shares]
             return cls(
                 shares,
@@ -85,13 +105,14 @@ class WritePlan:
                 rank_file_name(coordinator.rank),
                 [(fqn, v.shape, v.dtype, sharding_of(v)) for fqn, v in tensors.items()],
                 any(isinstance(value, DTensor) for value in tensors.values()),
+                casts,
             )
 
         return coordinator.together("plan/layout", planned)
 
-    def fits(self, tensors: Mapping[str, torch.Tensor]) -> bool:
+    def fits(self, tensors: Mapping[str, torch.Tensor], casts: Mapping[torch.dtype, torch.dtype]) -> bool:
         """Return whether these are the planned tensors. Fast, because every save calls it."""
-        if len(tensors) != len(self._planned):
+        if len(tensors) != len(self._planned) or casts != self._casts:
             return False
         for (fqn, value), (name, shape, dtype, sharding) in zip(tensors.items(), self._planned, strict=True):
             if fqn != name or value.dtype is not dtype or value.shape != shape:
@@ -176,7 +197,7 @@ class StagedFile:
         return self._arena.stage(self.plan.places, self.plan.bind(tensors), changed)
 
     def tensors(self, live: Mapping[str, torch.Tensor]) -> dict[str, LazyTensor]:
-        """Return the copies of the live tensors: on every rank the chunks that it writes, no replicas.
+        """Return copies of the live tensors, none of them cast: on every rank the chunks that it writes, no replicas.
 
         They can be read from the end of staging until the next staging starts.
         """

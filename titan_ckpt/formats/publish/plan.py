@@ -130,7 +130,7 @@ def pack_as(file_of: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict
     if unknown := sorted(key for key in infos if key not in file_of):
         raise ExportError(
             f"the base's files have no place for {len(unknown)} tensor(s): {listed(unknown, ', ', ' ')}: "
-            'leave file_layout = "base" out'
+            'leave max_shard_bytes = "base" out'
         )
     names = sorted({file_of[key] for key in infos})
     if len(names) == 1:

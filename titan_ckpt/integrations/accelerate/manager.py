@@ -12,15 +12,13 @@ from typing import Any
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
-from titan_ckpt.components.exchange_order import ExchangeOrder
-from titan_ckpt.components.known.exchanges import exchange_faults, wrappers_of
-from titan_ckpt.components.known.loaders import begin_afresh
+from titan_ckpt.components.known.loaders import begin_afresh, seed_workers_apart
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError, listed
 from titan_ckpt.integrations.accelerate.known import accelerator_faults
 from titan_ckpt.integrations.accelerate.loader import Beside, LoopLoader, Positioned
-from titan_ckpt.integrations.loader_position import generators_of, seed_workers_apart
+from titan_ckpt.integrations.loader_position import generators_of
 from titan_ckpt.integrations.loop import extend, iterate_over
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.rng import get_random, set_random
@@ -47,10 +45,8 @@ def accelerate_manager(
     """
     prepared: Any = accelerator
     loaders = prepared._dataloaders  # noqa: SLF001 - accelerate has no public names for what it has prepared
-    wrapped = wrappers_of(prepared._models)  # noqa: SLF001 - as above
     if problems := [
         *accelerator_faults(accelerator),
-        *exchange_faults(wrapped, config.allow),
         *_not_prepared(prepared, dataloader),
         *(_unsaved(prepared, states or {}, config.left_out()) if config.save is not None else ()),
     ]:
@@ -76,7 +72,7 @@ def accelerate_manager(
         lr_schedulers=prepared._schedulers,  # noqa: SLF001
         dataloader=position,
         states={
-            "accelerator": _Progress(accelerator, others, ExchangeOrder(wrapped)),
+            "accelerator": _Progress(accelerator, others),
             **({} if accelerator.scaler is None else {"scaler": accelerator.scaler}),
             **dict(zip(names, own, strict=True)),
             **(states or {}),
@@ -127,8 +123,8 @@ def _unsaved(prepared: Any, states: Mapping[str, Stateful], left_out: Collection
 class _Progress:
     """The numbers of the Accelerator: its batches since the last step, and the orders of loaders beside the data."""
 
-    def __init__(self, accelerator: Accelerator, others: list[Any], exchanges: ExchangeOrder) -> None:
-        self._accelerator, self._others, self._exchanges = accelerator, others, exchanges
+    def __init__(self, accelerator: Accelerator, others: list[Any]) -> None:
+        self._accelerator, self._others = accelerator, others
         self._known = _everything(accelerator)
 
     def state_dict(self) -> dict[str, Any]:
@@ -148,7 +144,7 @@ class _Progress:
         orders = [
             (other.iteration, [get_random(g) for g in generators_of(other.base_dataloader)]) for other in self._others
         ]
-        return {"step": self._accelerator.step, "orders": orders, "exchanges": self._exchanges.state_dict()}
+        return {"step": self._accelerator.step, "orders": orders}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Set them."""
@@ -160,7 +156,6 @@ class _Progress:
                 'checkpoint.resume.exclude = ["states"]'
             )
         self._accelerator.step = state_dict["step"]
-        self._exchanges.load_state_dict(state_dict.get("exchanges", []))
         for other, (iteration, states) in zip(self._others, orders, strict=True):
             other.iteration = iteration
             for generator, state in zip(_generators(other), states, strict=False):  # some are made when they are used

@@ -34,6 +34,14 @@ def exchange_schedule(callback: Any, trainer: Any) -> None:
         callback._max_epochs, callback._latest_update_epoch = kept  # noqa: SLF001 - as above
 
 
+def go_on_from_last_epoch(callback: Any, trainer: Any) -> None:
+    """Set what the epoch in which a StochasticWeightAveraging normalizes has set, and the end of the run sets back."""
+    is_last = trainer.current_epoch - 1 == callback.swa_end + 1
+    if callback._model_contains_batch_norm and callback._max_epochs != -1 and is_last:  # noqa: SLF001 - as above
+        callback._accumulate_grad_batches = trainer.accumulate_grad_batches  # noqa: SLF001 - as above
+        trainer.fit_loop.max_batches += 1
+
+
 def is_callback(value: Any, name: str) -> bool:
     """Return whether a callback is, or extends, this class of a module of Lightning's callbacks."""
     return any(f"{kind.__module__}.{kind.__qualname__}".endswith(f".callbacks.{name}") for kind in type(value).__mro__)

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import nn
 
-from titan_ckpt.components.known.exchanges import exchange_faults
 from titan_ckpt.components.unsaved_state import faults
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
@@ -62,7 +61,6 @@ def fabric_manager(
     if problems := [
         *not_set_up,
         *plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow),
-        *exchange_faults([wrapper], config.allow),
         *judged(),
     ]:
         raise ConfigError(problems)

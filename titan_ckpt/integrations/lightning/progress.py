@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn.parallel import DistributedDataParallel
 
-from titan_ckpt.components.exchange_order import ExchangeOrder
 from titan_ckpt.components.gradients import is_used
+from titan_ckpt.components.known.loaders import seed_workers_apart
 from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import unless_allowed
 from titan_ckpt.errors import ConfigError
@@ -31,7 +30,7 @@ from titan_ckpt.integrations.lightning.averages import (
 )
 from titan_ckpt.integrations.lightning.known import gives_state, overrides
 from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
-from titan_ckpt.integrations.loader_position import generators_of, seed_workers_apart
+from titan_ckpt.integrations.loader_position import generators_of
 from titan_ckpt.rng import get_random, set_random
 
 logger = logging.getLogger(__name__)
@@ -45,8 +44,6 @@ class Progress:
         self._accumulated: dict[str, torch.Tensor] = {}
         self.holds_gradients = not trainer.lightning_module.automatic_optimization
         """The manager refuses to save gradients that no step has used, unless a state has them."""
-        wrapped = [trainer.model] if isinstance(trainer.model, DistributedDataParallel) else []
-        self._exchanges = ExchangeOrder(wrapped)
         self._loaded: dict[str, Any] | None = None
         self._drawn: list[Any] = []
         """The states of the generators of loaders that validate, until these are built."""
@@ -70,7 +67,6 @@ class Progress:
             "gradients": self._gradients(),
             "should_stop": trainer.should_stop,
             "switches": self._switches.changed(),
-            "exchanges": self._exchanges.state_dict(),
             "validated": self._drawn or [[*map(get_random, generators_of(each))] for each in self._validated()],
         }
         offered = self._checkpoint(state)
@@ -92,7 +88,6 @@ class Progress:
         self._loaded = state_dict | {"callbacks": deepcopy(state_dict["callbacks"])}
         trainer.should_stop = state_dict["should_stop"]
         self._drawn = state_dict.get("validated", [])
-        self._exchanges.load_state_dict(state_dict.get("exchanges", []))
         self._load_callbacks(state_dict)
         self._tell_module(state_dict)
         if trainer.datamodule is not None:

@@ -9,13 +9,13 @@ Source: lightning 2.6, pytorch/loops/fit_loop.py and training_epoch_loop.py.
 from __future__ import annotations
 
 import importlib
+import logging
 from functools import partial
 from typing import Any
 
-from titan_ckpt.components.known.exchanges import exchange_faults
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.lightning.averages import averaging, load_average, stochastic
+from titan_ckpt.integrations.lightning.averages import averaging, go_on_from_last_epoch, load_average, stochastic
 from titan_ckpt.integrations.lightning.known import (
     callback_faults,
     frozen_faults,
@@ -28,6 +28,8 @@ from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.integrations.loop import LoopCheckpoint
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import Stateful
+
+logger = logging.getLogger(__name__)
 
 
 def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
@@ -60,6 +62,9 @@ def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
         )
     if faults:
         raise ConfigError(faults)
+    if trainer.fast_dev_run:
+        logger.info("fast_dev_run: nothing is loaded or saved, as Lightning does with its own checkpoints")
+        return TitanCheckpoint(config)
     package = type(trainer).__mro__[-2].__module__.partition(".trainer.")[0]
     base = importlib.import_module(f"{package}.callbacks").Callback
     callback: TitanCheckpoint = type("TitanCheckpoint", (TitanCheckpoint, base), {})(config)
@@ -94,7 +99,6 @@ class TitanCheckpoint(LoopCheckpoint):
         self._is_last, self._put_aside = False, frozenset()
         faults = [*own_faults(trainer, pl_module, self._config.allow)]
         faults += frozen_faults(trainer, pl_module)
-        faults += exchange_faults([trainer.model], self._config.allow)
         if trainer._checkpoint_connector._loaded_checkpoint:  # noqa: SLF001 - Lightning has no public name for it
             faults.append(
                 f"ckpt_path: Lightning would put the state of {trainer.ckpt_path} over that of the step: leave it out, "
@@ -124,16 +128,10 @@ class TitanCheckpoint(LoopCheckpoint):
             self._opened.callback(vars(value).pop, name, None)
         for callback in averages if not step else ():
             load_average(callback, None, pl_module)
-        if is_done := bool(step and fit.done):
-            for callback in averages:  # as fit() has ended when it was not interrupted
-                if self._loader.num_batches:  # within an epoch
-                    callback.on_train_epoch_end(trainer, pl_module)
-                callback.on_train_end(trainer, pl_module)
-            for callback in stochastic(trainer.callbacks):
-                # else the last epoch, which has no limit of steps, has put the average into the module
-                if not callback._model_contains_batch_norm or callback._max_epochs == -1:  # noqa: SLF001 - as above
-                    callback.on_train_end(trainer, pl_module)
-        self._loaded(trainer.optimizers, is_done=is_done)
+        if step:
+            vars(fit)["run"] = partial(self._run, fit.run)
+            self._opened.callback(vars(fit).pop, "run", None)
+        self._loaded(trainer.optimizers, is_done=False)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Watch for signals, after Lightning has installed handlers of its own."""
@@ -148,6 +146,23 @@ class TitanCheckpoint(LoopCheckpoint):
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finish the last save."""
         self._opened.close()
+
+    def _run(self, run: Any) -> None:
+        """Run the loop, or do what it does after the last step, if that is saved: the epoch and the run end."""
+        loop = self._trainer.fit_loop
+        if not loop.done:  # the module's on_fit_start may have decided to train on
+            run()
+            return
+        self._is_last = True
+        loop.reset()
+        loop.on_run_start()
+        self._loader.restore_random(is_done=True)
+        for callback in stochastic(self._trainer.callbacks):
+            go_on_from_last_epoch(callback, self._trainer)
+        if self._loader.num_batches:  # within an epoch
+            loop.on_advance_end()
+            loop.on_iteration_done()
+        loop.on_run_end()
 
     def _run_started(self) -> None:
         self._progress.begin()

@@ -42,7 +42,8 @@ def find_key_map(
     """Return the table between the names of a model's state dict and the adapter's Hugging Face names.
 
     `tied`: alias -> name in `shapes` of the same tensor. `buffers`: names that the adapter may drop, and that are
-    nameless in the table then. Reads no values; memory is that of a layer's largest tensor.
+    nameless in the table then; exports leave the others in float32, as transformers holds DeepSeek-V3's expert bias.
+    Reads no values; memory is that of a layer's largest tensor.
     Raises: KeyMapError listing each parameter that the adapter drops, and each name that it arranges in a way that is
     no permutation or split.
     """
@@ -71,7 +72,10 @@ def find_key_map(
             f"{name_of(adapter)}: {len(problems)} problem(s)\n  " + "\n  ".join(problems),
             problems,
         )
-    return KeyMap(tuple(rules), nameless=frozenset(nameless))
+    kept = frozenset(shapes.keys() & set(buffers))
+    return KeyMap(
+        tuple(rules), nameless=frozenset(nameless), float32=dict.fromkeys((torch.float16, torch.bfloat16), kept)
+    )
 
 
 def name_of(adapter: Any) -> str:

@@ -257,6 +257,8 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         exports = last_step and self._config.last_save_in_hf
         is_due = (self.manager.export if exports else self.manager.save)(curr_step, last_step)
         if self._guard is not None and self._guard.step_ended(curr_step):
+            own = vars(self._trainer).get("should_continue_training")
+            self._watching.callback(_put_back, self._trainer, own)
             self._trainer.should_continue_training = lambda: False  # the trainer ends as after its last step
             return True
         return is_due
@@ -281,6 +283,13 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             self._watching.__exit__(*sys.exc_info())
             if hasattr(self, "manager"):  # the constructor may have refused the settings
                 self.manager.close()
+
+
+def _put_back(trainer: Any, own: Any) -> None:
+    """Let a Trainer that was stopped train again. `own`: what it had in place of its class's method, or None."""
+    del trainer.should_continue_training
+    if own is not None:
+        trainer.should_continue_training = own
 
 
 def find_hooks(model_parts: Sequence[nn.Module]) -> ModelConverters | None:

@@ -10,7 +10,12 @@ from functools import partial
 from typing import Any
 
 ROPE = "rope_parameters"
-_OWN = ("torchtitan", "titan_ckpt", "builtins")
+_OWN = (
+    "torchtitan.components.", "torchtitan.config.", "torchtitan.models.common.", "torchtitan.overrides.",
+    "torchtitan.protocols.", "titan_ckpt.", "builtins.",
+)  # fmt: skip
+_OTHER_NORMS = frozenset(f"torchtitan.models.common.nn_modules.{name}.Config" for name in ("Identity", "LayerNorm"))
+"""What a norm may be in torchtitan, and is in no model that is described here."""
 LOW_RANK_EPS = "q_a_layernorm.eps, kv_a_layernorm.eps"
 """What transformers and DeepSeek's own code have as a constant of 1e-6, and torchtitan as a setting."""
 
@@ -20,18 +25,24 @@ def described(model: Any) -> dict[str, Any]:
 
     A setting that differs between layers, which config.json cannot say, is a tuple of its values.
     """
-    if model is None:
-        return {}
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in type(model).__mro__)
-    describe = next((_MODELS[name] for name in names if name in _MODELS), None)
-    return {} if describe is None else describe(model)
+    known = _known_class(model)
+    return {} if known is None else _MODELS[known](model)
+
+
+def _known_class(model: Any) -> str | None:
+    return next((name for name in _names_of(type(model)) if name in _MODELS), None)
+
+
+def _names_of(kind: type) -> list[str]:
+    return [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
 
 
 def foreign_classes(model: Any) -> list[str]:
-    """Return the classes of args that are not torchtitan's own, whose settings are not known."""
-    kinds = (kind for args in tree(model) for kind in type(args).__mro__)
-    names = (f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)
-    return [*dict.fromkeys(name for name in names if name.partition(".")[0] not in (*_OWN, "builtins"))]
+    """Return the classes of args whose settings are not known: a user's, and those of torchtitan's other models."""
+    known = _known_class(model)
+    own = (*_OWN, "torchtitan." if known is None else f"{known.partition('.model.')[0]}.")
+    names = dict.fromkeys(name for args in tree(model) for name in _names_of(type(args)))
+    return [name for name in names if not name.startswith(own) or name in _OTHER_NORMS]
 
 
 def unsaid(model: Any) -> list[str]:
@@ -47,6 +58,8 @@ def _odd(args: Any) -> Iterator[str]:
         yield "inner_attention"
     if not getattr(args, "elementwise_affine", True):
         yield "elementwise_affine"
+    if getattr(args, "eps", 0.0) is None:
+        yield "eps"
     if getattr(args, "_debug_force_load_balance", False):
         yield "_debug_force_load_balance"
 
@@ -63,7 +76,7 @@ def tree(args: Any) -> Iterator[Any]:
 
 
 def _one(values: Iterable[Any]) -> Any:
-    """Return the value that all layers have, or else all of them."""
+    """Return the value that all parts of a model have, or else all of them."""
     distinct = [*dict.fromkeys(v for value in values for v in (value if isinstance(value, tuple) else (value,)))]
     return distinct[0] if len(distinct) == 1 else tuple(distinct)
 
@@ -81,14 +94,11 @@ def _decoder(model: Any, layer: Any) -> dict[str, Any]:
     norms = [model.norm, layer.attention_norm, layer.ffn_norm, *([attention.qk_norm] if attention.qk_norm else [])]
     feed_forward = layer.feed_forward
     return {
-        "hidden_size": model.dim,
+        **_sizes(model),
         "num_hidden_layers": len(model.layers),
-        "num_attention_heads": attention.n_heads,
-        "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
-        "head_dim": attention.head_dim or model.dim // attention.n_heads,
+        **_heads(attention, attention.head_dim or model.dim // attention.n_heads),
         **({"intermediate_size": feed_forward.w1.out_features} if feed_forward else {}),
-        "vocab_size": model.vocab_size,
-        "rms_norm_eps": _one(norm.eps for norm in norms),
+        "rms_norm_eps": _eps(norms),
         "tie_word_embeddings": model.enable_weight_tying,
         "hidden_act": "silu",
         "attention_bias": attention.wo.bias,
@@ -96,6 +106,37 @@ def _decoder(model: Any, layer: Any) -> dict[str, Any]:
         "max_position_embeddings": attention.rope.max_seq_len,
         **_rope(attention.rope),
     }
+
+
+def _heads(attention: Any, head_dim: int) -> dict[str, Any]:
+    """Return the heads as the attention names them and as its projections compute them. `head_dim`: as it is named."""
+    qkv = attention.qkv_linear
+    num_kv = qkv.n_kv_heads if hasattr(qkv, "n_kv_heads") else qkv.wkv.out_features // qkv.head_dim
+    return {
+        "num_attention_heads": _one((attention.n_heads, attention.wo.in_features // qkv.head_dim)),
+        "num_key_value_heads": _one((attention.n_kv_heads or attention.n_heads, num_kv)),
+        "head_dim": _one((head_dim, qkv.head_dim, attention.rope.dim)),
+    }
+
+
+def _sizes(model: Any) -> dict[str, Any]:
+    table = model.tok_embeddings
+    return {
+        "hidden_size": _one((model.dim, table.embedding_dim)),
+        "vocab_size": _one((model.vocab_size, table.num_embeddings, model.lm_head.out_features)),
+    }
+
+
+def _eps(norms: Iterable[Any]) -> Any:
+    return _one(getattr(norm, "eps", None) for norm in norms)
+
+
+def _top_k(moe: Any) -> Any:
+    return _one((moe.router.top_k, moe.routed_experts.token_dispatcher.top_k))
+
+
+def _num_experts(moe: Any) -> Any:
+    return _one((moe.num_experts, moe.routed_experts.inner_experts.num_experts, moe.router.gate.out_features))
 
 
 def _llama3(model: Any) -> dict[str, Any]:
@@ -121,8 +162,8 @@ def _qwen3(model: Any) -> dict[str, Any]:
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         **shape,
-        "num_experts": _one(layer.moe.num_experts for layer in sparse),
-        "num_experts_per_tok": _one(router.top_k for router in routers),
+        "num_experts": _one(_num_experts(layer.moe) for layer in sparse),
+        "num_experts_per_tok": _one(_top_k(layer.moe) for layer in sparse),
         "moe_intermediate_size": _one(layer.moe.routed_experts.inner_experts.hidden_dim for layer in sparse),
         "norm_topk_prob": _one(router.route_norm for router in routers),
         "mlp_only_layers": [i for i, layer in enumerate(model.layers) if layer.moe is None],
@@ -140,7 +181,7 @@ def _rope(rope: Any, mscale: float | None = None) -> dict[str, Any]:
     elif rope.scaling == "yarn" and rope.rope_factor > 1:
         found |= {name: getattr(rope, name) for name in ("beta_fast", "beta_slow", "truncate")}
         found |= {"rope_type": "yarn", "factor": rope.rope_factor}
-        found |= {"attention_factor": 1.0} if mscale is None else {"mscale": mscale, "mscale_all_dim": mscale}
+        found |= {"attention_factor": 1.0} if not mscale else {"mscale": mscale, "mscale_all_dim": mscale}
         found |= {"original_max_position_embeddings": rope.original_seq_len}
     return {f"{ROPE}.{name}": value for name, value in found.items()}
 
@@ -153,28 +194,28 @@ def _deepseek_v3(model: Any) -> dict[str, Any]:
     if getattr(model, "vision_encoder", None) is not None or not known:
         return {}
     routers = [layer.moe.router for layer in sparse]
-    if any(router.score_func != "sigmoid" for router in routers):
+    shared = [_num_shared(layer.moe) for layer in sparse]
+    if any(router.score_func != "sigmoid" for router in routers) or None in shared:
         return {}
 
     def of_layer(layer: Any) -> dict[str, Any]:
         attention = layer.attention
-        norms = (layer.attention_norm, layer.ffn_norm, model.norm)
+        heads = _one((attention.n_heads, attention.wo.in_features // attention.v_head_dim))
         return {
-            "hidden_size": model.dim,
-            "num_attention_heads": attention.n_heads,
-            "num_key_value_heads": attention.n_heads,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
             "q_lora_rank": attention.q_lora_rank or None,
             "kv_lora_rank": attention.kv_lora_rank,
             "qk_nope_head_dim": attention.qk_nope_head_dim,
             "qk_rope_head_dim": attention.qk_rope_head_dim,
-            "head_dim": attention.qk_rope_head_dim,
+            "head_dim": _one((attention.qk_rope_head_dim, attention.rope.dim)),
             "v_head_dim": attention.v_head_dim,
-            "rms_norm_eps": _one(norm.eps for norm in norms),
+            "rms_norm_eps": _eps((layer.attention_norm, layer.ffn_norm, model.norm)),
             "max_position_embeddings": attention.rope.max_seq_len,
             **_rope(attention.rope, attention.mscale),
         }
 
-    low_rank = [norm.eps for layer in model.layers for norm in _low_rank_norms(layer.attention)]
+    low_rank = [norm for layer in model.layers for norm in _low_rank_norms(layer.attention)]
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
@@ -184,17 +225,17 @@ def _deepseek_v3(model: Any) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "intermediate_size": _one(layer.feed_forward.w1.out_features for layer in model.layers[:dense]),
         "moe_intermediate_size": _one(layer.moe.routed_experts.inner_experts.hidden_dim for layer in sparse),
-        "n_shared_experts": _one(_num_shared(layer.moe) for layer in sparse),
-        "n_routed_experts": _one(layer.moe.num_experts for layer in sparse),
-        "num_experts_per_tok": _one(router.top_k for router in routers),
+        "n_shared_experts": _one(shared),
+        "n_routed_experts": _one(_num_experts(layer.moe) for layer in sparse),
+        "num_experts_per_tok": _one(_top_k(layer.moe) for layer in sparse),
         "n_group": _one(router.num_expert_groups or 1 for router in routers),
-        "topk_group": _one(router.num_limited_groups or 1 for router in routers),
+        "topk_group": _one(router.num_limited_groups if router.num_expert_groups else 1 for router in routers),
         "norm_topk_prob": _one(router.route_norm for router in routers),
         "routed_scaling_factor": _one(router.route_scale for router in routers),
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
-        LOW_RANK_EPS: _one(low_rank),
-        "vocab_size": model.vocab_size,
+        LOW_RANK_EPS: _eps(low_rank),
+        **_sizes(model),
         "tie_word_embeddings": model.enable_weight_tying,
         "hidden_act": "silu",
         "attention_bias": False,
@@ -205,7 +246,9 @@ def _deepseek_v3(model: Any) -> dict[str, Any]:
 def _gpt_oss(model: Any) -> dict[str, Any]:
     """Describe a gpt_oss; other ways to choose experts are other models."""
     routers = [layer.moe.router for layer in model.layers]
-    softmax = all((r.score_func, r.route_norm, r.route_scale) == ("softmax", True, 1.0) for r in routers)
+    softmax = all(
+        (r.score_func, r.route_norm, r.route_scale, r.gate.bias) == ("softmax", True, 1.0, True) for r in routers
+    )
     if not softmax or any(router.num_expert_groups is not None for router in routers):
         return {}
 
@@ -213,17 +256,16 @@ def _gpt_oss(model: Any) -> dict[str, Any]:
         attention, experts = layer.attention, layer.moe.routed_experts.inner_experts
         rope = _rope(attention.rope)
         rope.pop(f"{ROPE}.attention_factor", None)  # the model scales its attention as transformers does without it
+        qkv = attention.qkv_linear
+        projections = (qkv.wqkv,) if hasattr(qkv, "wqkv") else (qkv.wq, qkv.wkv)
         return {
-            "hidden_size": model.dim,
-            "num_attention_heads": attention.n_heads,
-            "num_key_value_heads": attention.n_kv_heads,
-            "head_dim": attention.head_dim,
+            **_heads(attention, attention.head_dim),
             "intermediate_size": experts.hidden_dim,
             "swiglu_limit": experts.swiglu_limit,
-            "num_experts": layer.moe.num_experts,
-            "num_experts_per_tok": layer.moe.router.top_k,
-            "rms_norm_eps": _one(norm.eps for norm in (layer.attention_norm, layer.ffn_norm, model.norm)),
-            "attention_bias": attention.wo.bias,
+            "num_experts": _num_experts(layer.moe),
+            "num_experts_per_tok": _top_k(layer.moe),
+            "rms_norm_eps": _eps((layer.attention_norm, layer.ffn_norm, model.norm)),
+            "attention_bias": _one(linear.bias for linear in (attention.wo, *projections)),
             "max_position_embeddings": attention.rope.max_seq_len,
             **rope,
         }
@@ -237,17 +279,17 @@ def _gpt_oss(model: Any) -> dict[str, Any]:
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         "sliding_window": _one(window for window in windows if window is not None) or None,
         "swiglu_alpha": 1.702,
-        "vocab_size": model.vocab_size,
+        **_sizes(model),
         "tie_word_embeddings": model.enable_weight_tying,
         "hidden_act": "silu",
     }
 
 
-def _num_shared(moe: Any) -> int:
-    """Return how many experts of the routed ones' size the shared ones are."""
+def _num_shared(moe: Any) -> int | None:
+    """Return how many experts of the routed ones' size the shared ones are; None if that is no whole number."""
     size: int = 0 if moe.shared_experts is None else moe.shared_experts.w1.out_features
-    inner: int = moe.routed_experts.inner_experts.hidden_dim
-    return size // inner
+    num, rest = divmod(size, moe.routed_experts.inner_experts.hidden_dim)
+    return None if rest else num
 
 
 def _low_rank_norms(attention: Any) -> list[Any]:

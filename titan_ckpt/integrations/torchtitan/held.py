@@ -22,6 +22,7 @@ _OWN = ("torchtitan.", "torch.", "titan_ckpt.")
 _LORA = "torchtitan.components.lora"
 """It makes subclasses of the args that it adapts, each with a name of its own."""
 _DATA = "torchtitan.hf_datasets"
+_TEXT = f"{_DATA}.text_datasets.HuggingFaceTextDataset"
 _LOSS = "torchtitan.components.loss"
 _QUANTIZED = "torchtitan.components.quantization"
 
@@ -36,7 +37,7 @@ KNOWN: Mapping[str, str] = {
     f"{_DATA}.text_datasets.InterleavedHuggingFaceTextDataLoader": "",
     f"{_DATA}.text_datasets.ChatDataLoader": "",
     f"{_DATA}.text_datasets.InterleavedChatDataLoader": "",
-    f"{_DATA}.text_datasets.HuggingFaceTextDataset": "",
+    _TEXT: "",
     f"{_DATA}.text_datasets.ChatDataset": "",
     f"{_DATA}.interleaved.InterleavedDataset": "",
     "torch.utils.data.dataset.IterableDataset": "",
@@ -110,6 +111,8 @@ def faults(
         others += [("learning-rate scheduler", s) for s in getattr(lr_schedulers, "schedulers", ())]
     live = getattr(trainer, "model_parts", ())
     known = {**KNOWN, **{class_name(d): _INTERLEAVED for d in _datasets(dataloader) if _loses_its_end(d)}}
+    if not all(getattr(dataset, "infinite", True) for dataset in _datasets(dataloader)):
+        known[_TEXT] = _TAIL
     check = partial(unsaved_state.faults, allow=allow, live=live, watch=watch)
     return [
         *check([held for held in stateful if held[1] is not None], known, gives_state=_gives_state),
@@ -129,6 +132,10 @@ def faults(
 _INTERLEAVED = (
     "which sources have ended is not in its state, so that a resumed run reads on after the end of all: set infinite "
     'in its sources, or stopping_strategy = "on_first_exhausted"'
+)
+_TAIL = (
+    "a resumed run reads a document before it yields what it holds of earlier ones, and loses that at the end of the "
+    "data: set infinite in the dataloader, and training.steps to where it must end"
 )
 
 

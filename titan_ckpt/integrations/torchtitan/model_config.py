@@ -95,8 +95,8 @@ def config_json(model: Any, assets: str | None, allow: Collection[str] = ()) -> 
         faults += [f"hf_assets_path: {path} describes another model: {f}" for f in _differing(given, ours, allow)]
     mixed = [key for key, value in ours.items() if isinstance(value, tuple)]
     faults += [
-        f"checkpoint.last_save_in_hf: {key} is {' and '.join(map(str, ours[key]))} in layers of one model, which "
-        "config.json cannot say; give all layers the same"
+        f"checkpoint.last_save_in_hf: {key} is {' and '.join(map(str, ours[key]))} in parts of one model, which "
+        "config.json cannot say; give all parts the same"
         for key in mixed
     ]
     if faults:

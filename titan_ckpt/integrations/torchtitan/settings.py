@@ -214,14 +214,14 @@ def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConf
     excluded = [COMPONENTS[name] for name in config.exclude_from_loading if name in COMPONENTS]
     path = initial_path(config, hf_assets_path)
     kind: Literal["hf"] | None = "hf" if config.initial_load_in_hf else None
-    whole = not config.initial_load_model_only
-    initial = [] if path is None else [InitialLoadConfig(path, kind, cast=True, training_state=whole)]
+    what: Literal["weights", "training_state"] = "weights" if config.initial_load_model_only else "training_state"
+    initial = [] if path is None else [InitialLoadConfig(path, kind, cast=True, load=what)]
     if config.additional_load_path:
         initial.append(InitialLoadConfig(config.additional_load_path, cast=True))
     beside = f"{config.folder.rstrip('/').rpartition('/')[0]}/" if split_url(config.folder) else ""
     last_exports = [ExportConfig(f, dtype=config.export_dtype, folder=f"{beside}exports") for f in exports(config)]
     if config.last_save_in_dcp:  # torchtitan resumes the newest step of a folder, so it has one of its own
-        last_exports.append(ExportConfig("dcp", training_state=True, folder=f"{beside}dcp"))
+        last_exports.append(ExportConfig("torchtitan", folder=f"{beside}dcp"))
     return CheckpointConfig(
         folder=config.folder,
         store=config.store,

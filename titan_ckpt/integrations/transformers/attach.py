@@ -22,7 +22,6 @@ from typing import Any
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from titan_ckpt.components.known.exchanges import exchange_faults, wrappers_of
 from titan_ckpt.components.known.peft_adapters import adapter_states
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.components.watched import Watch
@@ -101,8 +100,7 @@ class TitanCheckpoint(LoopCheckpoint):
         """Load when model, optimizer and scheduler are built. Return the epoch and the batch at which to begin."""
         trainer = self._trainer
         is_changed = trainer.callback_handler.callbacks != self._callbacks
-        faults = [*exchange_faults(wrappers_of([trainer.model]), self._config.allow)]
-        if faults := [*faults, *(self._unsaved() if is_changed else ())]:
+        if is_changed and (faults := [*self._unsaved()]):
             raise ConfigError(faults)
         if self._only_adapter and (lacking := [*needs_base(trainer.model, trainer.optimizer.optimizer)]):
             raise ConfigError([f"{line}, in the attach() of a trainer that is built anew" for line in lacking])
@@ -245,7 +243,7 @@ class TitanCheckpoint(LoopCheckpoint):
         if not (self._config.export or self._config.initial_load) or not isinstance(model, PreTrainedModel):
             return None
         exports = self._config.export
-        transforms = transforms_for([model], exports=any(export.format == "hf" for export in exports))
+        transforms = transforms_for([model], exports=any(export.container == "hf" for export in exports))
         return replace(transforms, assets=self._assets() if exports else None)
 
     def _assets(self) -> Path | None:

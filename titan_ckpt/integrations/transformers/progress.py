@@ -13,8 +13,6 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from titan_ckpt.components.exchange_order import ExchangeOrder
-from titan_ckpt.components.known.exchanges import wrappers_of
 from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
@@ -39,7 +37,6 @@ class RunProgress:
         self._history: list[str] = []
         model: Any = trainer.model
         self._trained = Switches(switches_of(model))
-        self._exchanges = ExchangeOrder(wrappers_of([model]))
         self._loaded: dict[str, Any] | None = None
         self.ended = False
         """Whether a callback has ended the training before its last step."""
@@ -56,7 +53,6 @@ class RunProgress:
             "callbacks": [[name, _attributes(callback)] for name, callback in self._callbacks()],
             "ended": self.ended,
             "trained": self._trained.changed(),
-            "exchanges": self._exchanges.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -72,7 +68,6 @@ class RunProgress:
         for name in _FIELDS:
             setattr(self._trainer.state, name, state_dict[name])
         self.ended = state_dict["ended"]
-        self._exchanges.load_state_dict(state_dict.get("exchanges", []))
         self._trainer.state.log_history = [json.loads(line) for line in state_dict["log_history"]]
 
     def restore(self) -> None:

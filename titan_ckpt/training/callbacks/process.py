@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics
 from titan_ckpt.training.config import ProfilingConfig
 
@@ -32,16 +31,7 @@ class Profiler(Callback):
         self._profile: torch.profiler.profile | None = None
         self._step = 0
 
-    def on_init_end(self, trainer: Trainer) -> None:
-        """Raises: ConfigError for ranks that this run does not have."""
-        if absent := [rank for rank in self._config.ranks if rank >= trainer.ranks.size]:
-            found = f"{absent[0]} is no rank of this run, which has {trainer.ranks.size}"
-            raise ConfigError([f"profiling.ranks: {found}; name ranks from 0 to {trainer.ranks.size - 1}"])
-
     def on_train_begin(self, trainer: Trainer) -> None:
-        config = self._config
-        if trainer.ranks.rank not in config.ranks:
-            return
         cuda = [ProfilerActivity.CUDA] if trainer.ranks.device.type == "cuda" else []
         self._folder.mkdir(parents=True, exist_ok=True)
 
@@ -52,12 +42,7 @@ class Profiler(Callback):
 
         self._profile = torch.profiler.profile(
             activities=[ProfilerActivity.CPU, *cuda],
-            schedule=torch.profiler.schedule(
-                wait=config.interval - 1 - config.active,
-                warmup=1,
-                active=config.active,
-                repeat=config.num_traces or 0,
-            ),
+            schedule=torch.profiler.schedule(wait=self._config.interval - 2, warmup=1, active=1),
             on_trace_ready=write,
             record_shapes=True,
             acc_events=True,

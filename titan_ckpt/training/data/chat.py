@@ -152,6 +152,6 @@ def _read_template(folder: Path) -> tuple[str, dict[str, Any]]:
         template = template.get("default")
     if not template:
         expected = "expected chat_template.jinja, or chat_template in tokenizer_config.json"
-        choices = "name the tokenizer of the model's chat version in data.tokenizer.folder, or add its template"
+        choices = "name the tokenizer of the model's chat version in data.tokenizer, or add its template"
         raise ConfigError([f"data.messages: the tokenizer in {folder} has no chat template; {expected}: {choices}"])
     return template, dict(tokenizer.special_tokens_map)

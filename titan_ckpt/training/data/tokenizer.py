@@ -24,7 +24,7 @@ from titan_ckpt.training.data.corpus import Corpus
 BOS = "<|begin_of_text|>"
 EOS = "<|end_of_text|>"
 VOCAB_SIZE = 2048
-"""Number of tokens of a tokenizer that is trained without data.tokenizer.vocab_size."""
+"""Number of tokens of a tokenizer that is trained without data.tokenizer."""
 _MAX_BYTES = 2**30
 _MAX_ID = 2**31
 _FORMAT = 2
@@ -84,7 +84,7 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache: Path) -> TextTokeniz
     return read_tokenizer(cached_folder(cache, "tokenizer", key, lambda folder: _train(corpus, vocab_size, folder)))
 
 
-def read_tokenizer(folder: Path, setting: str = "data.tokenizer.folder") -> TextTokenizer:
+def read_tokenizer(folder: Path, setting: str = "data.tokenizer") -> TextTokenizer:
     """Return the tokenizer of a Hugging Face folder: tokenizer.json and the names of its special tokens.
 
     `setting`: the key that errors name.
@@ -122,7 +122,7 @@ def _special(backend: tokenizers.Tokenizer, folder: Path, kind: str) -> int | No
     if not isinstance(name, str | None) or not (first is None or (type(first) is int and 0 <= first < _MAX_ID)):
         found, where = (first, "config.json") if name is None else (name, "tokenizer_config.json")
         fault = f"has {found!r:.80} as its {kind} token; expected a token's name or id"
-        raise ConfigError([f"data.tokenizer.folder: {folder / where} {fault}"])
+        raise ConfigError([f"data.tokenizer: {folder / where} {fault}"])
     return first if name is None else backend.token_to_id(name)
 
 
@@ -132,7 +132,7 @@ def _json(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (ValueError, OSError) as error:
-        raise ConfigError([f"data.tokenizer.folder: {path} is not JSON: {error}"]) from None
+        raise ConfigError([f"data.tokenizer: {path} is not JSON: {error}"]) from None
     return value if isinstance(value, dict) else {}
 
 

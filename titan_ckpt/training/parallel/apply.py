@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.decoder import Decoder
 from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.qwen3_moe import Experts
@@ -58,8 +59,12 @@ def parallelize(
 
     Every rank must pass equal values, or a model on meta, which stays on meta. Nothing is communicated.
     `fit`: adapts tensor-parallel plans to modules that converters have changed.
+    Raises: ConfigError for a model without `layers`.
     """
     degrees = ranks.degrees
+    if not isinstance(getattr(model, "layers", None), nn.Module):
+        lacks = f"{type(model).__name__} has no module `layers`, whose children are sharded and recomputed one by one"
+        raise ConfigError([f"model.name: {lacks}; give it one, such as an nn.ModuleList of its blocks"])
     parts: list[nn.Module] = [model]
     if degrees.pp > 1:
         assert isinstance(model, Decoder), "find_degrees() refuses others"

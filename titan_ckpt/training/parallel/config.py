@@ -52,9 +52,7 @@ class ParallelConfig(Checked):
     pipeline_parallel: PositiveInt = 1
     """Ranks that each hold some of the layers."""
     pipeline_schedule: Schedule = "1F1B"
-    """Order of forward and backward passes; "Interleaved1F1B" gives each rank several stages."""
-    pipeline_stages_per_rank: PositiveInt | None = None
-    """Number of stages on each rank. Absent: 2 with "Interleaved1F1B", else 1."""
+    """Order of forward and backward passes; "Interleaved1F1B" gives each rank two stages."""
     pipeline_microbatches: PositiveInt | None = None
     """Pieces of training.batch_size that pass through the pipeline one after the other. Absent: number of stages."""
     activation_checkpoint: Literal["none", "full", "selective"] = "none"
@@ -67,11 +65,6 @@ class ParallelConfig(Checked):
     installed. On CUDA, tensors in host memory always go by gloo. Absent: nccl on CUDA, else gloo."""
 
     def problems(self) -> Iterator[str]:
-        per_rank = self.pipeline_stages_per_rank
-        if self.pipeline_schedule == "Interleaved1F1B" and per_rank == 1:
-            yield 'pipeline_stages_per_rank: "Interleaved1F1B" needs 2 or more; with 1, choose "1F1B"'
-        if self.pipeline_schedule != "Interleaved1F1B" and per_rank is not None and per_rank > 1:
-            yield f'pipeline_stages_per_rank: {per_rank} need pipeline_schedule = "Interleaved1F1B"; set it or take 1'
         if self.compile and self.tensor_parallel > 1:
             yield "compile: torch.compile cannot differentiate layers under tensor_parallel; choose one of them"
 
@@ -80,8 +73,7 @@ class ParallelConfig(Checked):
         """Return the number of stages of the whole pipeline; 1 without a pipeline."""
         if self.pipeline_parallel == 1:
             return 1
-        default = 2 if self.pipeline_schedule == "Interleaved1F1B" else 1
-        return self.pipeline_parallel * (self.pipeline_stages_per_rank or default)
+        return self.pipeline_parallel * (2 if self.pipeline_schedule == "Interleaved1F1B" else 1)
 
     @property
     def num_microbatches(self) -> int:

@@ -7,6 +7,7 @@ divided by the tokens of all ranks, so experts, which fewer ranks share, need no
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Sequence
 from math import sqrt
 from typing import Literal
@@ -22,6 +23,7 @@ from titan_ckpt.training.parallel.degrees import AXES, FLAT
 from titan_ckpt.training.parallel.ranks import Ranks
 
 Reshard = Literal["default", "always", "never"]
+Named = list[tuple[str, nn.Parameter]]
 
 
 def shard(
@@ -67,15 +69,31 @@ def check_axes(model_parts: Sequence[nn.Module], name: str) -> None:
 
 
 def find_mixed(model_parts: Sequence[nn.Module]) -> tuple[str, str] | None:
-    """Return a distributed and a whole parameter, both matrices or both vectors, if this rank trains such a pair."""
-    named = [(fqn, value) for part in model_parts for fqn, value in part.named_parameters() if value.requires_grad]
-    for is_matrix in (True, False):
-        group = [(fqn, isinstance(value, DTensor)) for fqn, value in named if (value.dim() >= 2) == is_matrix]
-        cut = next((fqn for fqn, is_cut in group if is_cut), None)
-        whole = next((fqn for fqn, is_cut in group if not is_cut), None)
+    """Return a distributed and a whole parameter, both decayed or both not, if this rank trains such a pair."""
+    for group in decay_groups(model_parts):
+        cut = next((fqn for fqn, value in group if isinstance(value, DTensor)), None)
+        whole = next((fqn for fqn, value in group if not isinstance(value, DTensor)), None)
         if cut is not None and whole is not None:
             return cut, whole
     return None
+
+
+_UNDECAYED = re.compile(r"(?i)norm(?!al)|bias\w*$")
+"""In "<module> <class> <parameter>": the parameter is not decayed, however many dims it has."""
+
+
+def decay_groups(model_parts: Sequence[nn.Module]) -> tuple[Named, Named]:
+    """Return the trained parameters with weight decay (matrices) and without (vectors, norms and biases), each once."""
+    groups: tuple[Named, Named] = [], []
+    seen: set[nn.Parameter] = set()
+    for prefix, module in (pair for part in model_parts for pair in part.named_modules()):
+        for name, value in module.named_parameters(recurse=False):
+            if value.requires_grad and value not in seen:
+                seen.add(value)
+                about = f"{prefix.rpartition('.')[2]} {type(module).__name__} {name}"
+                is_decayed = value.dim() >= 2 and not _UNDECAYED.search(about)
+                groups[not is_decayed].append((f"{prefix}.{name}".lstrip("."), value))
+    return groups
 
 
 def sum_gradients(model: nn.Module) -> None:
@@ -98,6 +116,7 @@ def prepare_backward(model_parts: Sequence[nn.Module], *, last: bool, keep_gathe
     """
     for part in model_parts:
         if isinstance(part, FSDPModule):
+            part.set_is_last_backward(last)
             part.set_requires_gradient_sync(last)
             part.set_reshard_after_backward(last or not keep_gathered)
 

@@ -17,7 +17,7 @@ from tests import world
 from titan_ckpt import CheckpointConfig, ExportConfig, InitialLoadConfig
 from titan_ckpt.config import from_dict
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import LoadReport
@@ -54,7 +54,7 @@ def part(folder: Path | str, **settings: Any) -> InitialLoadConfig:
     return InitialLoadConfig(str(folder), **settings)
 
 
-def run(shape: Path, source: InitialLoadConfig, folder: Path, name: str = "hf") -> tuple[LanguageModel, LoadReport]:
+def run(shape: Path, source: InitialLoadConfig, folder: Path, name: str = "hf") -> tuple[Model, LoadReport]:
     """Load a source into a model of this shape, and export it."""
     torch.manual_seed(2)
     model = construct(lambda: build_model(name, folder=shape))

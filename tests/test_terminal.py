@@ -129,7 +129,7 @@ def test_a_training_on_a_terminal(columns: int, tmp_path: Path) -> None:
     assert all(re.match(r"\d\d:\d\d:\d\d |\s{9}", line) for line in said), said
     starts = [line[9:] for line in said if line[2:3] == ":"]
     assert starts[0].startswith("model   llama3 debug-0.5m, 501 k parameters")
-    header = ["model", "data", "device", "run"]
+    header = ["model", "data", "steps", "device", "run"]
     assert [line.split()[0] for line in starts if line.split()[0] in header] == 2 * header
     steps = [line for line in starts if line.startswith("step ") and "loss" in line]
     assert [line.split()[1] for line in steps] == ["1/2", "2/2", "3/3"]

@@ -248,6 +248,11 @@ def run_on_two(tmp_path: Path) -> None:
     for check in ("step", "log"):
         tensor = in_three(tmp_path, f"tensor_{check}", seldom | {"check_gradients": check}, tensor_parallel=2)
         Trainer(tensor, callbacks=[Complete()]).run()
+    half = Trainer(in_three(tmp_path, "half", {"compute_dtype": "float16"}))
+    half.state.loss_scale = 2.0**40
+    half.run()
+    assert half.state.loss_scale == 2.0 ** (40 - 2), "on both ranks"
+    Trainer(in_three(tmp_path, "half_fits", {"compute_dtype": "float16"})).run()
     uneven = Uneven(in_three(tmp_path, "uneven", {"max_grad_norm": 1e-3}))
     assert reductions(uneven) == 2 * 2, "and one that counts labels; clipping takes none"
 
@@ -288,6 +293,8 @@ def test_d9_two_ranks_average_gather_and_go_on_as_the_settings_say(tmp_path: Pat
             torch.testing.assert_close(found[name], grad, rtol=1e-4, atol=1e-6, msg=name)
     assert [row["num_tokens"] for row in rows(tmp_path / "two")] == [16 + 3, 16]
 
+    for half, full in zip(rows(tmp_path / "half_fits"), rows(tmp_path / "packed"), strict=True):
+        assert [half["loss"], half["grad_norm"]] == pytest.approx([full["loss"], full["grad_norm"]], rel=1e-2)
     assert losses(tmp_path / "tensor_log") == losses(tmp_path / "tensor_step"), (
         "partial gradients are summed in all steps"
     )

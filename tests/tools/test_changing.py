@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import signal
 import struct
@@ -83,7 +84,7 @@ def test_f4_the_logits_of_both_sides_are_compared(
         found = json.loads(shown)["logits"]
         assert found["same"] and found["largest_difference"] <= found["allowed"] < 1e-3 * found["largest_logit"]
     else:
-        assert "logits of 64 random tokens: the same but for rounding (largest difference" in shown
+        assert "logits of 32 random tokens: the same but for rounding (largest difference" in shown
 
 
 def test_f4_a_conversion_that_computes_something_else_answers_1(
@@ -123,6 +124,29 @@ def test_f4_logits_that_nobody_can_compute_are_refused_before_anything_is_writte
     }.items():
         assert call("convert", source, tmp_path / "target", "--to", "native", "--check-logits") == 2
         assert fault in capsys.readouterr().err
+        assert not (tmp_path / "target").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"num_hidden_layers": 3}, "the model's .*layers.2.* is not there"),
+        ({"num_hidden_layers": 1}, "has no .*layers.1"),
+        ({"intermediate_size": 8}, r"has the shape \[8, "),
+        ({"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"]}, "q_proj.bias is not there"),
+    ],
+    ids=["more layers", "fewer layers", "sizes", "class"],
+)
+def test_tensors_that_are_not_those_of_config_json_are_not_converted(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, Any], complaint: str
+) -> None:
+    """Under the names of another model nobody would miss what is not there."""
+    shutil.copytree(root / "hf", tmp_path / "hf")
+    path = tmp_path / "hf/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    for source, to in ((tmp_path / "hf", "native"), (root / SOURCES["native"], "hf")):
+        assert call("convert", source, tmp_path / "target", "--to", to, "--config", tmp_path / "hf") == 2
+        assert re.search(complaint, capsys.readouterr().err)
         assert not (tmp_path / "target").exists()
 
 

@@ -327,6 +327,12 @@ CONTRADICTIONS: dict[str, tuple[str, str, Any, str]] = {
     "bias": ("gpt-oss", "attention.wo.bias", False, "attention_bias is False and True in parts"),
     "router": ("gpt-oss", "moe.router.gate.bias", False, "none can be derived for GptOssModel.Config"),
     "shared experts": ("deepseek", "moe.shared_experts.w1.out_features", 100, "none can be derived for DeepSeekV3Mod"),
+    "constant eps": (
+        "deepseek",
+        "attention.kv_norm.eps",
+        1e-5,
+        "no config.json says q_a.*eps: 1e-06 there, 1e-05 here",
+    ),
     "no eps": ("llama3", "ffn_norm.eps", None, "RMSNorm.Config.eps: it is not known which keys of config.json"),
     "no norm": ("llama3", "ffn_norm", "nn_modules.Identity", "nn_modules.Identity.Config: it is not known which keys"),
 }

@@ -24,7 +24,7 @@ import torch
 
 from titan_ckpt.disk import cuda, descriptors
 from titan_ckpt.disk.files import Reader
-from titan_ckpt.disk.kernel import advise, libc, map_memory
+from titan_ckpt.disk.kernel import advise, libc, map_memory, release
 from titan_ckpt.disk.memory import ALIGNMENT, Buffer, round_up
 from titan_ckpt.errors import CorruptCheckpointError
 
@@ -236,6 +236,7 @@ class FileReader(Reader):
         self._refuses_direct = False
         """Whether reads through `_direct_fd` fail; it stays open meanwhile, because other threads may be at it."""
         self._opening = threading.Lock()
+        self._mapping: memoryview | None = None
         status = os.fstat(self._fd)
         self.num_bytes = status.st_size
         if not stat.S_ISREG(status.st_mode):
@@ -312,22 +313,30 @@ class FileReader(Reader):
         self.read_into([view[stop:]], offset + stop)
 
     def view(self, offset: int, num_bytes: int) -> memoryview:
-        """Map bytes of the file; the page tables are filled at once. Raises: EOFError if the file is too short."""
-        cut_short = f"{self.path} ends before byte {offset + num_bytes}"
-        if os.fstat(self._fd).st_size < offset + num_bytes:
+        """Map the file once, and fill the page tables of these bytes. Raises: EOFError if the file is too short."""
+        stop = offset + num_bytes
+        cut_short = f"{self.path} ends before byte {stop}"
+        if min(self.num_bytes, os.fstat(self._fd).st_size) < stop:
             raise EOFError(cut_short)
+        with self._opening:
+            if self._mapping is None:
+                self._mapping = map_memory(self.num_bytes, self._fd)
         skipped = offset % mmap.ALLOCATIONGRANULARITY
-        mapping = map_memory(skipped + num_bytes, self._fd, offset - skipped)
+        mapped = self._mapping[offset - skipped : stop]
         try:
-            advise(mapping, _POPULATE_READ)
+            advise(mapped, _POPULATE_READ)
         except OSError as error:
             if error.errno == errno.EFAULT:  # the file was cut short meanwhile, or the disk fails
-                if os.fstat(self._fd).st_size < offset + num_bytes:
+                if os.fstat(self._fd).st_size < stop:
                     raise EOFError(cut_short) from error
                 raise OSError(errno.EIO, os.strerror(errno.EIO), str(self.path)) from error
             if error.errno != errno.EINVAL:  # Linux before 5.14 fills the tables when they are used
                 raise
-        return mapping[skipped:]
+        return mapped[skipped:]
+
+    def release(self, view: memoryview) -> None:
+        """Give the pages of a view back, that no more of the file is in this process than is being read."""
+        release(view)
 
     def _direct(self) -> int:
         with self._opening:  # two descriptors would be opened otherwise, and one of them closed
@@ -351,3 +360,4 @@ class FileReader(Reader):
         for fd in {self._fd, self._direct_fd} - {-1}:
             descriptors.close(fd)
         self._fd = self._direct_fd = -1
+        self._mapping = None

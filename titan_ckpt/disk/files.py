@@ -47,6 +47,9 @@ class Reader(ABC):
     def view(self, offset: int, num_bytes: int) -> memoryview:
         """Return bytes in a mapping, or in memory of the client that got them. Nobody may write to them."""
 
+    def release(self, view: memoryview) -> None:  # noqa: B027
+        """Give up what `view` has returned; nobody uses it any more."""
+
     def fetch(self, offset: int, num_bytes: int) -> None:  # noqa: B027
         """Get bytes that are then read by pieces, if each piece would be a request. For one thread."""
 

@@ -49,22 +49,36 @@ def map_memory(num_bytes: int, fd: int = -1, offset: int = 0, *, shared: bool = 
     Raises: OSError.
     """
     flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | (mmap.MAP_ANONYMOUS if fd < 0 else 0)
-    address = libc().mmap(None, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, fd, offset)
+    is_read = fd >= 0 and not shared  # memory that nobody writes to needs no swap, however large the file is
+    protection = mmap.PROT_READ if is_read else mmap.PROT_READ | mmap.PROT_WRITE
+    address = libc().mmap(None, num_bytes, protection, flags, fd, offset)
     if address == _MAP_FAILED:
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
-    if shared or fd < 0:
-        libc().madvise(address, num_bytes, mmap.MADV_DONTFORK)
-    else:
+    if is_read:
         _read_mappings[address] = num_bytes
+    else:
+        libc().madvise(address, num_bytes, mmap.MADV_DONTFORK)
     memory = ANY_BYTES.from_address(address)
     weakref.finalize(memory, _unmap, os.getpid(), address, num_bytes).atexit = False
     return memoryview(memory).cast("B")[:num_bytes]
 
 
+def address_of(view: memoryview) -> int:
+    """Return the address of the first byte of memory that may be written to."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+def release(view: memoryview) -> None:
+    """Take the pages that hold a part of a mapped file out of this process; they stay in the page cache."""
+    first = address_of(view)
+    skipped = first % mmap.ALLOCATIONGRANULARITY
+    libc().madvise(first - skipped, skipped + len(view), mmap.MADV_DONTNEED)
+
+
 def advise(view: memoryview, advice: int) -> None:
     """Call madvise for memory of `map_memory`. Raises: OSError."""
-    if libc().madvise(ctypes.addressof(ctypes.c_char.from_buffer(view)), len(view), advice):
+    if libc().madvise(address_of(view), len(view), advice):
         code = ctypes.get_errno()
         raise OSError(code, os.strerror(code))
 

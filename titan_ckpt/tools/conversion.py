@@ -45,7 +45,15 @@ from titan_ckpt.tools.adapters import (
     open_adapter,
     with_settings,
 )
-from titan_ckpt.tools.models import ModelTable, find_config, find_table, require_config, require_table, tables_of
+from titan_ckpt.tools.models import (
+    CONFIG,
+    ModelTable,
+    find_config,
+    find_table,
+    require_config,
+    require_table,
+    tables_of,
+)
 from titan_ckpt.tools.weights import model_keys
 from titan_ckpt.types import Format, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD, base_settings
@@ -89,7 +97,7 @@ def convert_checkpoint(source: Path, target: Path, to: Target, options: Options)
     """Write the model weights of a checkpoint, or its adapter, in another format.
 
     Raises: NotACheckpointError without a config.json where names have to be translated; LoadMismatchError for an
-    adapter that does not fit the model; as converting.convert.
+    adapter that does not fit the model, and for tensors that are not those of config.json; as converting.convert.
     """
     _check_target(target, [source])
     with open_reader(source) as reader:
@@ -97,6 +105,13 @@ def convert_checkpoint(source: Path, target: Path, to: Target, options: Options)
             return _convert_adapter(reader, target, to, options)
         names = None if reader.format == "hf" else list(model_keys(reader))
         table = _table(reader, names, to, options)
+        faults = [] if table is None else [*table.misfits(native_tensors(reader, table.key_map))]
+        if faults:
+            raise LoadMismatchError(
+                f"{reader.path}: its tensors are not those of the model in {CONFIG}; nothing was written\n  "
+                + listed(faults, "\n  ")
+                + "\n  Name the folder of the model's own config.json with --config"
+            )
         assets = find_config(reader, options.config) if to == "hf" else None
     hf_config = None if assets is None else read_config_json(assets) if table is None else table.config
     if to == "torch":

@@ -79,8 +79,9 @@ class LogitsCheck:
         model = self._opened(source, form)
         if dtype is not None:
             _round(model, dtype)
-        size = hf.transformers_config(self._folder).get_text_config().vocab_size
-        self._tokens = torch.randint(size, (1, _NUM_TOKENS), generator=torch.Generator().manual_seed(0))
+        text = hf.transformers_config(self._folder).get_text_config()
+        length = min(_NUM_TOKENS, getattr(text, "max_position_embeddings", None) or _NUM_TOKENS)
+        self._tokens = torch.randint(text.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
         self._logits = self._of(model)
 
     def compare(self, target: Path, to: str) -> ComparedLogits:

@@ -5,6 +5,7 @@ Owns the choice of the architecture. A model is built on meta, so it needs no me
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from titan_ckpt.encoding.named import find_names_here, is_import_name
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, KeyMapError, NotACheckpointError
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.geometry.chunks import TensorInfo, info_of
+from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models import hf
@@ -47,6 +48,19 @@ class ModelTable:
     modules: Mapping[str, nn.Module]
     config: Mapping[str, Any]
     """The content of config.json, without its quantization; it names the class that opens this model."""
+
+    def misfits(self, found: Mapping[str, LazyTensor]) -> Iterator[str]:
+        """Yield a line for each tensor that is missing, unknown or of a wrong shape. `found`: by native name."""
+        shapes = {name: value.info.shape for name, value in found.items()}
+        for name, info in self.tensors.items():
+            others = [alias for alias, first in self.tied.items() if first == name]
+            shape = next((shapes[n] for n in (name, *others) if n in shapes), None)
+            if shape is None and name not in self.key_map.nameless:
+                yield f"{CONFIG}: the model's {name} is not there"
+            elif shape is not None and shape != info.shape and math.prod(shape) != math.prod(info.shape):
+                yield f"{CONFIG}: the model's {name} has the shape {list(info.shape)}, found {list(shape)}"
+        for name in shapes.keys() - self.tensors.keys() - self.tied.keys():
+            yield f"{CONFIG}: the model has no {name}"
 
 
 def find_table(

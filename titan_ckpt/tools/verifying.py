@@ -5,7 +5,6 @@ Every byte is read, so that a bad sector shows; memory is bounded.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.stores.mounted import local_path, store_of
 from titan_ckpt.stores.store import Place
-from titan_ckpt.tools.models import CONFIG, ModelTable, find_table
+from titan_ckpt.tools.models import CONFIG, find_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +117,7 @@ def _not_of_config(reader: HuggingFaceReader, checks: list[str], notes: list[str
         yield f"{CONFIG}: {error}"
         return
     checks.append(f"the tensors are those of the model in {CONFIG} ({table.architecture})")
-    yield from _misfits(table, {name: value.info.shape for name, value in found.items()})
+    yield from table.misfits(found)
 
 
 @contextmanager
@@ -130,16 +129,3 @@ def _on_disk(file: Place) -> Iterator[Path]:
     with TemporaryDirectory() as folder:
         Path(folder, file.name).write_bytes(store_of(file).read_whole(file, store_of(file).size(file)))
         yield Path(folder)
-
-
-def _misfits(table: ModelTable, shapes: dict[str, tuple[int, ...]]) -> Iterator[str]:
-    same = dict(table.tied)
-    for name, info in table.tensors.items():
-        others = [alias for alias, first in same.items() if first == name]
-        found = next((shapes[n] for n in (name, *others) if n in shapes), None)
-        if found is None and name not in table.key_map.nameless:
-            yield f"{CONFIG}: the model's {name} is not there"
-        elif found is not None and found != info.shape and math.prod(found) != math.prod(info.shape):
-            yield f"{CONFIG}: the model's {name} has the shape {list(info.shape)}, found {list(found)}"
-    for name in shapes.keys() - table.tensors.keys() - same.keys():
-        yield f"{CONFIG}: the model has no {name}"

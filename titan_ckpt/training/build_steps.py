@@ -84,6 +84,8 @@ class BuildSteps:
     ranks: Ranks
     model: LanguageModel
     """The whole model until it is distributed over the ranks, then the first of `model_parts`."""
+    built_on: str
+    """"meta", or the type of the device that a model is built on which cannot be built on meta."""
     num_parameters: tuple[int, int]
     """Elements of the whole model's parameters, and how many of them are trained."""
     tokenizer: TextTokenizer | None

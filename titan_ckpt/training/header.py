@@ -29,7 +29,8 @@ def header(trainer: Trainer) -> Iterator[str]:
     share = "all trained" if trained == whole else f"{short(trained)} of them trained"
     kinds = [str(c["kind"]) for c in trainer.converters.describe()] if trainer.converters is not None else []
     source = "" if config.model.folder is None else f" of {config.model.folder}"
-    yield f"model   {', '.join([f'{name}{source}', f'{short(whole)} parameters', share, *kinds])}"
+    built = f"built on {trainer.built_on}"
+    yield f"model   {', '.join([f'{name}{source}', f'{short(whole)} parameters', share, built, *kinds])}"
     yield f"data    {_data(trainer)}"
     degrees = [f"{f.name} {d}" for f in fields(ranks.degrees) if (d := getattr(ranks.degrees, f.name)) > 1]
     many = "1 rank" if ranks.size == 1 else f"{ranks.size} ranks ({', '.join(degrees)})"

@@ -129,6 +129,7 @@ class Trainer(BuildSteps):
     def build(self) -> None:
         """Call the other twelve steps (`setup` is the first)."""
         self.model = self.build_model()
+        self.built_on = next(self.model.parameters()).device.type
         self.freeze_model()
         self.num_parameters = count_parameters(self.model.parameters())
         self.tokenizer = self.build_assets()

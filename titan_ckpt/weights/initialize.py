@@ -103,7 +103,6 @@ def construct(
             model = build()
         if any(value.is_meta for _, _, value in named_tensors(model)):
             match_patterns(dict(model.named_parameters()), patterns)
-            logger.info("the model is built on meta; what no source provides is initialized %s", _SKIPS[values])
             model.__dict__[_ORIGIN] = origin
             return model
     except CheckpointError:

@@ -113,10 +113,7 @@ def test_the_end_of_a_run_says_what_is_left_of_it_and_where(tmp_path: Path, capl
     bare = {"steps": 1, "max_grad_norm": 1.0}
     Trainer(settings(tmp_path / "bare", training=bare, checkpoint={"save": None})).run()
     assert "steps   of AdamW, gradients clipped to 1" in caplog.messages
-    assert (
-        "the model is built on meta; what no source provides is initialized as one CPU would; every rank makes all "
-        "values, tensor by tensor" in caplog.messages
-    )
+    assert any(line.startswith("model   llama3") and line.endswith(", built on meta") for line in caplog.messages)
     assert caplog.messages[-2:] == ["ended   after step 1 of 1", "saved   nothing"]
 
 

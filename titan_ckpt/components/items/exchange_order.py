@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from titan_ckpt.components.items.item import STATES, Item, Stored
+from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, Stored
 from titan_ckpt.components.known.exchanges import rounds_by_order, wrappers_of
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import StateEncodingError
@@ -75,6 +75,13 @@ class ExchangeOrder(Item):
             ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()  # noqa: SLF001 - as above
             for name, grad in before.items():
                 named[name].grad = grad
+
+    def leaves(self) -> Leaves:
+        """Yield nothing: torchtitan stores no order."""
+        yield from ()
+
+    def from_torchtitan(self, folder: FlatFolder) -> None:
+        """Return None, for the same reason."""
 
 
 class _WithoutMemory(TorchDispatchMode):

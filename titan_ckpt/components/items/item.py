@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.nested import give_tensors
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import StateDict
 
@@ -138,7 +139,9 @@ class Item:
 
     def leaves(self) -> Leaves:
         """Yield (path, value) of its state by torchtitan's names. Raises: ExportError if these have no place for it."""
-        yield from ()
+        tensors: StateDict = {}
+        value = self.value(tensors)
+        yield from flattened((self.component,), give_tensors(value, tensors))
 
     def torchtitan_tensors(self, folder: FlatFolder) -> dict[str, str]:
         """Return the names of its tensors in a folder of torchtitan's, by the names that they have here."""
@@ -146,7 +149,7 @@ class Item:
 
     def from_torchtitan(self, folder: FlatFolder) -> Any:
         """Return the value in a folder of torchtitan's; None if it has none. Raises: LoadMismatchError."""
-        return None
+        return nested(folder, self.component) or None
 
 
 def wrong_types(parts: Sequence[tuple[str, Any, type]]) -> list[str]:

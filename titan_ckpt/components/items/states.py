@@ -62,6 +62,10 @@ class ExtraState(Item):
     def restore(self, stored: Stored, tensors: StateDict) -> None:
         self._model.load_extra_state(stored.values.get(self.key, {}))
 
+    def leaves(self) -> Leaves:
+        """Yield nothing: an export asks the model for it, with the values of its own state_dict()."""
+        yield from ()
+
     def from_torchtitan(self, folder: FlatFolder) -> dict[str, Any]:
         return {name: folder.item(name) for name in self._model.extra_state_names() if name in folder.items}
 
@@ -89,6 +93,9 @@ class OwnBuffers(Item):
         live = self._model.buffers()
         for fqn, value in give_tensors(stored.values.get(self.key, {}), tensors).items():
             live[fqn].copy_(value)
+
+    def from_torchtitan(self, folder: FlatFolder) -> None:
+        """Return None: torchtitan stores no such buffers."""
 
 
 class UserState(Item):
@@ -185,6 +192,10 @@ class Generators(Item):
             stored.step,
         )
         self._state.reseed(seed)
+
+    def leaves(self) -> Leaves:
+        """Yield nothing: torchtitan stores no generators."""
+        yield from ()
 
 
 def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:

@@ -360,7 +360,9 @@ class SliceReader:
         start, stop = window
         is_small = stop - start < _MIN_DIRECT_BYTES
         if self._file.is_remote or (self.is_cached and not is_small):
-            yield Held.over(self._file.view(start, stop - start), start)
+            view = self._file.view(start, stop - start)
+            yield Held.over(view, start)
+            self._file.release(view)
             return
         with bounce_buffer() as bounce:
             if is_small:

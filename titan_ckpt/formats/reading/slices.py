@@ -13,6 +13,7 @@ import torch
 
 from titan_ckpt.disk.cuda import upload
 from titan_ckpt.disk.direct import IO_BYTES, bounce_buffer
+from titan_ckpt.disk.kernel import address_of
 from titan_ckpt.disk.memory import Buffer, bytes_at, move_bytes
 from titan_ckpt.geometry.boxes import boxes_of_range, element_span, spans
 from titan_ckpt.geometry.chunks import Chunk, Shape, is_plain_memory
@@ -45,7 +46,8 @@ class Held:
     @classmethod
     def over(cls, memory: memoryview, start: int) -> Held:
         """Take a mapping, or a client's answer, which nobody may write to. The caller keeps `memory`."""
-        return cls(memory, np.frombuffer(memory, np.uint8).ctypes.data, start)
+        address = np.frombuffer(memory, np.uint8).ctypes.data if memory.readonly else address_of(memory)
+        return cls(memory, address, start)
 
     def bytes(self, window: Window) -> memoryview:
         return self.view[window[0] - self.start : window[1] - self.start]

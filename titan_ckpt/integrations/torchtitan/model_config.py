@@ -99,6 +99,9 @@ def config_json(model: Any, assets: str | None, allow: Collection[str] = ()) -> 
         "config.json cannot say; give all parts the same"
         for key in mixed
     ]
+    if given is None and not mixed:
+        unsaid = _differing(_nested(ours), ours, allow)
+        faults += [f"checkpoint.last_save_in_hf: no config.json says {fault}" for fault in unsaid]
     if faults:
         raise ConfigError(faults)
     if given is None:

@@ -51,13 +51,13 @@ def together(**constants: Any) -> Iterator[list[Read]]:
     fetch, read_window = SliceReader.fetch, SliceReader.read_window
     fetch_chunks = ChunkSource.fetch
 
-    def fetched(self: SliceReader, window: tuple[int, int]) -> memoryview:
+    def fetched(self: SliceReader, window: tuple[int, int], into: memoryview) -> None:
         reads.append((self.path, window))
-        return fetch(self, window)
+        fetch(self, window, into)
 
-    def fetched_chunks(self: ChunkSource, window: tuple[int, int]) -> memoryview:
+    def fetched_chunks(self: ChunkSource, window: tuple[int, int], into: memoryview) -> None:
         reads.append((self.key, window))
-        return fetch_chunks(self, window)
+        fetch_chunks(self, window, into)
 
     def read(self: SliceReader, window: tuple[int, int], *, fill: bool) -> None:
         reads.append((self.path, window))
@@ -179,11 +179,10 @@ def test_what_a_rank_cannot_read_is_read_by_the_others(tmp_path: Path) -> None:
         source: Any = ChunkSource if form == "dcp" else SliceReader
         fetch = source.fetch
 
-        def fails(self: Any, window: tuple[int, int]) -> memoryview:
+        def fails(self: Any, window: tuple[int, int], into: memoryview) -> None:
             if line.rank == 2 and "ahead" in threading.current_thread().name:
                 raise OSError("no luck")
-            data: memoryview = fetch(self, window)  # noqa: B023
-            return data
+            fetch(self, window, into)  # noqa: B023
 
         state = empty("replicated", values)
         with together(), patch.object(source, "fetch", fails):

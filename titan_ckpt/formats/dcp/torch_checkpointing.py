@@ -74,7 +74,7 @@ class TorchCheckpointingReader(DcpReader):
 
     def plan(self, requests: Sequence[FilePart]) -> Fill:
         """Do as for DCP. What is mapped is not read together with other ranks."""
-        fill = super().plan(requests)
+        fill: Fill = super().plan(requests)
         return lambda: fill()
 
     def _take(self, metadata: Any) -> None:

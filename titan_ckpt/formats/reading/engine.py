@@ -18,13 +18,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-import numpy as np
 import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.disk.direct import IO_BYTES, bounce_buffer, finish_uploads, num_copy_workers, run_workers
 from titan_ckpt.disk.files import Reader
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at
+from titan_ckpt.disk.memory import ALIGNMENT, bytes_at
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.shared import Deal, warn_of
 from titan_ckpt.formats.reading.slices import Held, Slice, Window, scatter
@@ -257,28 +256,20 @@ class SliceReader:
         """Return what names these bytes on every rank: the file, its size and its blocks, and where it may be cut."""
         return f"{self.path} {self._file.num_bytes} {self._blocks is not None and self._block} {self._base}"
 
-    def fetch(self, window: Window) -> memoryview:
-        """Read and verify a window for all ranks that want it, and fill nothing.
+    def fetch(self, window: Window, into: memoryview) -> None:
+        """Read a window for all ranks that want it into aligned memory, and verify it; fill no target.
 
         Raises: CorruptCheckpointError for a wrong block; EOFError; OSError.
         """
-        parts = [*self.cut(window, self._most)]
-        if len(parts) == 1 and self._file.is_remote:
-            data = self._file.view(window[0], window[1] - window[0])
+        start = window[0]
+        if self.is_cached or start % ALIGNMENT:
+            self._file.read_into([into], start)
         else:
-            data = Buffer.allocate(window[1] - window[0]).view
-            for start, stop in parts:
-                with self._held((start, stop)) as read:
-                    np.copyto(
-                        np.frombuffer(data[start - window[0] : stop - window[0]], np.uint8),
-                        np.frombuffer(read.bytes((start, stop)), np.uint8),
-                    )
-        if self._blocks is not None:
-            read = Held.over(data, window[0])
-            for block in self._blocks_of(window):
-                if not self._is_right(read, block):
-                    raise CorruptCheckpointError(f"{self.path}: bytes from {block[0]} on are wrong", self.path)
-        return data
+            self._file.read_blocks(into, start)
+        read = Held.over(into, start)
+        for block in self._blocks_of(window) if self.is_verified else ():
+            if not self._is_right(read, block):
+                raise CorruptCheckpointError(f"{self.path}: bytes from {block[0]} on are wrong", self.path)
 
     def put(self, window: Window, data: memoryview, digest: bytes, sender: int) -> None:
         """Verify a window that a rank has read, and fill its targets. What is wrong is read here.

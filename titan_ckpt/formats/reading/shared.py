@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
-import numpy as np
 import xxhash
 
 from titan_ckpt.disk import cuda
@@ -40,12 +39,17 @@ LEAST_BYTES = 8 << 20
 LEAST_RUN_BYTES = 64 << 10
 """Each rank reads shorter runs by itself."""
 _WINDOW_BYTES = 64 << 20
-"""Bytes that a team sends at a time. A rank has memory for two windows: one arrives while the other is verified."""
-_PIECE_BYTES = 4 << 20, 16 << 20
+"""Most bytes that a team sends at a time. A rank has memory for two such windows: one arrives, one is verified."""
+_PIECE_BYTES = 4 << 20, 8 << 20
 """Least and most bytes that a rank reads and sends at a time, if its team's share is not less."""
+_AHEAD_BYTES = 64 << 20
+"""Bytes that a rank reads ahead of what it sends. With more, the first piece would share its bandwidth with later ones,
+and all ranks would wait for it."""
 _DIGEST_BYTES = 16
 _NOTHING = bytes(_DIGEST_BYTES)
 """In place of a digest: the rank could not read the piece."""
+_IN_THE_FILE = b"\xff" * _DIGEST_BYTES
+"""In place of a digest: the file has some of its own."""
 
 Run = tuple[int, int]
 
@@ -66,6 +70,8 @@ class Source(Protocol):
     is_cached: bool
     num_workers: int
     """Reads that are worth having in flight."""
+    is_verified: bool
+    """Whether the file has digests of its bytes."""
 
     @property
     def windows(self) -> Sequence[Run]:
@@ -77,8 +83,8 @@ class Source(Protocol):
     def cut(self, run: Run, most: int) -> Iterator[Run]:
         """Cut a run into pieces that can be verified by themselves."""
 
-    def fetch(self, window: Run) -> memoryview:
-        """Read and verify a piece for all; fill nothing. Raises: CorruptCheckpointError; EOFError; OSError."""
+    def fetch(self, window: Run, into: memoryview) -> None:
+        """Read and verify a piece for all; fill no target. Raises: CorruptCheckpointError; EOFError; OSError."""
 
     def put(self, window: Run, data: memoryview, digest: bytes, sender: int) -> None:
         """Verify a piece and fill with it; read what is wrong. Several threads may call it. Raises: as `read`."""
@@ -135,8 +141,8 @@ class Deal:
         memories = [Buffer.allocate(0)] * 2
         try:
             for ranks, pieces in sorted(self.teams.items()):
-                windows = [*_windows(pieces)]
-                num_bytes = max(map(_room, windows))
+                windows = [*_windows(pieces, len(ranks))]
+                num_bytes = max(sum(map(_slot, window)) for window in windows)
                 if num_bytes > len(memories[0].view):
                     memories = [Buffer.allocate(num_bytes) for _ in memories]
                 self._run_team(ranks, windows, memories, count)
@@ -146,11 +152,12 @@ class Deal:
 
     def _run_team(self, ranks: Ranks, windows: Sequence[list[_Piece]], memories: list[Buffer], count: Count) -> None:
         own = iter([piece for window in windows for piece in window if piece.reader == self.coordinator.rank])
-        num_ahead = max(piece.source.num_workers for window in windows for piece in window)
-        ahead: deque[Future[memoryview | None]] = deque()
+        most = _AHEAD_BYTES // max(piece.num_bytes for window in windows for piece in window)
+        num_ahead = max(1, min(most, max(piece.source.num_workers for window in windows for piece in window)))
+        ahead: deque[Future[Buffer]] = deque()
         with ThreadPoolExecutor(num_ahead, "titan_ckpt-ahead", cuda.as_here()) as pool:
 
-            def next_own() -> memoryview | None:
+            def next_own() -> Buffer:
                 while len(ahead) < num_ahead and (piece := next(own, None)) is not None:
                     ahead.append(pool.submit(_fetched, piece))
                 return ahead.popleft().result()
@@ -167,23 +174,22 @@ class Deal:
                     future.cancel()
 
     def _send(
-        self, ranks: Ranks, window: Sequence[_Piece], memory: Buffer, next_own: Callable[[], memoryview | None]
+        self, ranks: Ranks, window: Sequence[_Piece], memory: Buffer, next_own: Callable[[], Buffer]
     ) -> Iterator[_Sent]:
         """Start to send the pieces of a window from their readers to all."""
         at = 0
         for piece in window:
-            stop = at + piece.num_bytes + _DIGEST_BYTES
-            view = memory.view[at:stop]
+            size = piece.num_bytes + _DIGEST_BYTES
             if piece.reader == self.coordinator.rank:
-                data = next_own()
-                view[-_DIGEST_BYTES:] = _NOTHING if data is None else xxhash.xxh3_128_digest(data)
-                if data is not None:
-                    np.copyto(np.frombuffer(view[:-_DIGEST_BYTES], np.uint8), np.frombuffer(data, np.uint8))
+                own = next_own()
+                view, tensor = own.view, own.tensor
+            else:
+                view, tensor = memory.view[at : at + size], memory.tensor[at : at + size]
+                at += _slot(piece)
             seconds = self.coordinator.timeout_seconds / 2
             with _unbroken(ranks):
-                work = self.coordinator.peers.broadcast(ranks, piece.reader, memory.tensor[at:stop], seconds)
+                work = self.coordinator.peers.broadcast(ranks, piece.reader, tensor, seconds)
             yield _Sent(piece, view, work)
-            at += _slot(piece)
 
     def _receive(self, ranks: Ranks, sent: Sequence[_Sent], count: Count) -> None:
         with _unbroken(ranks):
@@ -219,28 +225,29 @@ class _Sent(NamedTuple):
             source.put(window, self.view[:-_DIGEST_BYTES], digest, reader)
 
 
-def _fetched(piece: _Piece) -> memoryview | None:
-    """Return the bytes of a piece; None if they cannot be read, which every rank then tries by itself."""
+def _fetched(piece: _Piece) -> Buffer:
+    """Return the bytes of a piece and their digest; without one if they cannot be read, which every rank then tries."""
+    buffer = Buffer.allocate(piece.num_bytes + _DIGEST_BYTES)
+    data = buffer.view[:-_DIGEST_BYTES]
     try:
-        return piece.source.fetch(piece.window)
+        piece.source.fetch(piece.window, data)
+        buffer.view[-_DIGEST_BYTES:] = _IN_THE_FILE if piece.source.is_verified else xxhash.xxh3_128_digest(data)
     except (CheckpointError, EOFError, OSError) as error:
         logger.warning("%s; bytes %d-%d are read again, by every rank that wants them", error, *piece.window)
-        return None
+        buffer.view[-_DIGEST_BYTES:] = _NOTHING
+    return buffer
 
 
 def _slot(piece: _Piece) -> int:
     return round_up(piece.num_bytes + _DIGEST_BYTES, ALIGNMENT)
 
 
-def _room(window: Sequence[_Piece]) -> int:
-    return sum(map(_slot, window))
-
-
-def _windows(pieces: Sequence[_Piece]) -> Iterator[list[_Piece]]:
-    """Join neighbouring pieces up to the size of a window."""
+def _windows(pieces: Sequence[_Piece], num_ranks: int) -> Iterator[list[_Piece]]:
+    """Join neighbouring pieces up to the size of a window, about one piece of each rank."""
+    most = num_ranks * max(piece.num_bytes for piece in pieces)
     window: list[_Piece] = []
     for piece in pieces:
-        if window and sum(other.num_bytes for other in window) + piece.num_bytes > _WINDOW_BYTES:
+        if window and sum(other.num_bytes for other in window) + piece.num_bytes > most:
             yield window
             window = []
         window.append(piece)

@@ -53,7 +53,9 @@ def test_ranks_of_a_team_read_like_shares_in_pieces_that_fit_the_windows() -> No
         loads = [sum(piece.num_bytes for piece in pieces if piece.reader == rank) for rank in ranks]
         assert sum(loads) == 907 << 20 and max(loads) - min(loads) <= 16 << 20
         assert deal.num_read == loads[0]
-        assert all(shared._room(window) <= shared._WINDOW_BYTES + (1 << 20) for window in shared._windows(pieces))
+        windows = [*shared._windows(pieces, len(ranks))]
+        assert [piece for window in windows for piece in window] == pieces
+        assert all(sum(piece.num_bytes for piece in window) <= shared._WINDOW_BYTES for window in windows)
 
 
 def test_only_what_is_dear_to_read_is_read_together() -> None:

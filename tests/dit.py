@@ -27,7 +27,8 @@ class Block(nn.Module):
         parts = self.qkv(F.layer_norm(x, x.shape[-1:]) * (1 + scale) + shift).unflatten(-1, (3, 4, -1))
         attended = F.scaled_dot_product_attention(*parts.permute(2, 0, 3, 1, 4)).transpose(1, 2).flatten(2)
         x = x + gate * self.proj(attended)
-        return x + of_mlp[2] * self.mlp(F.layer_norm(x, x.shape[-1:]) * (1 + of_mlp[0]) + of_mlp[1])
+        out: torch.Tensor = x + of_mlp[2] * self.mlp(F.layer_norm(x, x.shape[-1:]) * (1 + of_mlp[0]) + of_mlp[1])
+        return out
 
 
 class DiT(Model):
@@ -44,7 +45,7 @@ class DiT(Model):
         angles = time.unsqueeze(1) * torch.logspace(0, 3, 8, device=time.device)
         condition = self.time(torch.cat([angles.sin(), angles.cos()], dim=1)) + self.kind(kind)
         x = self.embed(F.pixel_unshuffle(noisy, 2).flatten(2).transpose(1, 2)) + self.place
-        for layer in self.layers:
+        for layer in self.layers.children():
             x = layer(x, condition)
         return F.pixel_shuffle(self.output(x).transpose(1, 2).unflatten(2, (4, 4)), 2)
 
@@ -59,7 +60,7 @@ class DiT(Model):
         for module in self.modules():
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 module.reset_parameters()
-        for zero in (self.output, *(layer.get_submodule("condition") for layer in self.layers)):
+        for zero in (self.output, *(layer.get_submodule("condition") for layer in self.layers.children())):
             for parameter in zero.parameters():
                 nn.init.zeros_(parameter)
         nn.init.normal_(self.place, std=0.02)

@@ -27,6 +27,7 @@ from titan_ckpt.training.data.sequences import DummyDataset, MapDataset, Ordered
 from titan_ckpt.training.data.tokens import tokenise
 
 TOKENS = torch.arange(1001, dtype=torch.int32)
+STACK: Any = torch.stack
 
 
 def loader(dataset: OrderedDataset, batch_size: int, num_workers: int = 0) -> Any:
@@ -296,7 +297,7 @@ def test_d8_map_style_data_is_dealt_as_distributed_sampler_deals_it(
     data = [torch.tensor(number) for number in range(11)]
     for rank in range(ranks):
         own = mapped(data, rank, ranks, shuffle, drop_last)
-        batches = build_dataloader(own, 2, torch.stack, 0, Workers(workers))
+        batches = build_dataloader(own, 2, STACK, 0, Workers(workers))
         sampler: Any = DistributedSampler(data, ranks, rank, shuffle, 5, drop_last)  # type: ignore[arg-type]
         expected = []
         for epoch in range(3):
@@ -315,17 +316,17 @@ def mapped(data: Any, rank: int, ranks: int, shuffle: bool = True, drop_last: bo
 def test_d8_map_style_data_goes_on_with_the_next_sample_on_any_number_of_ranks(before: int, after: int) -> None:
     """No sample of the epoch is lost, and none comes twice but those that fill its end."""
     data = [torch.tensor(number) for number in range(13)]
-    loaders = [build_dataloader(mapped(data, rank, before), 2, torch.stack, 0) for rank in range(before)]
+    loaders = [build_dataloader(mapped(data, rank, before), 2, STACK, 0) for rank in range(before)]
     taken = [int(number) for one in loaders for number in next(iter(one))]
     states = json.loads(json.dumps([one.state_dict() for one in loaders]))
     rest = []
     for rank in range(after):
-        again = build_dataloader(mapped(data, rank, after), 2, torch.stack, 0)
+        again = build_dataloader(mapped(data, rank, after), 2, STACK, 0)
         again.load_state_dict(states[0]) if before == after else again.load_state_dicts(states)
         assert again.end_after(1) == -(-(13 - len(taken)) // after) * after
         rest += [int(number) for batch in again for number in batch]
     assert {*taken, *rest} == {*range(13)} and 0 <= len(taken) + len(rest) - 13 < after
-    other = build_dataloader(mapped(data[:-1], 0, 1), 2, torch.stack, 0)
+    other = build_dataloader(mapped(data[:-1], 0, 1), 2, STACK, 0)
     with pytest.raises(LoadMismatchError, match="number of samples"):
         other.load_state_dict(states[0])
 

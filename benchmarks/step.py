@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.common import Options, alternate, parse, quartiles, run, say
 from titan_ckpt.config import from_dict
+from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.sequences import DummyDataset
@@ -63,6 +64,7 @@ def settings(options: Options) -> RunConfig:
 def plain_loop(config: RunConfig, rank: int, num_ranks: int) -> Iterator[float]:
     """Train as a script of 30 lines would, and yield the loss of each step."""
     model = build_model(config.model.name, flavor=config.model.flavor)
+    assert isinstance(model, LanguageModel)
     model.init_weights()
     if num_ranks > 1:
         for layer in model.layers.children():

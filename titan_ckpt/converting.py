@@ -15,8 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from titan_ckpt import progress
-from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
-from titan_ckpt.disk import posix
+from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import ExportError, KeyMapError, NotACheckpointError
@@ -24,12 +23,14 @@ from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.rank_file import write_stream
+from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.publication import published
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap
 from titan_ckpt.geometry.requests import FilePart, TensorReader
-from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.mounted import local_path, store_of
+from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.stored_names import MODEL, model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, StateDictTransforms, cast_all
 
@@ -38,13 +39,13 @@ _BLOCK_BYTES = 64 << 20
 
 
 def convert(
-    source: str | Path,
-    target: str | Path,
+    source: str | Place,
+    target: str | Place,
     to: Format,
     *,
     key_map: KeyMap | None = None,
     hf_config: Mapping[str, Any] | None = None,
-    assets: str | Path | None = None,
+    assets: str | Place | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = 5_000_000_000,
 ) -> None:
@@ -56,14 +57,15 @@ def convert(
     Raises: ConfigError for a URI; NotACheckpointError for an adapter; KeyMapError; CorruptCheckpointError; ExportError.
     Nothing is written to `target` then.
     """
-    require_local({"source": source, "target": target, "assets": assets})
-    source, target = Path(source), Path(target)
+    named = {"source": source, "target": target, "assets": assets}
+    require_local({name: value for name, value in named.items() if isinstance(value, str | Path)})
+    source, target = (Path(value) if isinstance(value, str) else value for value in (source, target))
     problems = [] if to in get_args(Format) else [f"to: {to!r} is not one of {', '.join(get_args(Format))}"]
     if dtype not in (None, *CASTABLE):
         problems.append(f"dtype: {dtype} takes scales, so values cannot be cast to it; take a float of 16 bits or more")
     if max_shard_bytes <= 0:
         problems.append(f"max_shard_bytes: {max_shard_bytes} is no size")
-    if os.path.lexists(target):
+    if is_taken(target):
         problems.append(f"{target} is there already; remove it or choose another folder")
     if problems:
         raise ExportError(f"{source} cannot be converted: {'; '.join(problems)}")
@@ -76,7 +78,7 @@ def convert(
                     target,
                     transforms.to_file(tensors, None, dtype),
                     config=dict(hf_config or {}),
-                    assets=None if assets is None else Path(assets),
+                    assets=Path(assets) if isinstance(assets, str) else assets,
                     max_shard_bytes=max_shard_bytes,
                     coordinator=Coordinator.current(),
                 )
@@ -88,14 +90,29 @@ def convert(
             raise ExportError(f"{source} could not be converted to {target}: {error}") from error
 
 
+def is_taken(target: Place) -> bool:
+    """Return whether anything is at a place, also a link that leads nowhere. Raises: StoreError."""
+    path = local_path(target)
+    return bool(store_of(target).seen(target).exists()) if path is None else os.path.lexists(path)
+
+
+def mounted_target(target: Place) -> Path:
+    """Return the path of a target that appears by a rename. Raises: ExportError for one in a bucket."""
+    if (path := local_path(target)) is None:
+        raise ExportError(
+            f"{target}: a bucket takes the formats hf, peft and dcp. Steps are committed there by their run alone, and "
+            "a file of torch.save is written in place: convert into a folder of this machine, and copy that"
+        )
+    return path
+
+
 def native_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTensor]:
     """Return a checkpoint's model weights by native name; values are read in blocks of 64 MiB when they are written.
 
     Raises: KeyMapError listing keys that the table lacks and groups that are incomplete; NotACheckpointError.
     """
-    manifest = reader.path / MANIFEST_NAME
-    native = reader.format == "native"
-    kind = Manifest.from_bytes(posix.read_whole(manifest, MAX_BYTES), str(manifest)).kind if native else reader.format
+    manifest = reader.manifest if isinstance(reader, NativeReader) else None
+    kind = reader.format if manifest is None else manifest.kind
     if kind in ("peft", "adapter"):
         raise NotACheckpointError(
             f"{reader.path} holds an adapter, which is no model by itself. `titan-ckpt merge BASE {reader.path} TARGET`"
@@ -174,7 +191,7 @@ def _row_chunks(shape: Shape, itemsize: int) -> Iterator[Chunk]:
 
 
 def write_native(
-    target: Path,
+    place: Place,
     tensors: Mapping[str, LazyTensor],
     *,
     kind: Literal["model", "adapter"] = "model",
@@ -184,8 +201,9 @@ def write_native(
     """Write a folder that is a source of weights, of one rank and without training state.
 
     `converters`: their descriptions, which say what an adapter's tensors mean. `base`: the identity of its base.
-    Raises: OSError; FileExistsError. Nothing has the folder's name then.
+    Raises: ExportError for a bucket; OSError; FileExistsError. Nothing has the folder's name then.
     """
+    target = mounted_target(place)
     alone = Coordinator(0, 1, None, "", 0.0)
     total = sum(value.info.nbytes for value in tensors.values())
     with published(target, alone, "", lambda: None) as made, progress.shown(f"writing {target.name}", total) as count:

@@ -20,7 +20,7 @@ from torch import nn
 
 from titan_ckpt import CheckpointConfig, CheckpointManager, KeepConfig, SaveConfig
 from titan_ckpt.loading.external import ExternalLoad
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.training.callbacks.diloco import await_file, publish
 from titan_ckpt.weights.initialize import construct, materialize
@@ -28,7 +28,7 @@ from titan_ckpt.weights.initialize import construct, materialize
 INNER_STEPS = 3
 
 
-def build() -> LanguageModel:
+def build() -> Model:
     return build_model("llama3", flavor="debug-0.5m")
 
 

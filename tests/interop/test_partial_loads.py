@@ -17,7 +17,7 @@ from tests import world
 from titan_ckpt import CheckpointConfig, ExportConfig, InitialLoadConfig
 from titan_ckpt.config import from_dict
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import LoadReport
@@ -54,7 +54,7 @@ def part(folder: Path | str, **settings: Any) -> InitialLoadConfig:
     return InitialLoadConfig(str(folder), **settings)
 
 
-def run(shape: Path, source: InitialLoadConfig, folder: Path, name: str = "hf") -> tuple[LanguageModel, LoadReport]:
+def run(shape: Path, source: InitialLoadConfig, folder: Path, name: str = "hf") -> tuple[Model, LoadReport]:
     """Load a source into a model of this shape, and export it."""
     torch.manual_seed(2)
     model = construct(lambda: build_model(name, folder=shape))
@@ -214,6 +214,6 @@ def test_a_step_of_another_run_can_be_loaded_partly(tmp_path: Path) -> None:
 
 def test_a_merged_adapter_is_whole() -> None:
     """initialize and ignore are settings of weights, and a merge takes a whole adapter."""
-    raw = {"initial_load": [{"path": "base"}, {"path": "adapter", "merge": True, "ignore": ["a*"]}]}
-    with pytest.raises(ConfigError, match=r"initial_load\.1\.merge: an adapter is merged as a whole"):
+    raw = {"initial_load": [{"path": "base"}, {"path": "adapter", "load": "merge", "ignore": ["a*"]}]}
+    with pytest.raises(ConfigError, match=r"initial_load\.1\.load: an adapter is merged as a whole"):
         from_dict(CheckpointConfig, raw)

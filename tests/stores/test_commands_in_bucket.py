@@ -16,8 +16,11 @@ from tests.stores.test_exports_in_bucket import export
 from tests.test_manager import Run
 from titan_ckpt import ResumeConfig, SaveConfig
 from titan_ckpt.cli.main import main
+from titan_ckpt.converters import from_tables
+from titan_ckpt.converting import write_native
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.geometry.chunks import cast
 from titan_ckpt.models.llama3 import Llama3
 
 
@@ -118,7 +121,8 @@ def test_what_is_not_there_is_one_line(server: Server, capsys: pytest.CaptureFix
         ("inspect", place / "x"): "is not there",
         ("verify", place / "step-3"): "step 3 is not there; committed steps: none",
         ("ls", f"{server.url}-none/x"): "Create the bucket",
-        ("convert", place, "out", "--to", "dcp"): "no URI such as s3:// is supported",
+        ("convert", place / "x", "out", "--to", "dcp"): "is not there",
+        ("report", place): "no URI such as s3:// is supported",
         ("prune", place, "--set-aside"): "nothing is there",
         ("pin", place / "step-3"): "step 3 is not there; committed steps: none",
         ("unpin", place / "model"): "is no step of titan_ckpt",
@@ -127,6 +131,43 @@ def test_what_is_not_there_is_one_line(server: Server, capsys: pytest.CaptureFix
         code, error = said(capsys, *args)
         assert code == 2 and expected in error and error.count("\n") == 1, (args, error)
         assert not [secret for secret in CREDENTIALS.values() if len(secret) > 20 and secret in error]
+
+
+def test_f4_diff_convert_and_merge_take_urls(
+    server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As on a disk, from buckets and into them; what cannot appear whole there is refused."""
+    place = place_in(server)
+    made = export(Llama3(CONFIG), place / "exports", tmp_path)
+    native, hf = tmp_path / "native", tmp_path / "hf"
+    assert said(capsys, "convert", made, native, "--to", "native")[0] == 0
+    code, written = said(capsys, "convert", native, place / "hf", "--to", "hf", "--config", made)
+    assert (code, written["target"], written["format"]) == (0, f"{place}/hf", "hf")
+    assert said(capsys, "convert", native, hf, "--to", "hf", "--config", made)[0] == 0
+    assert said(capsys, "convert", place / "hf", place / "dcp", "--to", "dcp")[0] == 0
+    for one, other in ((made, place / "hf"), (place / "hf", hf), (native, place / "dcp"), (place / "dcp", made)):
+        code, found = said(capsys, "diff", one, other, "--config", made)
+        assert (code, found["same"], found["components"][0]["tensors"]) == (0, True, [])
+    code, error = said(capsys, "convert", native, place / "hf", "--to", "dcp")
+    assert code == 2 and "is there already" in error
+    for to in ("native", "torch"):
+        code, error = said(capsys, "convert", made, place / "not", "--to", to)
+        assert code == 2 and "a bucket takes the formats hf, peft and dcp" in error
+    assert not (place / "not").exists()
+
+    model = Llama3(CONFIG)
+    converters = from_tables([{"kind": "lora", "target_modules": ["wq", "w2"], "rank": 4, "alpha": 8.0}])
+    converters.convert(model)
+    owned = {n: v.detach().normal_() for n, v in model.state_dict().items() if converters.key_filter(n)}
+    adapter = {name: cast(value, value.dtype) for name, value in owned.items()}
+    write_native(tmp_path / "adapter", adapter, kind="adapter", converters=converters.describe())
+    assert said(capsys, "convert", tmp_path / "adapter", place / "peft", "--to", "peft", "--config", made)[0] == 0
+    assert said(capsys, "diff", place / "peft", tmp_path / "adapter", "--config", made)[0] == 0
+    code, merged = said(capsys, "merge", place / "hf", place / "peft", place / "merged")
+    assert code == 0 and merged["merged"] == 2 * CONFIG.num_layers
+    assert said(capsys, "merge", hf, place / "peft", tmp_path / "merged")[0] == 0
+    assert said(capsys, "diff", place / "merged", tmp_path / "merged")[0] == 0
+    assert said(capsys, "diff", place / "merged", place / "hf")[0] == 1
 
 
 def test_a_plan_reads_run_files_that_name_buckets(

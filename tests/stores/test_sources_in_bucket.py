@@ -16,6 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.stores.conftest import behind, place_in, put_folder, through
 from tests.stores.servers import Proxy, Server
 from tests.test_manager import Run
+from tests.unit.test_progress import watch
 from tests.world import same
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
 from titan_ckpt.config import SaveConfig, StoreConfig
@@ -23,6 +24,7 @@ from titan_ckpt.directory.bucket_commits import Commits
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.formats.dcp.writer import DcpExport
+from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.stores.bucket import BucketPath, StoreError
 
@@ -102,7 +104,7 @@ def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
     assert equal(loaded(Run(seed=6).model, copy, tmp_path, copy), run.model)
     source = InitialLoadConfig(str(copy), load="training_state")
     saves = again.manager(tmp_path / "d", initial_load=(source,), store=place.bucket.settings)
-    with saves, pytest.raises(NotACheckpointError, match="gives the weights alone: leave training_state out"):
+    with saves, pytest.raises(NotACheckpointError, match='gives the weights alone: leave load = "training_state" out'):
         saves.load()
     data = bytearray((copy / "rank-00000.safetensors").read())
     data[-1] ^= 1
@@ -126,6 +128,31 @@ def test_a_dcp_folder_is_a_source(server: Server, tmp_path: Path) -> None:
     with counted(place, server) as (seen, proxy):
         assert equal(loaded(Run(seed=3, width=80_000).model, seen, tmp_path, seen), run.model)
     assert len([path for _, path in proxy.requests if path.partition("?")[0].endswith(".distcp")]) == 2
+
+
+def test_f11_every_load_from_a_bucket_has_a_bar(s3: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a console, with the bytes of the weights: a step, a Hugging Face folder, a DCP folder."""
+    place, model = place_in(s3), Llama3(CONFIG)
+    with Run().manager(tmp_path, folder=str(place), store=place.bucket.settings, save=SaveConfig(interval=1)) as saves:
+        run = Run()
+        run.train(saves, 1)
+    export_huggingface(
+        tmp_path / "hf",
+        StateDictTransforms(model.key_map(), model.hf_config()).to_file(dict(model.state_dict()), None, None),
+        config=model.hf_config(),
+        assets=None,
+        max_shard_bytes=10**9,
+        coordinator=Coordinator.current(),
+    )
+    DcpExport(dict(model.state_dict())).write(tmp_path / "dcp", Coordinator.current())
+    out = watch(monkeypatch, terminal=True, delay=0.0)
+    loaded(Run(seed=2).model, place / "step-1", tmp_path, place)
+    assert "loading" in out.getvalue()
+    for name in ("hf", "dcp"):
+        put_folder(place / name, tmp_path / name)
+        loaded(Llama3(CONFIG), place / name, tmp_path, place)
+        assert f"loading {name}" in out.getvalue()
+    assert out.getvalue().count("1.3/1.3 MB") == 2
 
 
 def test_what_is_wrong_with_a_source_is_said(s3: Server, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import re
 import shutil
 from collections.abc import Callable
 from contextlib import redirect_stderr
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from safetensors.torch import load_file, save_file
 
 from tests.forked import answer
 from tests.tools.steps import LORA, save_step
+from tests.unit.formats.native.test_verify import write_step
 from titan_ckpt import ExportConfig, progress
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import from_tables
 from titan_ckpt.formats.native import reader
+from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.stores.answers import StoreError
 
@@ -139,6 +142,39 @@ def test_the_same_weights_are_identical_in_every_format(root: Path, kind: str, a
         (model,) = found["components"]
         assert (code, found["same"], model["num_equal"], model["tensors"]) == (0, True, 21, [])
         assert model["digests"][0] == model["digests"][1]
+        assert model["num_unread"] == 0 or other == "native of two ranks"
+
+
+def test_f4_diff_does_not_read_what_the_digests_of_two_steps_show(
+    tmp_path: Path, ask: Answer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of four ranks and of two are compared by digest; other cuts are read, and so is what may differ."""
+    big, small, read = (4096, 256), (3, 2), list[str]()
+    cuts = {4: [0, 1024, 2048, 3072, 4096], 2: [0, 2048, 4096], 3: [0, 1000, 2000, 4096]}
+
+    def step(name: str, ranks: int, *, first: float = 0.0) -> Path:
+        shares: list[Any] = [{"model.w": (big, *rows)} for rows in pairwise(cuts[ranks])]
+        shares[-1]["model.b"] = (small, 0, 3)
+        return write_step(tmp_path / name, *shares, first=first)
+
+    plan = NativeReader.plan
+
+    def watched(reader: NativeReader, parts: Any) -> Any:
+        read.extend(part.key for part in parts)
+        return plan(reader, parts)
+
+    monkeypatch.setattr(NativeReader, "plan", watched)
+    four, two, three, other = step("a", 4), step("b", 2), step("c", 3), step("d", 2, first=7.0)
+    code, found = ask("diff", four, two)
+    (model,) = found["components"]
+    assert (code, model["num_equal"], model["num_unread"], model["digests"], read) == (0, 2, 2, [None, None], [])
+    code, found = ask("diff", two, three)
+    (model,) = found["components"]
+    assert (code, model["num_equal"], model["num_unread"], {*read}) == (0, 2, 0, {"model.w", "model.b"})
+    code, found = ask("diff", four, other)
+    (model,) = found["components"]
+    assert code == 1 and [(d["name"], d["num_different"]) for d in model["tensors"]] == [("b", 1), ("w", 1)]
+    assert main(["diff", str(four), str(two)]) == 0
 
 
 def test_f4_diff_finds_one_changed_element_in_any_format(root: Path, tmp_path: Path, ask: Answer) -> None:

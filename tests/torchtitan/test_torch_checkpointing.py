@@ -87,7 +87,9 @@ def test_the_weights_of_two_ranks_load_on_one(folder: Path) -> None:
 
 def test_its_training_state_is_refused_by_name(folder: Path) -> None:
     """Only torchtitan's DCP folders and our own steps give a run more than weights."""
-    with pytest.raises(NotACheckpointError, match=r"holds no training state: only .* leave training_state out"):
+    with pytest.raises(
+        NotACheckpointError, match=r'holds no training state: only .* leave load = "training_state" out'
+    ):
         _load(_model(2), folder, load="training_state")
 
 

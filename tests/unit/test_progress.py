@@ -12,6 +12,8 @@ from rich.console import Console
 
 from titan_ckpt import progress
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.geometry.chunks import Chunk
@@ -37,6 +39,15 @@ def watch(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, delay: float) -> i
     monkeypatch.setattr(progress, "CONSOLE", Console(file=out, force_terminal=terminal, width=100))
     monkeypatch.setattr(progress, "DELAY_SECONDS", delay)
     return out
+
+
+def test_f11_a_load_from_a_dcp_folder_has_a_bar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a load from any other format."""
+    DcpExport({"w": torch.randn(2000, 3000)}).write(tmp_path / "out", Coordinator.current())
+    out = watch(monkeypatch, terminal=True, delay=0.0)
+    with DcpReader(tmp_path / "out") as reader:
+        reader.whole("w")
+    assert "loading out" in out.getvalue() and "24.0/24.0 MB" in out.getvalue()
 
 
 def test_f11_a_console_shows_what_is_under_way(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

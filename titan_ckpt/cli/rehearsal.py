@@ -41,16 +41,17 @@ def fit(path: str, rank: int) -> Fit:
     config, _ = read_run(path)
     trainer = Trainer(_on_cpu(config))
     with trainer.setup() as trainer.ranks:
-        trainer.model = trainer.build_model()
+        trainer.model = model = trainer.build_model()
+        assert isinstance(model, LanguageModel), "init writes runs on text"
         trainer.tokenizer = trainer.build_assets()
         trainer.encode = trainer.build_data_transform()
         wanted, longest = config.data.sequence_length, _longest(trainer)
         if config.data.messages is not None:
             wanted = longest
-        limit = trainer.model.max_seq_len or wanted
+        limit = model.max_seq_len or wanted
         length = max(1, min(wanted, longest, limit))
         is_cut = config.data.messages is not None and longest > limit
-        return Fit(length, "truncate" if is_cut else "error", _adaptable(trainer.model, rank))
+        return Fit(length, "truncate" if is_cut else "error", _adaptable(model, rank))
 
 
 def rehearse(path: str) -> None:

@@ -164,8 +164,9 @@ def difference(found: Difference, console: Console, top: int) -> None:
     for component in found.components:
         differing = len(component.tensors)
         equal = f"{counted(component.num_equal, 'tensor is', 'tensors are')} identical"
-        also = f", {differing} differ" if differing else f", digest {component.digests[0]}"
-        say(console, f"{component.component}: {equal}{also}")
+        unread = f", {component.num_unread} of them by the digests in both steps" * bool(component.num_unread)
+        also = f", {differing} differ" if differing else "" if unread else f", digest {component.digests[0]}"
+        say(console, f"{component.component}: {equal}{unread}{also}")
         if differing:
             console.print(_tensor_differences(component.tensors[:top]))
             _more(differing, top, console)

@@ -240,7 +240,7 @@ class TorchtitanFolder(Origin):
             if type(reader) is not DcpReader:  # one of torch_checkpointing has weights alone for us
                 raise NotACheckpointError(
                     f"{path} holds no training state: only steps of this package and DCP folders of torchtitan do; "
-                    "leave load out to load its weights"
+                    'leave load = "training_state" out to load its weights'
                 )
             stored, is_whole = step_of_folder(reader, path), has_training_state(reader)
         number = stored if step is None else step
@@ -307,8 +307,9 @@ def look_at_run(config: CheckpointConfig) -> tuple[Place, int | TorchtitanFolder
         return path, TorchtitanFolder.look(found, source)
     if not may_be_resumed(found):
         raise NotACheckpointError(
-            f"{path} is a copy of a step's folder, of which a bucket gives the weights alone: leave training_state "
-            "out, copy the folder to a mounted file system, or name a step where its run has saved it"
+            f"{path} is a copy of a step's folder, of which a bucket gives the weights alone: leave "
+            'load = "training_state" out, copy the folder to a mounted file system, or name a step where its run has '
+            "saved it"
         )
     step = step_of(path.name)
     if step is None:
@@ -322,7 +323,9 @@ def check_run(config: CheckpointConfig, path: Place, run: Origin) -> None:
     Raises: LoadMismatchError.
     """
     if not run.is_whole:
-        raise LoadMismatchError(f"{path} holds no training state: leave load out to load its weights")
+        raise LoadMismatchError(
+            f'{path} holds no training state: leave load = "training_state" out to load its weights'
+        )
     is_adapter = run.manifest is not None and run.manifest.kind == "adapter"
     if len(config.initial_load) > 1 and not is_adapter:
         raise LoadMismatchError(

@@ -5,18 +5,19 @@ Owns the fields that every architecture has. Each architecture's module owns its
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from titan_ckpt.disk import posix
 from titan_ckpt.encoding import special_floats, strict_json
 from titan_ckpt.encoding.hub import how_to_get, hub_folder
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError
 from titan_ckpt.models.layers import INIT_STD
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.store import Place
 
 _HF_NAMES = {
     "dim": "hidden_size",
@@ -78,18 +79,20 @@ class DecoderConfig:
         }
 
 
-def read_config_json(folder: str | Path) -> dict[str, Any]:
-    """Return the contents of a Hugging Face folder's config.json. Raises: ConfigError."""
+def read_config_json(folder: str | Place) -> dict[str, Any]:
+    """Return the contents of a Hugging Face folder's config.json. Raises: ConfigError; StoreError."""
     try:
-        path = hub_folder(folder) / "config.json"
+        path = (hub_folder(folder) if isinstance(folder, str | Path) else folder) / "config.json"
     except CheckpointNotFoundError as error:
         raise ConfigError([f"model.folder: {error}"]) from None
     try:
-        data = posix.read_whole(os.path.realpath(path), strict_json.MAX_BYTES_BY_HAND)
+        data = store_of(path).read_whole(path, strict_json.MAX_BYTES_BY_HAND, through_links=True)
         config = special_floats.decode(strict_json.loads_by_hand(data))
     except (FileNotFoundError, NotADirectoryError):
-        expected = f"expected a Hugging Face folder{how_to_get(folder)}"
+        expected = f"expected a Hugging Face folder{how_to_get(str(folder))}"
         raise ConfigError([f"model.folder: {path} is not there; {expected}"]) from None
+    except StoreError:
+        raise
     except OSError as error:
         raise ConfigError([f"model.folder: {path} cannot be read: {error.strerror}"]) from None
     except (ValueError, RecursionError) as error:

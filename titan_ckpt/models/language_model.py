@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from titan_ckpt.geometry.keymap import KeyMap
 
 
-class LanguageModel(nn.Module):
-    """A causal language model that trains, loads and exports.
+class Model(nn.Module):
+    """A model of any kind of data that trains, loads and exports; its own step says what a batch is and what it costs.
 
-    Shape: (batch, seq) token ids in, (batch, seq, vocab) logits out.
     It may be built under `torch.device("meta")`. It gets values from `init_weights`, or from `to_empty` and a load.
     """
 
-    vocab_size: int
-    max_seq_len: int | None
-    """Length of the longest input in tokens; None if there is no limit."""
     layers: nn.Module
     """Its children are the blocks in order; sharding and recomputation treat one block at a time."""
 
@@ -41,3 +39,34 @@ class LanguageModel(nn.Module):
     def hf_config(self) -> dict[str, Any]:
         """Return the config.json with which transformers reads this model."""
         raise NotImplementedError
+
+    def summed_loss(self, batch: Any) -> torch.Tensor:
+        """Return the sum of the losses in a batch, which is whatever the data gives; call the model as `self(...)`.
+
+        A step divides the sums of all ranks and micro-batches by their `num_counted`. Random numbers that it draws from
+        the process's generators, such as noise, are those of an uninterrupted run after a resume.
+        """
+        raise NotImplementedError
+
+    def num_counted(self, batch: Any) -> int:
+        """Return how many losses the sum of a batch has: by default the rows of its first tensor."""
+        return next(len(value) for value in _tensors(batch))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (Mapping, list, tuple)):
+        for part in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(part)
+
+
+class LanguageModel(Model):
+    """A causal language model that trains, loads and exports. The trainer checks its batches and computes its loss.
+
+    Shape: (batch, seq) token ids in, (batch, seq, vocab) logits out.
+    """
+
+    vocab_size: int
+    max_seq_len: int | None
+    """Length of the longest input in tokens; None if there is no limit."""

@@ -1,7 +1,7 @@
 """The architectures by name, and the construction of a model from a flavor, a Hugging Face folder, or one's own code.
 
 Owns the list. A new architecture needs its own module and one line in ARCHITECTURES. A name "package.module:Name" needs
-neither: it leads to an Architecture, to a LanguageModel, or to a function that returns one.
+neither: it leads to an Architecture, to a Model, or to a function that returns one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from titan_ckpt.encoding.named import BadNameError, import_named, is_import_name
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import hf, llama3, qwen3, qwen3_moe
 from titan_ckpt.models.config import read_config_json
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import Model
 
 ConfigT = TypeVar("ConfigT")
 
@@ -26,7 +26,7 @@ ConfigT = TypeVar("ConfigT")
 class Architecture(Generic[ConfigT]):
     """One entry of the list of architectures."""
 
-    make: Callable[[ConfigT], LanguageModel]
+    make: Callable[[ConfigT], Model]
     read: Callable[[Mapping[str, Any], str], ConfigT]
     """(contents of a config.json, its path) -> configuration. Raises: ConfigError."""
     flavors: Mapping[str, ConfigT]
@@ -86,14 +86,14 @@ def build_model(
     flavor: str | None = None,
     folder: str | Path | None = None,
     settings: Mapping[str, Any] | None = None,
-) -> LanguageModel:
+) -> Model:
     """Return a model of the shape that `read_config` returns, without trained weights; one's own gets `settings`.
 
-    Raises: as `read_config`; ConfigError for settings that do not fit, and for what is no LanguageModel.
+    Raises: as `read_config`; ConfigError for settings that do not fit, and for what is no Model.
     """
     config = read_config(name, flavor=flavor, folder=folder)
     if (architecture := find_architecture(name)) is not None:
         if settings:
             raise ConfigError([f"model.settings: {name} has none; its shape is that of a flavor or a folder"])
         return architecture.make(config)
-    return make_named(LanguageModel, "model.name", name, settings=settings or {})
+    return make_named(Model, "model.name", name, settings=settings or {})

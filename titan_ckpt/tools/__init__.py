@@ -1,3 +1,3 @@
 """The work of the command line tools: every function returns plain facts, and titan_ckpt/cli shows them."""
 
-__all__ = ["conversion", "difference", "inspecting", "listing", "report", "retention", "verifying"]
+__all__ = ["conversion", "difference", "inspecting", "listing", "logits", "report", "retention", "verifying"]

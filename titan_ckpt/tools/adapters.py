@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,6 +30,7 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import LazyTensor, dtype_name, info_of
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import holds_adapter_alone
+from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.models import ModelTable, require_table
 from titan_ckpt.types import ModelHooks
 from titan_ckpt.weights import low_rank
@@ -84,7 +84,7 @@ def open_adapter(reader: TensorReader, table: ModelTable | None = None) -> Adapt
     return Adapter(tensors, manifest.converters if manifest else (), manifest.base if manifest else None)
 
 
-def with_settings(adapter: Adapter, path: Path, folder: Path | None, table: ModelTable | None) -> Adapter:
+def with_settings(adapter: Adapter, path: Place, folder: Place | None, table: ModelTable | None) -> Adapter:
     """Return the adapter with settings, which `folder` has if its own checkpoint at `path` says none.
 
     Raises: LoadMismatchError if neither says them, or if they are those of another adapter.
@@ -237,7 +237,7 @@ def _targets(sites: Collection[str], table: ModelTable) -> list[str]:
     return sorted(last) if selected == {*sites} else list(sites)
 
 
-def effects(adapter: Adapter, source: Path) -> dict[str, str]:
+def effects(adapter: Adapter, source: Place) -> dict[str, str]:
     """Return what an adapter's settings do to its tensors: the scale of each product, by native name; and its base.
 
     Raises: LoadMismatchError for settings that no run would have recorded.
@@ -263,13 +263,13 @@ class RecordedBase:
     """
 
     def __init__(
-        self, path: Path, variants: Callable[[], Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]]
+        self, path: Place, variants: Callable[[], Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]]
     ) -> None:
         """Digest nothing yet. `variants`: the base's tensors by the names of each architecture that reads it."""
         self._path, self._variants = path, variants
         self._digests: dict[tuple[frozenset[str], torch.dtype | None], str] = {}
 
-    def check(self, adapter: Path, record: Mapping[str, Any]) -> str:
+    def check(self, adapter: Place, record: Mapping[str, Any]) -> str:
         """Return in words what the digest says. Raises: BaseMismatchError if the adapter has another base."""
         expected, dtype = record.get("digest"), _BY_NAME.get(record.get("dtype"))
         found: list[str] = []

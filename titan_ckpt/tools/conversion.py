@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, Literal
 
 import torch
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.serialization import skip_data
 
 from titan_ckpt import progress
-from titan_ckpt.converting import convert, native_tensors, write_native
+from titan_ckpt.converting import convert, is_taken, mounted_target, native_tensors, write_native
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -37,6 +37,8 @@ from titan_ckpt.loading.adapters import check_named_base, holds_adapter_alone
 from titan_ckpt.loading.merge import AdapterMerge, SharedWeightError, prepare_merge, settle_tables
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.models.config import read_config_json
+from titan_ckpt.stores.mounted import local_path, store_of
+from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.adapters import (
     Adapter,
     RecordedBase,
@@ -66,14 +68,14 @@ Target = Literal["native", "dcp", "hf", "torch", "peft"]
 class Options:
     """Settings with which a target is written."""
 
-    config: Path | None = None
+    config: Place | None = None
     """Folder of the model's config.json; absent: the source's own, or one that the source's run left."""
     architecture: str | None = None
     """The native side has the names of this model: llama3, qwen3, qwen3_moe, hf, or an Architecture as
     "package.module:Name"; absent: found from config.json."""
     dtype: torch.dtype | None = None
     max_shard_bytes: int = 5_000_000_000
-    settings: Path | None = None
+    settings: Place | None = None
     """PEFT folder or native step with the settings of an adapter in a DCP folder, which says none."""
 
 
@@ -93,7 +95,7 @@ class Written:
     """The facts that are known about the base of each merged adapter."""
 
 
-def convert_checkpoint(source: Path, target: Path, to: Target, options: Options) -> Written:
+def convert_checkpoint(source: Place, target: Place, to: Target, options: Options) -> Written:
     """Write the model weights of a checkpoint, or its adapter, in another format.
 
     Raises: NotACheckpointError without a config.json where names have to be translated; LoadMismatchError for an
@@ -130,16 +132,20 @@ def convert_checkpoint(source: Path, target: Path, to: Target, options: Options)
     return _written(target, to, table)
 
 
-def _check_target(target: Path, sources: Sequence[Path]) -> None:
+def _check_target(target: Place, sources: Sequence[Place]) -> None:
     """Raises: ExportError if the target is there already, or would lie in a source, which is only read."""
-    if os.path.lexists(target):
+    if is_taken(target):
         raise ExportError(f"{target} is there already; remove it or choose another place")
     for source in sources:
-        if Path(os.path.realpath(target)).is_relative_to(os.path.realpath(source)):
+        if _resolved(target).is_relative_to(_resolved(source)):
             raise ExportError(f"{target} is inside {source}, which is only read; choose another folder")
 
 
-def _convert_adapter(reader: TensorReader, target: Path, to: Target, options: Options) -> Written:
+def _resolved(place: Place) -> PurePath:
+    return PurePath(str(place) if (path := local_path(place)) is None else os.path.realpath(path))
+
+
+def _convert_adapter(reader: TensorReader, target: Place, to: Target, options: Options) -> Written:
     """Write the adapter of a checkpoint. Only PEFT folders have the names of another tool."""
     if to == "hf":
         raise ExportError(
@@ -169,7 +175,7 @@ def _convert_adapter(reader: TensorReader, target: Path, to: Target, options: Op
     return _written(target, to, None if to == reader.format else table)
 
 
-def _write_peft(target: Path, adapter: Adapter, table: ModelTable, options: Options, source: str) -> None:
+def _write_peft(target: Place, adapter: Adapter, table: ModelTable, options: Options, source: str) -> None:
     """Write the folder that the run of an adapter would export."""
     if adapter.lora is None:
         raise LoadMismatchError(f"{source} holds the tensors of converters that PEFT does not have")
@@ -193,7 +199,7 @@ def _table(reader: TensorReader, names: list[str] | None, to: Target, options: O
     return find_table(require_config(reader, options.config), names, options.architecture)
 
 
-def _write_torch(source: Path, target: Path, table: ModelTable | None, options: Options) -> None:
+def _write_torch(source: Place, target: Place, table: ModelTable | None, options: Options) -> None:
     with open_reader(source) as reader:
         tensors: dict[str, Any] = native_tensors(reader, table.key_map if table else KeyMap(identity=True))
         try:
@@ -203,19 +209,19 @@ def _write_torch(source: Path, target: Path, table: ModelTable | None, options: 
 
 
 def _written(
-    target: Path, to: Target, table: ModelTable | None, merged: int = 0, notes: tuple[str, ...] = ()
+    target: Place, to: Target, table: ModelTable | None, merged: int = 0, notes: tuple[str, ...] = ()
 ) -> Written:
     foreign = {"hf": "Hugging Face", "peft": "PEFT"}
     names = "as in the source" if table is None else foreign.get(to, table.architecture)
     if to == "torch":
-        tensors: Mapping[str, torch.Tensor] = torch.load(target, weights_only=True, mmap=True)
-        return Written(str(target), to, len(tensors), target.stat().st_size, names)
+        tensors: Mapping[str, torch.Tensor] = torch.load(str(target), weights_only=True, mmap=True)
+        return Written(str(target), to, len(tensors), store_of(target).size(target), names)
     with open_reader(target) as reader:
         total = sum(info.nbytes for info in reader.tensors.values())
         return Written(str(target), to, len(reader.tensors), total, names, merged, notes)
 
 
-def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: Options) -> Written:
+def merge_adapters(base: Place, adapters: Sequence[Place], target: Place, options: Options) -> Written:
     """Write a Hugging Face folder of a base with these adapters merged into it, one after the other.
 
     Raises: LoadMismatchError for an adapter that does not fit; ExportError; as open_reader.
@@ -276,7 +282,7 @@ def merge_adapters(base: Path, adapters: Sequence[Path], target: Path, options: 
 
 
 def _untied(
-    table: ModelTable, tensors: Mapping[str, LazyTensor], folder: Path, architecture: str | None
+    table: ModelTable, tensors: Mapping[str, LazyTensor], folder: Place, architecture: str | None
 ) -> tuple[ModelTable, dict[str, LazyTensor], dict[str, str]]:
     """Return the same model with a weight of its own for each module, its tensors, and which of them were one.
 
@@ -294,7 +300,7 @@ def _untied(
 
 
 def _variants(
-    reader: TensorReader, folder: Path, table: ModelTable, tensors: Mapping[str, LazyTensor]
+    reader: TensorReader, folder: Place, table: ModelTable, tensors: Mapping[str, LazyTensor]
 ) -> Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]:
     """Yield the base's tensors by the names of this table, and of each other one if those in the folder are foreign."""
     yield table, tensors
@@ -313,7 +319,7 @@ def _about_base(adapter: TensorReader, recorded: RecordedBase) -> str:
 
 def _opened(
     reader: TensorReader,
-    base: Path,
+    base: Place,
     tensors: Mapping[str, LazyTensor],
     table: ModelTable,
     base_format: str,
@@ -333,13 +339,14 @@ def _opened(
     return merge
 
 
-def write_torch_file(target: Path, tensors: StateDict) -> None:
+def write_torch_file(place: Place, tensors: StateDict) -> None:
     """Write a file that `torch.load(weights_only=True)` reads, tensor by tensor in bounded memory, whole or not at all.
 
     torch reserves the place of every tensor (`skip_data`), and the values are written there afterwards. The checksums
     of the file's zip entries are then not those of the values; torch does not look at them.
-    The blocks of lazy tensors must be runs of whole rows. Raises: FileExistsError; OSError.
+    The blocks of lazy tensors must be runs of whole rows. Raises: ExportError for a bucket; FileExistsError; OSError.
     """
+    target = mounted_target(place)
     staged = StagedFolder.begin(target)
     try:
         draft = staged.path / target.name

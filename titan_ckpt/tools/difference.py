@@ -1,15 +1,15 @@
 """The differences between two checkpoints of any formats and any sharding.
 
 Tensors are compared bit by bit, block by block, so memory is bounded; figures are made only of those that differ.
+Tensors of two steps are not read where the digests in both show that they are the same.
 Equal bits under one name, dtype and shape are an equal logical digest (weights/digest.py), which is given for both.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,13 +17,15 @@ import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.errors import counted
+from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import LazyTensor, as_bytes
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.adapters import effects
 from titan_ckpt.tools.inspecting import numbers_of
 from titan_ckpt.tools.state import rank_state, run_state, settings, settings_as_read
-from titan_ckpt.tools.weights import Aligned, Tensors, align, other_keys, stored
+from titan_ckpt.tools.weights import Aligned, Tensors, align, model_keys, other_keys, stored
 from titan_ckpt.weights import digest
 
 _PIECE = 1 << 20
@@ -60,10 +62,12 @@ class ComponentDifference:
 
     component: str
     num_equal: int
+    num_unread: int
+    """Those of the equal ones that were not read, because the digests in both steps are the same."""
     num_bytes: int
     """Bytes of the first side's tensors."""
     digests: tuple[str | None, str | None]
-    """A digest over the names and logical digests of all tensors of each side."""
+    """A digest over the names and logical digests of all tensors of each side, if all were read."""
     tensors: tuple[TensorDifference, ...]
 
 
@@ -90,7 +94,7 @@ class Difference:
         return not (self.state or self.settings or any(component.tensors for component in self.components))
 
 
-def compare(left: Path, right: Path, *, config: Path | None = None, weights_only: bool = False) -> Difference:
+def compare(left: Place, right: Place, *, config: Place | None = None, weights_only: bool = False) -> Difference:
     """Compare two checkpoints. `config`: the folder of the model's config.json, if it is in neither.
 
     Optimizer and run state are compared if both have them; `weights_only` leaves them out.
@@ -104,7 +108,7 @@ def compare(left: Path, right: Path, *, config: Path | None = None, weights_only
             sides |= _others(a, b, not_compared)
         total = sum(value.info.nbytes for pair in sides.values() for side in pair for value in side.values())
         with progress.shown("comparing", total) as count:
-            components = tuple(_component(name, *pair, count) for name, pair in sides.items())
+            components = tuple(_component(name, *pair, _known(a, b, name), count) for name, pair in sides.items())
         state = () if weights_only else _states(a, b, not_compared)
         described = () if weights_only else _described(a, b, aligned, not_compared)
         return Difference(
@@ -175,12 +179,27 @@ def _settings(left: Mapping[str, Any], right: Mapping[str, Any], prefix: str = "
     )
 
 
-def _component(component: str, left: Tensors, right: Tensors, count: progress.Count) -> ComponentDifference:
+def _known(a: TensorReader, b: TensorReader, component: str) -> Callable[[str], bool]:
+    """Return what tells, of a tensor in two steps, whether their digests show that its values are the same."""
+    if not (isinstance(a, NativeReader) and isinstance(b, NativeReader)):
+        return lambda _: False
+    of_model = component == "model"
+    mine, theirs = ((model_keys if of_model else other_keys)(reader) for reader in (a, b))
+    return lambda name: a.blocks_of(mine[name]) == b.blocks_of(theirs[name])
+
+
+def _component(
+    component: str, left: Tensors, right: Tensors, is_known_same: Callable[[str], bool], count: progress.Count
+) -> ComponentDifference:
     differences: list[TensorDifference] = []
     digests: tuple[dict[str, str], dict[str, str]] = ({}, {})
-    num_equal = 0
+    num_equal = num_unread = 0
     for name in dict.fromkeys((*left, *right)):
         a, b = left.get(name), right.get(name)
+        if a is not None and b is not None and a.info == b.info and is_known_same(name):
+            num_equal, num_unread = num_equal + 1, num_unread + 1
+            count(a.info.nbytes + b.info.nbytes)
+            continue
         if a is not None and b is not None and a.info == b.info:
             difference = _same_info(name, a, b, digests, count)
         else:
@@ -196,8 +215,9 @@ def _component(component: str, left: Tensors, right: Tensors, count: progress.Co
     return ComponentDifference(
         component,
         num_equal,
+        num_unread,
         sum(value.info.nbytes for value in left.values()),
-        (_joined(digests[0]), _joined(digests[1])),
+        (None, None) if num_unread else (_joined(digests[0]), _joined(digests[1])),
         tuple(sorted(differences, key=_importance)),
     )
 

@@ -23,6 +23,7 @@ from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models import hf
 from titan_ckpt.models.config import read_config_json
 from titan_ckpt.models.registry import build_model
+from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.tools.models import find_table, require_config
 from titan_ckpt.tools.weights import model_keys
 from titan_ckpt.weights.initialize import construct, flag_loaded, initialize_missing, materialize
@@ -65,7 +66,9 @@ class LogitsCheck:
                     "an adapter computes nothing by itself; merge it into its base and check that, or leave it out"
                 )
                 raise ConfigError([f"--check-logits: {source}: {problem}"])
-            self._folder = require_config(reader, config)
+            folder = local_path(require_config(reader, config))
+            assert folder is not None, "a source on a disk has its config.json there"
+            self._folder = folder
             names = None if reader.format == "hf" else list(model_keys(reader))
             form = reader.format
         found = read_config_json(self._folder)

@@ -10,7 +10,6 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,6 +28,8 @@ from titan_ckpt.models.config import read_config_json
 from titan_ckpt.models.hf_keys import find_key_map
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import ARCHITECTURES, find_architecture
+from titan_ckpt.stores.mounted import local_path, store_of
+from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 CONFIG = "config.json"
@@ -64,7 +65,7 @@ class ModelTable:
 
 
 def find_table(
-    folder: Path,
+    folder: Place,
     names: Collection[str] | None = None,
     architecture: str | None = None,
     changes: Mapping[str, Any] = _NONE,
@@ -94,7 +95,7 @@ def find_table(
 
 
 def tables_of(
-    folder: Path, architecture: str | None, problems: list[str], changes: Mapping[str, Any] = _NONE
+    folder: Place, architecture: str | None, problems: list[str], changes: Mapping[str, Any] = _NONE
 ) -> Iterator[ModelTable]:
     """Yield the table of each architecture that reads the config; add a line to `problems` for each other one."""
     if architecture is not None and architecture not in ARCHITECTURES:
@@ -132,7 +133,7 @@ def _opened_by(model: nn.Module, config: Mapping[str, Any]) -> Any:
 
 
 def _builders(
-    folder: Path, config: Mapping[str, Any], architecture: str | None
+    folder: Place, config: Mapping[str, Any], architecture: str | None
 ) -> Iterator[tuple[str, Callable[[], tuple[nn.Module, KeyMap]]]]:
     """Yield what makes a model and its table, by architecture; `config`: that of the folder, perhaps changed.
 
@@ -158,39 +159,41 @@ def _builders(
         yield name, partial(listed, name)
 
 
-def find_config(reader: TensorReader, given: Path | None) -> Path | None:
+def find_config(reader: TensorReader, given: Place | None) -> Place | None:
     """Return the folder with the config.json of a checkpoint's model; None if none is known.
 
     It is the given one, the checkpoint's own, that of the base that it names, or that of an export of the same run.
     Raises: NotACheckpointError if the given one has none.
     """
     if given is not None:
-        folder = given.parent if given.name == CONFIG else given
+        folder: Place = given.parent if given.name == CONFIG else given
+        folder = store_of(folder).seen(folder)
         if not (folder / CONFIG).is_file():
             raise NotACheckpointError(f"--config {given}: holds no {CONFIG}; name the folder of the model's {CONFIG}")
         return folder
-    path, base, revision = reader.path.absolute(), None, None
+    local, base, revision = local_path(reader.path), None, None
+    path: Place = reader.path if local is None else local.absolute()
     if isinstance(reader, NativeReader) and reader.manifest is not None:
         base, revision = ((reader.manifest.base or {}).get(name) for name in ("path", "revision"))
     elif isinstance(reader, PeftReader):
         base, revision = (reader.metadata().get(name) for name in ("base_model_name_or_path", "revision"))
-    places = [path if path.is_dir() else path.parent]
+    places: list[Place] = [path if path.is_dir() else path.parent]
     if isinstance(base, str) and base:
         with suppress(CheckpointNotFoundError):
             places.append(hub_folder(base, revision if isinstance(revision, str) else None))
-    if reader.format in ("native", "dcp"):
-        places += sorted((path.parent.parent / "exports").glob("step-*"), reverse=True)
+    if local is not None and reader.format in ("native", "dcp"):
+        places += sorted((local.absolute().parent.parent / "exports").glob("step-*"), reverse=True)
     return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
 def require_table(
-    reader: TensorReader, given: Path | None, names: Collection[str] | None = None, architecture: str | None = None
+    reader: TensorReader, given: Place | None, names: Collection[str] | None = None, architecture: str | None = None
 ) -> ModelTable:
     """Return the table of a checkpoint's model. Raises: as require_config and find_table."""
     return find_table(require_config(reader, given), names, architecture)
 
 
-def require_config(reader: TensorReader, given: Path | None) -> Path:
+def require_config(reader: TensorReader, given: Place | None) -> Place:
     """Return what find_config does. Raises: NotACheckpointError if no config.json is known."""
     folder = find_config(reader, given)
     if folder is None:

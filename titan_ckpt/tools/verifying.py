@@ -6,10 +6,7 @@ Every byte is read, so that a bad sector shows; memory is bounded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 from titan_ckpt import progress
 from titan_ckpt.converting import native_tensors, stored_tensor
@@ -27,7 +24,6 @@ from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.bucket import StoreError
-from titan_ckpt.stores.mounted import local_path, store_of
 from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.models import CONFIG, find_table
 
@@ -107,8 +103,7 @@ def _not_of_config(reader: HuggingFaceReader, checks: list[str], notes: list[str
     if "quantization_config" in reader.metadata():
         notes.append("the weights are quantized: codes and scales are complete")
     try:
-        with _on_disk(folder / CONFIG) as beside:
-            table = find_table(beside)
+        table = find_table(folder)
         found = native_tensors(reader, table.key_map)
     except ConfigError as error:
         notes.append(f"not compared with {CONFIG}: {'; '.join(error.problems)}")
@@ -118,14 +113,3 @@ def _not_of_config(reader: HuggingFaceReader, checks: list[str], notes: list[str
         return
     checks.append(f"the tensors are those of the model in {CONFIG} ({table.architecture})")
     yield from table.misfits(found)
-
-
-@contextmanager
-def _on_disk(file: Place) -> Iterator[Path]:
-    """Give the folder of a small file; one in a bucket is copied to a temporary folder."""
-    if (path := local_path(file)) is not None:
-        yield path.parent
-        return
-    with TemporaryDirectory() as folder:
-        Path(folder, file.name).write_bytes(store_of(file).read_whole(file, store_of(file).size(file)))
-        yield Path(folder)

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from titan_ckpt.converting import native_tensors, stored_tensor
 from titan_ckpt.errors import ConfigError, KeyMapError, NotACheckpointError
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.adapters import Adapter, adapted_weights, open_adapter
 from titan_ckpt.tools.models import ModelTable, find_config, find_table, require_config
 from titan_ckpt.weights.stored_names import model_tensors
@@ -51,7 +51,7 @@ def stored(reader: TensorReader, keys: Mapping[str, str]) -> Tensors:
     return {name: stored_tensor(reader, key) for name, key in keys.items()}
 
 
-def align(left: TensorReader, right: TensorReader, config: Path | None) -> Aligned:
+def align(left: TensorReader, right: TensorReader, config: Place | None) -> Aligned:
     """Return the model weights of both under common names.
 
     Raises: NotACheckpointError if the names have nothing in common and no config.json says how they are related.
@@ -92,7 +92,7 @@ def align(left: TensorReader, right: TensorReader, config: Path | None) -> Align
     return raw
 
 
-def _aligned_adapters(left: TensorReader, right: TensorReader, config: Path | None) -> Aligned:
+def _aligned_adapters(left: TensorReader, right: TensorReader, config: Place | None) -> Aligned:
     """Return the adapters of a PEFT folder and of a native or DCP checkpoint by native name."""
     peft, other = (left, right) if left.format == "peft" else (right, left)
     there = open_adapter(other)
@@ -103,7 +103,7 @@ def _aligned_adapters(left: TensorReader, right: TensorReader, config: Path | No
     return Aligned(pair[0].tensors, pair[1].tensors, f"the names of {table.architecture}", pair)
 
 
-def _table_of(folder: Path, names: Collection[str]) -> ModelTable | None:
+def _table_of(folder: Place, names: Collection[str]) -> ModelTable | None:
     try:
         return find_table(folder, names)
     except (ConfigError, NotACheckpointError):

@@ -21,14 +21,14 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, default_collate
 
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.errors import CheckpointError, ConfigError, says_setting_is_wrong
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights, check_handler
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import LanguageModel, Model
 from titan_ckpt.models.registry import build_model, find_architecture, read_config
 from titan_ckpt.rng import RandomState
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue
@@ -82,7 +82,7 @@ class BuildSteps:
     """The build steps of a trainer; each attribute below holds the result of one step."""
 
     ranks: Ranks
-    model: LanguageModel
+    model: Model
     """The whole model until it is distributed over the ranks, then the first of `model_parts`."""
     built_on: str
     """"meta", or the type of the device that a model is built on which cannot be built on meta."""
@@ -91,7 +91,7 @@ class BuildSteps:
     tokenizer: TextTokenizer | None
     encode: Encoder | None
     dataset: IterableDataset[Batch] | None
-    collate: Callable[[Sequence[Batch]], Batch]
+    collate: Callable[[Sequence[Any]], Any]
     dataloader: Any
     model_parts: Sequence[nn.Module]
     """This rank's parts of the model: its pipeline stages, or the one model."""
@@ -153,7 +153,7 @@ class BuildSteps:
                     error.repeats = not ranks.is_first(f"{type(error).__name__}: {error}")
                 raise
 
-    def build_model(self) -> LanguageModel:
+    def build_model(self) -> Model:
         """Return the whole, converted model on meta; a model that cannot be built on meta has its initial values.
 
         Raises: ConfigError for an unknown flavor, or a folder without a config.json of this architecture.
@@ -192,7 +192,7 @@ class BuildSteps:
 
         Raises: ConfigError if the model's vocabulary is too small for it, and for pretrained weights without one.
         """
-        return find_tokenizer(self.config, self.model.vocab_size)
+        return find_tokenizer(self.config, self.model.vocab_size if isinstance(self.model, LanguageModel) else None)
 
     def build_data_transform(self) -> Encoder | None:
         """Return what turns a document into ids, or a conversation into ids and the mask of the learned ones.
@@ -207,17 +207,21 @@ class BuildSteps:
         """Return this rank's share of the data. Raises: ConfigError for a length that does not fit, and bad data."""
         return make_data(self.config, self.ranks, self.tokenizer, self.encode, self.model)
 
-    def build_collate(self) -> Callable[[Sequence[Batch]], Batch]:
+    def build_collate(self) -> Callable[[Sequence[Any]], Any]:
         """Return the function that turns sequences into a batch: each is padded to the longest.
 
-        Pipelines and ranks that share sequences need batches of one length.
+        Pipelines and ranks that share sequences need batches of one length. The samples of a model that is no
+        LanguageModel are stacked by torch's default_collate.
         """
+        if not isinstance(self.model, LanguageModel):
+            stack: Callable[[Any], Any] = default_collate
+            return stack
         parallel = self.config.parallel
         shared = parallel.pipeline_parallel * parallel.context_parallel * parallel.tensor_parallel > 1
         return partial(collate, length=self.config.data.sequence_length) if shared else collate
 
     def build_dataloader(self) -> Any:
-        """Return a loader whose state_dict holds the position in the data. It must not end before the run does."""
+        """Return a loader whose state_dict holds the position in the data. If it ends, the run ends there."""
         assert self.dataset is not None, "who builds no dataset builds a loader"
         data, training = self.config.data, self.config.training
         workers = Workers(data.num_workers, data.prefetch, self.ranks.device.type == "cuda")
@@ -236,8 +240,8 @@ class BuildSteps:
         for part in parts:
             sum_gradients(part)
             materialize(part, self.ranks.device)
-        if not isinstance(parts[0], LanguageModel):
-            found = f"its parallelize returns a {type(parts[0]).__name__} first, expected a LanguageModel"
+        if not isinstance(parts[0], Model):
+            found = f"its parallelize returns a {type(parts[0]).__name__} first, expected a Model"
             raise ConfigError([f"model.name: {self.config.model.name!r}: {found}; distribute the model in place"])
         self.model = parts[0]
         if coefficient := balance_coefficient(self.config, self.read_shape()):
@@ -365,8 +369,9 @@ class BuildSteps:
 
     @property
     def tokens_per_step(self) -> int:
-        """Return the number of tokens of an optimizer step whose batches are full, over all ranks."""
-        return self.global_batch_size * self.config.data.sequence_length
+        """Return the tokens of an optimizer step whose batches are full, over all ranks; of other data, its samples."""
+        length = self.config.data.sequence_length if isinstance(self.model, LanguageModel) else 1
+        return self.global_batch_size * length
 
     def build_pipeline(self) -> Pipeline | None:
         """Return the object that runs the pipeline stages, or None without pipeline parallelism."""
@@ -390,6 +395,9 @@ class BuildSteps:
 
     def held_out(self) -> IndexedDataset:
         """Return all of the data that [evaluation] measures. Raises: ConfigError if it is shorter than one sequence."""
+        if not isinstance(self.model, LanguageModel):
+            found = f"it measures text, and {type(self.model).__name__} is no LanguageModel"
+            raise ConfigError([f"evaluation: {found}; measure in a callback of your own"])
         return make_held_out(self.config, self.tokenizer, self.encode)
 
     def is_log_due(self, step: int) -> bool:

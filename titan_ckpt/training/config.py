@@ -51,7 +51,7 @@ class ModelConfig(Checked):
 
     name: Literal["llama3", "qwen3", "qwen3_moe", "hf"] | ImportName = "llama3"
     """The architecture; "hf" is any causal language model of the transformers library and needs `folder`. Your own:
-    "package.module:Name", an Architecture, a subclass of LanguageModel, or a function that returns one."""
+    "package.module:Name", an Architecture, a subclass of LanguageModel or Model, or a function that returns one."""
     flavor: NonEmpty | None = None
     """A shape by name, such as "debug-2m" or "8B"."""
     folder: LocalPath | None = None

@@ -73,8 +73,9 @@ class DataConfig(Checked):
     cache_folder: LocalPath = "outputs/cache"
     """Trained tokenizers and tokenised corpora, shared between runs."""
     dataset: ImportName | None = None
-    """Your own data as "package.module:Name": a torch IterableDataset without an end. It is called with `settings` and
-    those of rank, num_ranks, sequence_length, seed and tokenizer that it has parameters for."""
+    """Your own data as "package.module:Name": a torch IterableDataset, which reads its rank's share, or map-style data,
+    which is dealt to the ranks. It is called with `settings` and those of rank, num_ranks, sequence_length, seed and
+    tokenizer that it has parameters for."""
     settings: Mapping[str, Any] = default(default_factory=dict)
     """Keyword arguments of your own data."""
 

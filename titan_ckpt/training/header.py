@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from titan_ckpt.errors import counted
+from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.training.data.sequences import DummyDataset, IndexedDataset
 
 if TYPE_CHECKING:
@@ -77,4 +78,5 @@ def _data(trainer: Trainer) -> str:
     known = isinstance(trainer.dataset, IndexedDataset) and not isinstance(trainer.dataset, DummyDataset)
     count = f"{trainer.dataset.num_sequences:,} " if known else ""  # type: ignore[union-attr]
     kind = "sequences of" if data.messages is None else "conversations of up to"
-    return f"{data.dataset or data.corpus}, {count}{kind} {data.sequence_length} tokens, {per_step} a step"
+    what = f"{kind} {data.sequence_length} tokens" if isinstance(trainer.model, LanguageModel) else "samples"
+    return f"{data.dataset or data.corpus}, {count}{what}, {per_step} a step"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -28,7 +28,9 @@ def num_predicted(batch: Batch) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The predicted tokens of a step. Ranks that read the same data count as one."""
+    """The predicted tokens of a step, or whatever a model's own loss is a sum of. Ranks that read the same data count
+    as one.
+    """
 
     here: int
     """Number of them in this rank's data."""
@@ -38,14 +40,19 @@ class Predicted:
     """Number of ranks that have any."""
     num_tokens: int | None
     """Number of predicted tokens of all ranks; None if only an exchange can tell it."""
+    data_ends: bool = False
+    """Whether some rank has fewer batches than another one, or all have none: then no step can be taken."""
 
     @staticmethod
-    def of(batches: Sequence[Batch], ranks: Ranks, *, is_whole: bool) -> Predicted:
+    def of(
+        batches: Sequence[Any], count: Callable[[Any], int], ranks: Ranks, *, is_whole: bool, may_end: bool
+    ) -> Predicted:
         """Count. `is_whole`: every label of every rank counts, so there is nothing to exchange; otherwise collective.
 
+        `may_end`: the number of batches is compared, too.
         Raises: RuntimeError for a label without a loss in data that has said to have none.
         """
-        here = sum(map(num_predicted, batches))
+        here, num_batches, data_ends = sum(map(count, batches)), len(batches), False
         if is_whole:
             if here != (size := sum(batch["labels"].numel() for batch in batches)):
                 raise RuntimeError(
@@ -56,8 +63,12 @@ class Predicted:
             counts = torch.tensor([known, ranks.data_size]).to(ranks.device, non_blocking=True)
         else:
             known = None
-            counts = ranks.sum(torch.tensor([here, min(here, 1)], device=ranks.device), over_data=True)
-        return Predicted(here, counts[0], counts[1], known)
+            own = [here, min(here, 1), num_batches, num_batches**2]
+            counts = ranks.sum(torch.tensor(own, device=ranks.device), over_data=True)
+            if may_end:
+                total, squares = counts[2:].tolist()
+                data_ends = not total or total**2 != ranks.data_size * squares  # equal only for equal numbers
+        return Predicted(here, counts[0], counts[1], known, data_ends)
 
     def divisor(self, average: Literal["token", "rank"]) -> torch.Tensor:
         """Return what this rank's summed loss is divided by, 1 or more, so that the sum over ranks is their average.

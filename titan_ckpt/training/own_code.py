@@ -17,8 +17,11 @@ from torch.utils.data import IterableDataset
 
 from titan_ckpt.encoding.named import BadNameError, import_named, is_import_name, make_named
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.rng import held_generators
 from titan_ckpt.training.config import OptimizerConfig, RunConfig
 from titan_ckpt.training.data.batch import Batch
+from titan_ckpt.training.data.sequences import MapDataset
+from titan_ckpt.training.parallel.ranks import Ranks
 from titan_ckpt.weights.initialize import NamePattern
 
 
@@ -81,19 +84,30 @@ def make_scheduler(config: RunConfig, optimizer: Optimizer, steps: int) -> LRSch
     return make_named(LRScheduler, "schedule.kind", name, optimizer, settings=settings, offered=offered)
 
 
-def make_dataset(config: RunConfig, rank: int, num_ranks: int, tokenizer: object) -> IterableDataset[Batch]:
-    """Return the data that `data.dataset` names, for one of the ranks that read different data. Raises: ConfigError."""
-    data = config.data
+def make_dataset(config: RunConfig, ranks: Ranks, tokenizer: object) -> IterableDataset[Batch]:
+    """Return this rank's share of the data that `data.dataset` names. Collective if it is map-style.
+
+    Raises: ConfigError, also for map-style data that deals itself, is not the same on every rank, or draws from a
+        generator of its own, which no step holds.
+    """
+    data, setting = config.data, "data.dataset"
     assert data.dataset is not None, "asked for by name"
-    offered = {
-        "rank": rank,
-        "num_ranks": num_ranks,
-        "sequence_length": data.sequence_length,
-        "seed": config.seed,
-        "tokenizer": tokenizer,
-    }
-    kind: Any = IterableDataset  # abstract, for mypy
-    made: IterableDataset[Batch] = make_named(
-        kind, "data.dataset", data.dataset, settings=data.settings, offered=offered
-    )
-    return made
+    share = {"rank": ranks.data_rank, "num_ranks": ranks.data_size}
+    offered = {**share, "sequence_length": data.sequence_length, "seed": config.seed, "tokenizer": tokenizer}
+    made: Any = make_named(object, setting, data.dataset, settings=data.settings, offered=offered)
+    if isinstance(made, IterableDataset):
+        return made
+    problem = ""
+    if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
+        problem = f"makes a {type(made).__name__}, expected an IterableDataset, or map-style data with a length"
+    elif taken := share.keys() & inspect.signature(import_named(data.dataset)).parameters.keys() - data.settings.keys():
+        problem = f"takes {' and '.join(sorted(taken))}, and the run deals map-style data to the ranks: leave it out"
+    elif held_generators([made]):
+        problem = "holds a random generator, whose state no step holds: let __getitem__ seed one, or take the process's"
+    num = -1 if problem else len(made)
+    if ranks.sum(torch.tensor(int(num != ranks.of_first(num)), device=ranks.device)) and not problem:
+        problem = f"has {num} samples on rank {ranks.rank}, and another number on others: give every rank the same data"
+    if problem:
+        raise ConfigError([f"{setting}: {data.dataset!r} {problem}"])
+    order: Any = {**share, "shuffle": data.shuffle, "drop_last": getattr(made, "drop_last", False) is True}
+    return MapDataset(made, config.seed, **order)

@@ -20,7 +20,7 @@ from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import Model
 from titan_ckpt.stores.bucket import StoreError, open_location, open_source
 
 _KEPT = (torch.bfloat16, torch.float16)
@@ -74,7 +74,7 @@ def numerics(device: torch.device, **of_run: Any) -> dict[str, Any]:
     return settings
 
 
-def keep_stored_dtypes(model: LanguageModel, config: CheckpointConfig, base_folder: Path) -> None:
+def keep_stored_dtypes(model: Model, config: CheckpointConfig, base_folder: Path) -> None:
     """Cast frozen parameters to the dtype of the source that the run will load them from. Call it before sharding.
 
     Sources that cannot be opened are skipped; the load will report the reason. All ranks must find the same ones.

@@ -11,7 +11,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.errors import ConfigError, counted
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import LanguageModel, Model
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.data.chat import ChatTemplate
@@ -29,12 +29,15 @@ _WINDOW = 1024
 """Number of neighbouring rows of a stream that are shuffled together."""
 
 
-def find_tokenizer(config: RunConfig, vocab_size: int) -> TextTokenizer | None:
+def find_tokenizer(config: RunConfig, vocab_size: int | None) -> TextTokenizer | None:
     """Return the tokenizer, by default that of the pretrained model; None if the data comes without any.
 
-    `vocab_size`: the model's. Raises: ConfigError if it is too small, and for pretrained weights without a tokenizer.
+    `vocab_size`: the model's; None if it is no LanguageModel. Raises: ConfigError if it is too small, for pretrained
+        weights without a tokenizer, and for text that is given to a model of other data.
     """
     data, folder = config.data, tokenizer_folder(config)
+    if data.dataset is None and vocab_size is None:
+        raise ConfigError(["data.dataset: the model is no LanguageModel and takes no text; name data of your own"])
     if folder is not None:
         tokenizer = read_tokenizer(folder)
     elif data.tokenizer is None and (data.dataset is not None or data.corpus == DUMMY):
@@ -52,7 +55,7 @@ def find_tokenizer(config: RunConfig, vocab_size: int) -> TextTokenizer | None:
         corpus = open_corpus(data.corpus, field=data.field)
         size = data.tokenizer if isinstance(data.tokenizer, int) else VOCAB_SIZE
         tokenizer = train_tokenizer(corpus, size, Path(data.cache_folder))
-    if (need := tokenizer.num_ids) > vocab_size:
+    if vocab_size is not None and (need := tokenizer.num_ids) > vocab_size:
         misfit = f"the {need} tokens of {tokenizer.folder} do not fit the model's vocabulary of {vocab_size}"
         raise ConfigError([f"data.tokenizer: {misfit}; take the tokenizer of the weights, or a smaller one"])
     return tokenizer
@@ -63,20 +66,22 @@ def make_data(
     ranks: Ranks,
     tokenizer: TextTokenizer | None,
     encode: Encoder | None,
-    model: LanguageModel,
+    model: Model,
 ) -> IterableDataset[Batch]:
     """Return this rank's share of the data that the model is trained on.
 
     Raises: ConfigError for a length that does not fit, and for data that cannot be used, as far as it is read here.
     """
-    data, seed, longest = config.data, config.seed, model.max_seq_len
+    data, seed = config.data, config.seed
     share = {"rank": ranks.data_rank, "num_ranks": ranks.data_size}
+    longest = model.max_seq_len if isinstance(model, LanguageModel) else None
     if longest is not None and data.sequence_length > longest:
         raise ConfigError(
             [f"data.sequence_length: {data.sequence_length} is longer than the model's {longest}; shorten it"]
         )
     if data.dataset is not None:
-        return make_dataset(config, **share, tokenizer=tokenizer)
+        return make_dataset(config, ranks, tokenizer)
+    assert isinstance(model, LanguageModel), "find_tokenizer() refuses others"
     if data.corpus == DUMMY:
         return DummyDataset(model.vocab_size, data.sequence_length, seed, **share)
     if not data.streaming:

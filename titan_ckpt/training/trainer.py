@@ -10,23 +10,28 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from copy import deepcopy
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 
 from titan_ckpt.components.optimizer_content import switches
 from titan_ckpt.encoding.named import is_import_name
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, DataError, GradientError
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.policy import due_exports
+from titan_ckpt.rng import RandomState
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.config import DEFAULT_STEPS
 from titan_ckpt.training.data.batch import Batch, checked, to_device
 from titan_ckpt.training.header import count_parameters, ending, header, position
-from titan_ckpt.training.loss import Predicted, summed_cross_entropy
+from titan_ckpt.training.loss import Predicted, num_predicted, summed_cross_entropy
 from titan_ckpt.training.model_folder import other_choices
 from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_stop, unsaved
 from titan_ckpt.training.parallel.context_parallel import share_of
@@ -64,6 +69,8 @@ class Trainer(BuildSteps):
     """Number of steps, and their time, since the newest one that was measured."""
     is_measured = True
     """Whether the ranks exchange the loss and the norm of the gradients in the step under way, or newest."""
+    _before: tuple[dict[str, Any], dict[str, Any]] | None = None
+    """The position in the data and the generators before the step under way, if `step_back` may be called."""
     outcome: Outcome
     """The end of the run; set when `run` returns."""
 
@@ -246,7 +253,9 @@ class Trainer(BuildSteps):
 
     def take_steps(self) -> Iterator[StepMetrics]:
         """Take the remaining steps one after the other, each with all that belongs to it, and yield its metrics."""
-        batches = checked(iter(self.dataloader), self.model.vocab_size)
+        batches = iter(self.dataloader)
+        if isinstance(self.model, LanguageModel):  # any other model's own step says what a batch is
+            batches = checked(batches, self.model.vocab_size)
         for part in self.model_parts:
             part.train()
         for optimizer in switches([self.optimizer]):
@@ -254,9 +263,13 @@ class Trainer(BuildSteps):
         self.callbacks.on_train_begin(self)
         epoch = self.epoch
         self.callbacks.on_epoch_begin(self, epoch)
+        metrics: StepMetrics | None = None
         try:
             while self.state.step < self.num_steps:
-                metrics = self.train_step(batches)
+                newest, metrics = metrics, self.train_step(batches)
+                if metrics is None:
+                    self._end_with_data(newest)
+                    break
                 self.callbacks.on_step_end(self, metrics)
                 while epoch < self.epoch:
                     self.callbacks.on_epoch_end(self, epoch)
@@ -270,8 +283,46 @@ class Trainer(BuildSteps):
         finally:
             self.callbacks.on_train_end(self)
 
-    def train_step(self, batches: Iterator[Batch]) -> StepMetrics:
-        """Take one optimizer step over `accumulation` micro-batches and return its metrics.
+    def _end_with_data(self, newest: StepMetrics | None) -> None:
+        """Make the newest step the last one of the run, with all that a last step has: the data has ended. Collective.
+
+        `newest`: its metrics; None if this process has taken no step.
+        Raises: DataError if there is no step; GradientError for weights that the last step has broken.
+        """
+        step = self.state.step
+        if not step:
+            raise DataError(["data: it has no batch for the first step on every rank; give more, or fewer ranks"])
+        if self.ranks.rank == 0:
+            logger.warning("the data has ended: step %d is the last of the run, and not %d", step, self.num_steps)
+        self.num_steps = step
+        self.step_back()
+        if newest is None:
+            self.manager.save(step, last_step=True)
+            return
+        if not self.is_measured:
+            broken = self._broken_weights()
+            if self.ranks.sum(torch.tensor(float(broken is not None), device=self.ranks.device)):
+                raise GradientError(f"nothing is saved: {broken or 'another rank names what is not finite'}", step)
+        of_last = (getattr(self.callbacks, name) for name in ("evaluation", "logging", "checkpoint", "export"))
+        for callback in filter(None, of_last):
+            callback.on_step_end(self, newest)
+
+    def step_back(self) -> bool:
+        """Put the position in the data and the generators back to where the step under way found them.
+
+        Return False if nothing is known of them, because this run saves nothing.
+        """
+        if self._before is None:
+            return False
+        position, random_state = self._before
+        self.dataloader.load_state_dict(position)
+        RandomState().load_state_dict(random_state)
+        return True
+
+    def train_step(self, batches: Iterator[Any]) -> StepMetrics | None:
+        """Take one optimizer step over `accumulation` micro-batches and return its metrics; None if the data has ended.
+
+        The last step before an end has fewer micro-batches if all ranks have equally many.
 
         The loss is the mean over the predicted tokens of all ranks and micro-batches, however they are distributed, or
         with training.loss_average = "rank" the mean of the ranks' means.
@@ -281,12 +332,19 @@ class Trainer(BuildSteps):
         """
         started = time.perf_counter()
         step = self.state.step + 1
+        before = self.is_measured, dict(self.measurements)
         self.measurements.clear()
         self.is_measured = self._needs_measures(step)
+        may_end = getattr(self.dataloader, "may_end", True)
+        if self.config.checkpoint.save is not None and (self.is_measured or may_end):
+            self._before = deepcopy(self.dataloader.state_dict()), RandomState().state_dict()
         self.callbacks.on_step_begin(self, step)
-        micro_batches = [next(batches) for _ in range(self.accumulation)]
+        micro_batches = self._next_batches(batches)
         is_whole = getattr(self.dataloader, "every_label_counts", False)
-        predicted = Predicted.of(micro_batches, self.ranks, is_whole=is_whole)
+        predicted = Predicted.of(micro_batches, self.num_counted, self.ranks, is_whole=is_whole, may_end=may_end)
+        if predicted.data_ends:
+            self.is_measured, self.measurements = before
+            return None
         divisor = predicted.divisor(self.config.training.loss_average)
         share = self.accumulate_gradients(micro_batches, divisor) / divisor
         num_tokens, told = predicted.num_tokens, time.perf_counter()
@@ -324,6 +382,20 @@ class Trainer(BuildSteps):
         self._unreported_seconds += time.perf_counter() - told
         self.manager.last_step.complete(step)
         return StepMetrics(step, loss, grad_norm, lr, num_tokens, seconds / steps)
+
+    def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
+        """Return the micro-batches of a step; fewer at the end of the data, and none of a pipeline's then.
+
+        Raises: DataError for an end that the ranks do not ask each other about.
+        """
+        found = [*islice(batches, self.accumulation)]
+        if len(found) < self.accumulation and getattr(self.dataloader, "every_label_counts", False):
+            what = "every_label_counts is true, by which no rank is asked whether its share has ended, as this one has"
+            raise DataError([f"data: {what}: set it to False in the class of the loader"])
+        whole = self.accumulation * self.config.training.batch_size
+        if self.pipeline is not None and sum(len(batch["tokens"]) for batch in found) < whole:
+            return []
+        return found
 
     @property
     def _loss_scale(self) -> float:
@@ -427,5 +499,11 @@ class Trainer(BuildSteps):
         return loss / self.ranks.degrees.tp
 
     def compute_loss(self, batch: Batch) -> torch.Tensor:
-        """Return the summed loss of a batch."""
-        return summed_cross_entropy(self.model(batch["tokens"]), batch)
+        """Return the summed loss of a batch; the step of a model that is no LanguageModel computes its own."""
+        if isinstance(self.model, LanguageModel):
+            return summed_cross_entropy(self.model(batch["tokens"]), batch)
+        return self.model.summed_loss(batch)
+
+    def num_counted(self, batch: Batch) -> int:
+        """Return how many losses `compute_loss` sums: the predicted tokens, or what the model's own step counts."""
+        return num_predicted(batch) if isinstance(self.model, LanguageModel) else self.model.num_counted(batch)

@@ -147,7 +147,7 @@ def test_the_checkpoint_folder_may_be_in_a_bucket_of_a_known_scheme() -> None:
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "save --run", "prune --set-aside", "diff --weights a"])
 def test_every_command_refuses_a_uri(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Exit code 2 and a message that says what is supported, also if a folder of that name is there."""
-    takes_buckets = command in ("ls", "inspect", "verify", "prune --set-aside")
+    takes_buckets = command in ("ls", "inspect", "verify", "prune --set-aside", "diff --weights a")
     uri = "hf://bucket" if takes_buckets else "s3://bucket"
     (tmp_path / uri[:3] / "bucket").mkdir(parents=True)
     assert main([*command.split(), uri]) == 2

@@ -13,7 +13,7 @@ from torch import nn
 
 from tests.tiny_run import settings
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import LanguageModel, Model
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.training.callbacks import Callbacks
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing
@@ -109,7 +109,7 @@ class Bare(Trainer):
         torch.manual_seed(0)
         yield Ranks(0, 1, torch.device("cpu"))
 
-    def build_model(self) -> LanguageModel:
+    def build_model(self) -> Model:
         return construct(lambda: build_model("llama3", flavor="debug-0.5m"))
 
     def freeze_model(self) -> None:

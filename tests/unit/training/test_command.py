@@ -276,7 +276,7 @@ class Counted(Trainer):
     made: ClassVar[list[int]] = []
 
     def train_step(self, batches: Any) -> Any:
-        metrics = super().train_step(batches)
+        metrics: Any = super().train_step(batches)
         self.made.append(metrics.step)
         return metrics
 

@@ -11,18 +11,19 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from itertools import islice
+from math import inf
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset
 
-from titan_ckpt.errors import ConfigError, DataError, LoadMismatchError
+from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.training.data.batch import IGNORED, Batch, checked, collate, to_device
 from titan_ckpt.training.data.corpus import open_corpus
 from titan_ckpt.training.data.loader import Workers, build_dataloader
-from titan_ckpt.training.data.sequences import DummyDataset, OrderedDataset, PackedDataset
+from titan_ckpt.training.data.sequences import DummyDataset, MapDataset, OrderedDataset, PackedDataset
 from titan_ckpt.training.data.tokens import tokenise
 
 TOKENS = torch.arange(1001, dtype=torch.int32)
@@ -106,19 +107,35 @@ def test_d4_a_position_that_data_of_ones_own_cannot_take_is_refused(num_workers:
     assert torch.equal(next(iter(again))["tokens"], torch.full((4, 3), 1))
 
 
-class Own(IterableDataset[Batch]):
-    """Data of one's own, which counts its batches."""
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_d8_the_position_after_the_end_of_ones_own_data_is_its_end(num_workers: int) -> None:
+    """The same data has no more, and longer data goes on; torchdata would begin anew."""
 
-    def __init__(self) -> None:
-        self.number = 0
+    def made(num: int) -> Any:
+        return build_dataloader(Own(num), 4, collate, 0, Workers(num_workers))
+
+    ended = made(6)
+    assert [len(batch["tokens"]) for batch in ended] == [4], "two samples fill no batch"
+    for num, left in ((6, []), (9, [4 * [1]])):
+        again = made(num)
+        again.load_state_dict(ended.state_dict())
+        again.state_dict()
+        assert [batch["tokens"][:, 0].tolist() for batch in again] == left
+
+
+class Own(IterableDataset[Batch]):
+    """Data of one's own, which counts its samples."""
+
+    def __init__(self, num: float = inf) -> None:
+        self.number, self.num = 0, num
 
     def __iter__(self) -> Iterator[Batch]:
-        while True:
-            yield {name: torch.full((3,), self.number // 4) for name in ("tokens", "labels")}
+        while self.number < self.num:
             self.number += 1
+            yield {name: torch.full((3,), (self.number - 1) // 4) for name in ("tokens", "labels")}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"number": self.number + 1}
+        return {"number": self.number}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.number = state_dict["number"]
@@ -269,12 +286,56 @@ def test_d8_the_first_batch_is_checked(batch: Any, expected: str) -> None:
     assert [next(looked_at), next(looked_at)] == [GOOD, batch]
 
 
-def test_d8_data_that_ends_is_one_error() -> None:
-    """It says how many batches there were, and what is expected; a rank whose share is empty is told the same."""
-    with pytest.raises(DataError, match=r"data: this rank's share ended after 2 batches; expected .* on every rank"):
-        [*checked(iter([GOOD, GOOD]), 9)]
-    with pytest.raises(DataError, match="ended after 0 batches"):
-        next(checked(iter([]), 9))
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (3, 0), (3, 2), (4, 0)])
+def test_d8_map_style_data_is_dealt_as_distributed_sampler_deals_it(
+    shuffle: bool, drop_last: bool, ranks: int, workers: int
+) -> None:
+    """The same samples on every rank in each of three epochs; they end with the last one."""
+    data = [torch.tensor(number) for number in range(11)]
+    for rank in range(ranks):
+        own = mapped(data, rank, ranks, shuffle, drop_last)
+        batches = build_dataloader(own, 2, torch.stack, 0, Workers(workers))
+        sampler: Any = DistributedSampler(data, ranks, rank, shuffle, 5, drop_last)  # type: ignore[arg-type]
+        expected = []
+        for epoch in range(3):
+            sampler.set_epoch(epoch)
+            expected += [*sampler]
+        assert batches.end_after(3) == len(expected) * ranks
+        assert [int(number) for batch in batches for number in batch] == expected
+        assert batches.state_dict()["next_index"] == 33 and batches.epoch == 3
+
+
+def mapped(data: Any, rank: int, ranks: int, shuffle: bool = True, drop_last: bool = False) -> MapDataset:
+    return MapDataset(data, 5, rank=rank, num_ranks=ranks, shuffle=shuffle, drop_last=drop_last)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 3), (3, 1), (4, 2), (2, 2)])
+def test_d8_map_style_data_goes_on_with_the_next_sample_on_any_number_of_ranks(before: int, after: int) -> None:
+    """No sample of the epoch is lost, and none comes twice but those that fill its end."""
+    data = [torch.tensor(number) for number in range(13)]
+    loaders = [build_dataloader(mapped(data, rank, before), 2, torch.stack, 0) for rank in range(before)]
+    taken = [int(number) for one in loaders for number in next(iter(one))]
+    states = json.loads(json.dumps([one.state_dict() for one in loaders]))
+    rest = []
+    for rank in range(after):
+        again = build_dataloader(mapped(data, rank, after), 2, torch.stack, 0)
+        again.load_state_dict(states[0]) if before == after else again.load_state_dicts(states)
+        assert again.end_after(1) == -(-(13 - len(taken)) // after) * after
+        rest += [int(number) for batch in again for number in batch]
+    assert {*taken, *rest} == {*range(13)} and 0 <= len(taken) + len(rest) - 13 < after
+    other = build_dataloader(mapped(data[:-1], 0, 1), 2, torch.stack, 0)
+    with pytest.raises(LoadMismatchError, match="number of samples"):
+        other.load_state_dict(states[0])
+
+
+def test_d8_too_few_samples_are_refused() -> None:
+    """No rank may be without any."""
+    with pytest.raises(ConfigError, match=r"its 2 samples leave none for each of 3 ranks, by drop_last"):
+        mapped([0, 1], 0, 3, drop_last=True)
+    with pytest.raises(ConfigError, match=r"its 0 samples leave none"):
+        mapped([], 0, 1)
 
 
 @pytest.mark.parametrize(("ranks", "batch_size", "workers"), [(2, 3, 0), (2, 3, 2)])

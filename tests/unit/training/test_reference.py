@@ -26,6 +26,15 @@ def test_the_page_is_current() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == as_markdown()
 
 
+def test_g13_there_are_no_more_keys_than_somebody_would_set() -> None:
+    """A new key takes the place of one that nobody would set, or is listed here with who sets it."""
+    later = {"checkpoint.resume.share_reads": "who has a network between ranks that is slower than the store"}
+    keys = [f"{table.header.strip('[]')}.{key.name}" for table in tables() for key in table.keys]
+    assert {*later} <= {*keys}
+    assert len(keys) <= 140 + len(later)
+    assert sum(key.startswith("checkpoint.") for key in keys) <= 40 + sum(k.startswith("checkpoint.") for k in later)
+
+
 def test_every_key_and_table_has_a_sentence() -> None:
     """Type, default and what it does."""
     for table in tables():

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from tests.chats import chat_tokenizer, write_chats
 from tests.test_bad_input import write_config
 from tests.tiny_run import losses, rows, settings
 from tests.unit.training.test_terminal import own_log
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.data.batch import collate
 from titan_ckpt.training.data.sequences import ConversationDataset, DummyDataset
 from titan_ckpt.training.data.stream import StreamDataset
@@ -97,3 +98,66 @@ def test_d8_held_out_conversations_are_evaluated_and_not_trained_on(tmp_path: Pa
     held_out = trainer.held_out()
     assert isinstance(held_out, ConversationDataset) and held_out.numbers == range(7, 10)
     assert rows(tmp_path)[-1]["eval/loss"] > 0
+
+
+class Dealt(Dataset[Any]):
+    """Map-style data that deals itself."""
+
+    def __init__(self, rank: int = 0, generator: bool = False) -> None:
+        self.generator = torch.Generator() if generator else None
+
+    def __len__(self) -> int:
+        return 3
+
+
+class Drawing(Dealt):
+    """Map-style data that holds a random generator."""
+
+    def __init__(self) -> None:
+        super().__init__(generator=True)
+
+
+class Pairs(Dealt):
+    """Map-style data of tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __getitem__(self, number: int) -> Any:
+        return {"tokens": torch.arange(16) + number, "labels": torch.arange(1, 17) + number}
+
+
+def own(name: str, **more: Any) -> dict[str, Any]:
+    return {"dataset": f"{__name__}:{name}", "tokenizer": None, **more}
+
+
+@pytest.mark.parametrize(
+    ("sections", "expected"),
+    [
+        ({"data": own("Dealt")}, r"data\.dataset: .*Dealt' takes rank, and the run deals map-style data"),
+        ({"data": own("Drawing")}, r"data\.dataset: .*Drawing' holds a random generator"),
+        ({"data": own("Own")}, r"data: it has no batch for the first step on every rank"),
+        (
+            {"model": {"flavor": None, "name": "tests.dit:DiT"}, "data": {"tokenizer": None}},
+            r"data\.dataset: the model is no LanguageModel and takes no text; name data of your own",
+        ),
+        (
+            {
+                "model": {"flavor": None, "name": "tests.dit:DiT"},
+                "data": {"tokenizer": None, "dataset": "tests.dit:Pictures"},
+                "evaluation": {"interval": 1, "corpus": "builtin"},
+            },
+            r"evaluation: it measures text, and DiT is no LanguageModel",
+        ),
+    ],
+)
+def test_d8_data_of_ones_own_that_does_not_fit_is_refused(tmp_path: Path, sections: Any, expected: str) -> None:
+    """By one error that says what it does and what to do."""
+    with pytest.raises(ConfigError, match=expected):
+        Trainer(settings(tmp_path, **sections)).run()
+
+
+def test_d8_map_style_tokens_are_trained_on_by_epochs(tmp_path: Path) -> None:
+    """Three sequences twice, in steps of four: the second has what is left, and the loss counts no more."""
+    state = Trainer(settings(tmp_path, data=own("Pairs"), training={"steps": None, "epochs": 2})).run()
+    assert (state.step, state.num_tokens) == (2, 6 * 16)

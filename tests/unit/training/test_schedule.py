@@ -118,6 +118,16 @@ def test_c5_what_a_decay_lacks_is_said() -> None:
         find_decay(run(decay=30), 20, 1)
 
 
+def test_d5_a_record_of_three_settings_of_a_decay_is_compared_with_its_one_length() -> None:
+    """A step of an earlier version has decay_ratio, decay_steps and decay_tokens; only another length is reported."""
+    before = {"schedule.kind": "wsd", "schedule.decay_ratio": 0.2, "schedule.decay_steps": None}
+    for tokens, same, other in ((None, 0.2, 0.5), (300, "300 tokens", "400 tokens")):
+        record = {**before, "schedule.decay_tokens": tokens}
+        assert rescaled(record, {"schedule.kind": "wsd", "schedule.decay": same}, 5) == ""
+        changed = rescaled(record, {"schedule.kind": "wsd", "schedule.decay": other}, 5)
+        assert changed == f"schedule.decay from {same} to {other}"
+
+
 def test_d5_a_constant_rate_is_rescaled_in_its_warm_up_alone() -> None:
     """Other steps, floors and lengths of decays change no rate of it; another length of warm-up does, until it ends."""
 

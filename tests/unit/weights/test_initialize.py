@@ -26,7 +26,7 @@ from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.loading import restore
 from titan_ckpt.models import hf
 from titan_ckpt.models.decoder import Decoder
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.qwen3_moe import FLAVORS, Router
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.testing import distributed
@@ -45,7 +45,7 @@ LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 64,
     "num_attention_heads": 4, "num_key_value_heads": 2, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
-MODELS: dict[str, Callable[[], LanguageModel]] = {
+MODELS: dict[str, Callable[[], Model]] = {
     "llama3": lambda: build_model("llama3", flavor="debug-0.5m"),
     "qwen3 tied": lambda: build_model("qwen3", flavor="debug-0.5m"),
     "qwen3_moe": lambda: build_model("qwen3_moe", flavor="debug-1m"),
@@ -54,7 +54,7 @@ MODELS: dict[str, Callable[[], LanguageModel]] = {
 }
 
 
-def on_one_device(name: str) -> LanguageModel:
+def on_one_device(name: str) -> Model:
     """Return what a model is without any of this: built whole on the CPU, and initialized."""
     torch.manual_seed(3)
     model = MODELS[name]()
@@ -62,7 +62,7 @@ def on_one_device(name: str) -> LanguageModel:
     return model
 
 
-def on_meta(name: str, values: InitialValues = "default") -> LanguageModel:
+def on_meta(name: str, values: InitialValues = "default") -> Model:
     torch.manual_seed(3)
     return construct(MODELS[name], values)
 
@@ -105,7 +105,7 @@ def test_b4_values_from_scratch_are_those_of_one_device(name: str, tmp_path: Pat
     assert torch.equal(generators, torch.get_rng_state()), "initialization must not move the run's generators"
 
 
-def laid_out(name: str, layout: str, values: InitialValues = "default") -> LanguageModel:
+def laid_out(name: str, layout: str, values: InitialValues = "default") -> Model:
     """Return what this one of two ranks has of a model: on meta until it is laid out, then in memory that is spoilt."""
     model, mesh = on_meta(name, values), init_device_mesh("cpu", (2,))
     if layout == "sharded":

@@ -10,6 +10,7 @@ import tyro
 from rich.console import Console
 
 from titan_ckpt.cli.command import DIFFERENT, SAME, Shown, place
+from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.errors import ConfigError, SaveError
 
 if TYPE_CHECKING:
@@ -22,9 +23,12 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 class Convert(Shown):
     """Write the model weights of a checkpoint, or its adapter, in another format."""
 
+    takes_urls: ClassVar[bool] = True
     source: tyro.conf.Positional[Path]
+    """Folder, file, or bucket's URL."""
     target: tyro.conf.Positional[Path]
-    """The folder, or with --to torch the file, to be written; it must not exist."""
+    """The folder, or with --to torch the file, to be written; it must not exist. With --to hf, peft and dcp also a
+    bucket's URL."""
     to: Literal["native", "dcp", "hf", "torch", "peft"]
     """hf for a model, peft for an adapter, the others for both; torch is one torch.save file."""
     config: Path | None = None
@@ -40,20 +44,22 @@ class Convert(Shown):
     """PEFT folder or native step with rank and alpha of the adapter, if it is in a DCP folder, which says none."""
     check_logits: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Compute the logits of random tokens with the source and with the target, and answer 1 if they differ by more than
-    rounding. Takes the memory of the whole model in float32, and transformers."""
+    rounding. Takes the memory of the whole model in float32, transformers, and paths on mounted file systems."""
 
     def run(self, console: Console) -> int:
         from titan_ckpt.cli import tables
         from titan_ckpt.tools.conversion import convert_checkpoint
 
         options = _options(self.config, self.model, self.dtype, self.max_shard_bytes, self.settings)
+        source, target = place(self.source), place(self.target)
         if not self.check_logits:
-            found = convert_checkpoint(self.source, self.target, self.to, options)
+            found = convert_checkpoint(source, target, self.to, options)
             return self.show(found, lambda: tables.written(found, console))
         from titan_ckpt.tools.logits import LogitsCheck
 
+        require_local({"--check-logits: source": self.source, "target": self.target, "config": self.config})
         check = LogitsCheck(self.source, self.config, self.model, options.dtype, to=self.to)
-        found = convert_checkpoint(self.source, self.target, self.to, options)
+        found = convert_checkpoint(source, target, self.to, options)
         logits = check.compare(self.target, self.to)
 
         def show() -> None:
@@ -68,8 +74,9 @@ class Convert(Shown):
 class Merge(Shown):
     """Write a Hugging Face folder of a base with adapters merged into it, one after the other."""
 
+    takes_urls: ClassVar[bool] = True
     paths: tyro.conf.Positional[tuple[Path, ...]]
-    """The base, one adapter or several (PEFT folders or steps), and the folder to be written."""
+    """The base, one adapter or several (PEFT folders or steps), and the folder to be written; or URLs of theirs."""
     config: Path | None = None
     """Folder of the model's config.json, if the base has none."""
     model: str | None = None
@@ -87,7 +94,7 @@ class Merge(Shown):
         if len(self.paths) < 3:
             expected = "a base, at least one adapter, and the folder to be written"
             raise ConfigError([f"expected BASE ADAPTER... DST: {expected}"])
-        base, *adapters, target = self.paths
+        base, *adapters, target = map(place, self.paths)
         options = _options(self.config, self.model, self.dtype, self.max_shard_bytes)
         found = merge_adapters(base, adapters, target, options)
         return self.show(found, lambda: tables.written(found, console))
@@ -102,7 +109,8 @@ def _options(
     from titan_ckpt.training.launch.terminal import hide_foreign
 
     hide_foreign()
-    return Options(config, model, None if dtype is None else getattr(torch, dtype), max_shard_bytes, settings)
+    folders = [None if folder is None else place(folder) for folder in (config, settings)]
+    return Options(folders[0], model, None if dtype is None else getattr(torch, dtype), max_shard_bytes, folders[1])
 
 
 @dataclass(frozen=True)

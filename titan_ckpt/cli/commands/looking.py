@@ -81,8 +81,11 @@ class Verify(Shown):
 class Diff(Shown):
     """Compare two checkpoints of any formats and sharding: exit code 0 if they are the same, 1 if not."""
 
+    takes_urls: ClassVar[bool] = True
     left: tyro.conf.Positional[Path]
+    """Folder, file, or bucket's URL."""
     right: tyro.conf.Positional[Path]
+    """Folder, file, or bucket's URL."""
     weights: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
     """Compare the model's weights alone, and neither optimizer, state nor settings."""
     top: int = 10
@@ -99,7 +102,8 @@ class Diff(Shown):
             raise ConfigError([f"--top: expected a positive integer, found {self.top}"])
 
         hide_foreign()
-        found = compare(self.left, self.right, config=self.config, weights_only=self.weights)
+        config = None if self.config is None else place(self.config)
+        found = compare(place(self.left), place(self.right), config=config, weights_only=self.weights)
         self.show(found, lambda: tables.difference(found, console, self.top), same=found.same)
         return SAME if found.same else DIFFERENT
 

@@ -19,6 +19,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
+from titan_ckpt import progress
 from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.filling import ByChunk, ChunkSource, DcpFill
@@ -129,6 +130,11 @@ class DcpReader(TensorReader):
 
     def fill(self, by_chunk: ByChunk) -> None:
         """Fill requests, one stored chunk at a time."""
+        total = sum(TensorInfo(self._chunks[k][i].chunk.sizes, self._tensors[k].dtype).nbytes for k, i in by_chunk)
+        with progress.shown(f"loading {self.path.name}", total) as count:
+            self._fill_each(by_chunk, count)
+
+    def _fill_each(self, by_chunk: ByChunk, count: progress.Count) -> None:
         for (key, i), wanting in by_chunk.items():
             stored = self._chunks[key][i]
             if self._unread is None or self._unread[0] is not stored:
@@ -138,6 +144,7 @@ class DcpReader(TensorReader):
             self._put(key, stored, data, wanting)
             if sum(part.numel for r in wanting if (part := stored.chunk.intersect(r.chunk))) >= stored.chunk.numel:
                 self._unread = None
+            count(data.nbytes)
             del data
 
     def put_from(self, memory: memoryview, key: str, stored: Stored, wanting: Sequence[FilePart]) -> None:

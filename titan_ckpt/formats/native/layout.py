@@ -88,20 +88,30 @@ class RankFileLayout:
         return bytes(header), digest
 
 
+def in_file_order(info: TensorInfo, chunk: Chunk) -> tuple[bool, int]:
+    """Return the key by which a file's chunks are sorted: those of whole blocks first, then wider elements first.
+
+    Blocks at the beginning hold one chunk each, wherever ranks cut its rows: their digests tell whether two steps hold
+    the same values (`NativeReader.blocks_of`).
+    """
+    num_bytes = chunk.numel * info.dtype.itemsize
+    return not num_bytes or num_bytes % BLOCK_BYTES > 0, -info.dtype.itemsize
+
+
 def lay_out(
     chunks: Sequence[tuple[str, TensorInfo, Chunk]],
     rank: int,
     world_size: int,
     elsewhere: Mapping[str, TensorInfo] | None = None,
 ) -> RankFileLayout:
-    """Lay out a rank's file for chunks of global tensors, in their order; wider elements come first.
+    """Lay out a rank's file for chunks of global tensors, in their order, which is that of `in_file_order`.
 
     So every entry starts at a multiple of its element size without gaps.
     `elsewhere` (rank 0): tensors of the checkpoint that this file has no chunk of, so that rank 0's file names all.
     Raises: StateEncodingError if the header is over the limit of the safetensors format.
     """
-    widths = [info.dtype.itemsize for _, info, _ in chunks]
-    assert widths == sorted(widths, reverse=True), "an entry would not be aligned"
+    order = [in_file_order(info, chunk) for _, info, chunk in chunks]
+    assert order == sorted(order), "an entry would not be aligned"
     names = _entry_names([fqn for fqn, _, _ in chunks])
     sizes = [chunk.numel * info.dtype.itemsize for _, info, chunk in chunks]
     data_bytes = sum(sizes)

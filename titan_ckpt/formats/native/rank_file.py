@@ -16,7 +16,7 @@ from titan_ckpt import progress
 from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer
 from titan_ckpt.disk.memory import round_up
-from titan_ckpt.formats.native.layout import BLOCK_BYTES, RankFileLayout, lay_out, rank_file_name
+from titan_ckpt.formats.native.layout import BLOCK_BYTES, RankFileLayout, in_file_order, lay_out, rank_file_name
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, as_bytes, blocks_of, info_of
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
@@ -90,8 +90,9 @@ def write_stream(folder: Place, tensors: Mapping[str, torch.Tensor | LazyTensor]
     returns. Raises: OSError.
     """
     infos = {fqn: info_of(value) for fqn, value in tensors.items()}
-    order = sorted(infos, key=lambda fqn: -infos[fqn].dtype.itemsize)
-    layout = lay_out([(fqn, infos[fqn], Chunk.whole(infos[fqn].shape)) for fqn in order], 0, 1)
+    whole = {fqn: Chunk.whole(info.shape) for fqn, info in infos.items()}
+    order = sorted(infos, key=lambda fqn: in_file_order(infos[fqn], whole[fqn]))
+    layout = lay_out([(fqn, infos[fqn], whole[fqn]) for fqn in order], 0, 1)
     blocks = (block.data for fqn in order for block in blocks_of(tensors[fqn]))
     rest = torch.empty(0, dtype=torch.uint8)
 

@@ -24,7 +24,7 @@ from titan_ckpt.formats.reading.engine import SliceFill, verify
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
 from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.stores.mounted import store_of
@@ -183,6 +183,24 @@ class NativeReader(TensorReader):
         if problems:
             raise CorruptCheckpointError(listed(problems, "\n  "), str(self.path))
 
+    def blocks_of(self, key: str) -> list[tuple[tuple[Shape, ...], int, int, int, str]]:
+        """Return the parts of blocks that hold a tensor: in which box, at which byte of it, and (start, stop, digest).
+
+        The box is () where the bytes follow each other in the whole tensor too, as those of rows do: then the byte is
+        one of the whole. Steps with equal lists hold equal values; unequal lists say nothing.
+        Raises: CorruptCheckpointError.
+        """
+        blocks = []
+        for source, entry, _ in self._locate(key, Chunk.whole(self.tensors[key].shape)):
+            box, first = _place(entry)
+            size, stop = source.header.block_bytes, entry.start + entry.chunk.numel * entry.info.dtype.itemsize
+            for block in range(entry.start // size, -(-stop // size)):
+                start, end = max(entry.start, block * size), min(stop, (block + 1) * size)
+                at = start - block * size
+                digest = source.header.block_digest(block)
+                blocks.append((box, first + start - entry.start, at, at + end - start, digest))
+        return sorted(blocks)
+
     def stored_chunks(self) -> dict[str, list[Chunk]]:
         """Return the chunks in which the ranks' files hold each tensor. Raises: CorruptCheckpointError."""
         chunks: dict[str, list[Chunk]] = {}
@@ -280,6 +298,18 @@ def _slice(header: RankFile, entry: StoredChunk, part: Chunk, into: torch.Tensor
     elif part != chunk:
         outer = chunk.seen_from(origin)
     return Slice(entry.fqn, header.data_start + entry.start, sizes, entry.info.dtype, box, into, outer)
+
+
+def _place(entry: StoredChunk) -> tuple[tuple[Shape, ...], int]:
+    """Return the box in which a chunk's bytes are counted, () for the whole tensor, and the first of them."""
+    shape, chunk = entry.info.shape, entry.chunk
+    cut = next((dim for dim, size in enumerate(chunk.sizes) if size > 1), len(shape))
+    if chunk.sizes[cut + 1 :] != shape[cut + 1 :]:
+        return (chunk.offsets, chunk.sizes), 0
+    first = 0
+    for offset, extent in zip(chunk.offsets, shape, strict=True):
+        first = first * extent + offset
+    return (), first * entry.info.dtype.itemsize
 
 
 def _contradiction(entry: StoredChunk, expected: TensorInfo | None) -> str:

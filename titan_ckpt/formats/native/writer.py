@@ -22,7 +22,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import Share, divide
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.native.arena import Arena, StagingHandle
-from titan_ckpt.formats.native.layout import STORED_DTYPES, RankFileLayout, lay_out, rank_file_name
+from titan_ckpt.formats.native.layout import STORED_DTYPES, RankFileLayout, in_file_order, lay_out, rank_file_name
 from titan_ckpt.formats.native.rank_file import write_rank_file
 from titan_ckpt.formats.native.segments import Places, Segments
 from titan_ckpt.formats.native.writer_process import WriterProcess
@@ -91,7 +91,7 @@ class WritePlan:
 
         def planned() -> WritePlan:
             cast = [replace(share, info=stored(share.info)) for share in division.shares] if casts else division.shares
-            shares = tuple(sorted(cast, key=lambda s: -s.info.dtype.itemsize))
+            shares = tuple(sorted(cast, key=lambda s: in_file_order(s.info, s.chunk)))
             elsewhere = {}
             if coordinator.rank == 0:
                 own = {share.fqn for share in shares}

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from titan_ckpt.errors import counted
+from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.progress import CONSOLE
 from titan_ckpt.telemetry.events import read_events
 from titan_ckpt.training.callbacks.base import Callback, LogValue, StepMetrics
@@ -83,12 +84,13 @@ class Logging(Callback):
         trainer.log_history.append(self._row)
         self._write(self._row)
         logger.info(
-            "step %d/%d%s  lr %.2e  %s tok/s%s",
+            "step %d/%d%s  lr %.2e  %s %s/s%s",
             step,
             trainer.num_steps,
             f"  loss {metrics['loss']:.4f}  grad {metrics['grad_norm']:.3f}" if "loss" in metrics else "",
             metrics["lr"],
             f"{speed:,.0f}",
+            "tok" if isinstance(trainer.model, LanguageModel) else "samples",
             measured,
         )
 

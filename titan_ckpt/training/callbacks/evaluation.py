@@ -32,7 +32,8 @@ class Evaluation(Callback):
         self._dataset = dataset
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        if metrics.step % self._config.interval == 0 or metrics.step == trainer.num_steps:
+        is_due = metrics.step % self._config.interval == 0 or metrics.step == trainer.num_steps
+        if is_due and EVALUATED[0] not in trainer.measurements:  # a step may turn out later to be the last
             loss = self.evaluate(trainer)
             values = dict(zip(EVALUATED, (loss, math.exp(min(loss, 700.0))), strict=True))
             trainer.measurements |= values

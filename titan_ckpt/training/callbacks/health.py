@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titan_ckpt.errors import GradientError
-from titan_ckpt.rng import RandomState
 from titan_ckpt.training.callbacks.base import Callback
 
 if TYPE_CHECKING:
@@ -17,17 +16,11 @@ class GradientHealth(Callback):
     """Stops the run, and saves the last good step with the data position and generators from before the bad step."""
 
     def __init__(self) -> None:
-        self._random = RandomState()
-        self._before: tuple[dict[str, Any], dict[str, Any]] | None = None
         self._good = 0
         """The newest step whose weights are known to be finite."""
 
     def on_train_begin(self, trainer: Trainer) -> None:
         self._good = trainer.state.step
-
-    def on_step_begin(self, trainer: Trainer, step: int) -> None:
-        if trainer.is_measured and trainer.config.checkpoint.save is not None:
-            self._before = trainer.dataloader.state_dict(), self._random.state_dict()
 
     def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
         """Raises: GradientError, on all ranks, because `grad_norm` is the norm of the whole gradient."""
@@ -43,10 +36,7 @@ class GradientHealth(Callback):
                 f"was checked, and nothing is saved. {advice}",
                 step,
             )
-        if self._before is not None and step > 1:
-            position, random_state = self._before
-            trainer.dataloader.load_state_dict(position)
-            self._random.load_state_dict(random_state)
+        if trainer.step_back() and step > 1:
             trainer.manager.save(step - 1, force=True)
         raise GradientError(
             f"step {step}: the gradient's norm is {grad_norm}; the weights are those of step {step - 1}. {advice}", step

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titan_ckpt.errors import DataError, counted
+from titan_ckpt.errors import DataError
 
 IGNORED = -100
 """Label of a token without a loss."""
@@ -65,17 +65,11 @@ def to_device(value: Any, device: torch.device) -> Any:
 
 
 def checked(batches: Iterator[Batch], vocab_size: int) -> Iterator[Batch]:
-    """Yield the batches; the first one is checked.
-
-    Raises: DataError listing all that a batch must be and is not, and for data that ends.
-    """
-    number = 0
+    """Yield the batches; the first one is checked. Raises: DataError listing all that a batch must be and is not."""
     for number, batch in enumerate(batches, 1):
         if number == 1 and (problems := [*batch_problems(batch, vocab_size)]):
             raise DataError([f"data: the first batch: {problem}" for problem in problems])
         yield batch
-    expected = "expected data without an end, on every rank: begin anew where it ends"
-    raise DataError([f"data: this rank's share ended after {counted(number, 'batch', 'batches')}; {expected}"])
 
 
 def batch_problems(batch: Any, vocab_size: int) -> Iterator[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from math import inf
@@ -20,7 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titan_ckpt.errors import ConfigError, DataError, LoadMismatchError
 from titan_ckpt.training.data.batch import Batch, without_labels
 from titan_ckpt.training.data.batch import collate as join
-from titan_ckpt.training.data.sequences import Bookmark, IndexedDataset, OrderedDataset
+from titan_ckpt.training.data.sequences import Bookmark, IndexedDataset, MapDataset, OrderedDataset
 
 Collate = Callable[[Sequence[Batch]], Batch]
 _AFRESH = 'start the data afresh with checkpoint.resume.exclude = ["dataloader"]'
@@ -58,11 +59,28 @@ def build_dataloader(
     generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-        return OwnDataLoader(dataset, batch_size, collate_fn=collate, generator=generator, **workers.settings())
+        settings = {"collate_fn": collate, "generator": generator, **workers.settings()}
+        # torchdata cannot go on after a short batch
+        return OwnDataLoader(dataset, batch_size, drop_last=True, **settings)
 
 
 class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
     """Batches of data of your own."""
+
+    _end: dict[str, Any] | None = None
+    """The position after the last batch. torchdata's own state there is one at which the data begins anew."""
+
+    def __iter__(self) -> Iterator[Any]:
+        batches, self._end = super().__iter__(), None
+        position = deepcopy(super().state_dict())
+        for batch in batches:
+            yield batch
+            position = deepcopy(super().state_dict())
+        self._end = position
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = super().state_dict() if self._end is None else self._end
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position. Raises: LoadMismatchError for one at whose first batch torchdata would raise."""
@@ -71,6 +89,7 @@ class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has 
                 "dataloader: the checkpoint's position is not one in data of your own with data.num_workers = "
                 f"{self.num_workers}. Restore data.dataset and data.num_workers, or {_AFRESH}"
             )
+        self._end = None
         super().load_state_dict(state_dict)
 
 
@@ -93,7 +112,7 @@ class OrderedLoader:
         self._next_index = 0
         self._bookmark: Bookmark = None
         self._is_whole = dataset.every_label_counts and getattr(collate, "func", collate) is join
-        self._samples = _Samples(dataset)
+        self._samples = _Samples(dataset, are_filled=not self.may_end)
         self._batches = DataLoader(
             self._samples,
             batch_size,
@@ -108,6 +127,11 @@ class OrderedLoader:
         return self.dataset.epoch(self._taken)
 
     @property
+    def may_end(self) -> bool:
+        """Return whether there is an end beyond which it has no batch; other data fills the last ones."""
+        return isinstance(self.dataset, MapDataset)
+
+    @property
     def every_label_counts(self) -> bool:
         """Return whether the batches so far had no label without a loss, on any rank."""
         return self._is_whole and self._taken == self._next_index
@@ -115,14 +139,14 @@ class OrderedLoader:
     def end_after(self, epochs: int) -> int:
         """Let the data end with this pass over it, and return how many sequences are left until then.
 
-        Batches beyond the end have no labels. Call it before the first batch.
+        Sequences beyond the end have no labels, and those of MapDataset are left out. Call it before the first batch.
         Raises: ConfigError for data whose length is not known.
         """
         if not isinstance(self.dataset, IndexedDataset):
             kind = type(self.dataset).__name__
             raise ConfigError([f"training.epochs: the length of {kind} is not known; set training.steps"])
-        self._samples.end = end = epochs * self.dataset.num_sequences
-        return max(end - self._next_index, 0)
+        self._samples.end = epochs * self.dataset.num_sequences
+        return self.dataset.left(self._next_index, epochs)
 
     @property
     def _taken(self) -> int:
@@ -130,12 +154,12 @@ class OrderedLoader:
         return int(min(self._next_index, self._samples.end))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Yield batches from the current position, without end. Raises: DataError for data that cannot be used."""
+        """Yield batches from the current position. Raises: DataError for data that cannot be used."""
         self.dataset.next_index, self.dataset.bookmark = self._next_index, self._bookmark
         for batch, bookmark in self._batches:
             if isinstance(batch, _Unusable):
                 raise DataError(batch.problems)
-            self._next_index += self.dataset.batch_size * self.dp_world_size
+            self._next_index = self.dataset.after(self._next_index, self.dataset.batch_size)
             self._bookmark = bookmark
             yield batch
 
@@ -148,7 +172,7 @@ class OrderedLoader:
         if not self._knows(state_dict):
             raise LoadMismatchError(
                 "dataloader: the checkpoint's position is in other data than this run's (corpus, tokenizer, "
-                f"sequence_length, order or seed differ). Restore them, or {_AFRESH}"
+                f"sequence_length, number of samples, order or seed differ). Restore them, or {_AFRESH}"
             )
         self._next_index, self._bookmark = state_dict["next_index"], state_dict.get("bookmark")
 
@@ -183,14 +207,17 @@ class _Samples(IterableDataset[Any]):
     """The samples of a dataset; if the data cannot be used, ends with why."""
 
     end: float = inf
-    """Sequences from this number on have no labels: they fill the last batches of a run that ends with an epoch."""
+    """Sequences from this number on only fill the last batches of a run that ends with an epoch, if `are_filled`."""
 
-    def __init__(self, dataset: OrderedDataset) -> None:
+    def __init__(self, dataset: OrderedDataset, *, are_filled: bool) -> None:
         self.dataset = dataset
+        self.are_filled = are_filled
 
     def __iter__(self) -> Iterator[Any]:
         try:
             for index, (sample, bookmark) in zip(self.dataset.indices(), self.dataset.samples(), strict=False):
+                if index >= self.end and not self.are_filled:
+                    return
                 yield (sample if index < self.end else without_labels(sample)), bookmark
         except ConfigError as error:
             while True:  # a batch with an error in it is one

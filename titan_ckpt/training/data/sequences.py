@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from math import ceil
 from typing import Any
 
 import torch
@@ -48,12 +49,20 @@ class OrderedDataset(IterableDataset[Batch]):
 
     def indices(self) -> Iterator[int]:
         """Yield the numbers of these sequences."""
+        return (self.next_index + share * self.num_ranks + self.rank for share in self.shares())
+
+    def after(self, index: int, num: int) -> int:
+        """Return how many sequences all ranks have taken when each has taken `num` more than at `index`."""
+        return index + num * self.num_ranks
+
+    def shares(self) -> Iterator[int]:
+        """Yield the numbers of these sequences among those that this rank takes, from 0."""
         worker = get_worker_info()
         num_workers, first = (worker.num_workers, worker.id) if worker is not None else (1, 0)
         batch = first
         while True:
             for within in range(self.batch_size):
-                yield self.next_index + (batch * self.batch_size + within) * self.num_ranks + self.rank
+                yield batch * self.batch_size + within
             batch += num_workers
 
     def epoch(self, index: int) -> int:
@@ -82,13 +91,72 @@ class IndexedDataset(OrderedDataset):
             if self.shuffle:
                 if index // self.num_sequences != epoch:
                     epoch = index // self.num_sequences
-                    generator = torch.Generator().manual_seed(self.seed + 0x9E3779B1 * epoch)
-                    order = torch.randperm(self.num_sequences, generator=generator)
+                    order = self.order(epoch)
                 number = int(order[number])
             yield self.sequence(number), None
 
+    def order(self, epoch: int) -> torch.Tensor:
+        """Return the numbers of all sequences in the order of an epoch, if it is shuffled."""
+        generator = torch.Generator().manual_seed(self.seed + 0x9E3779B1 * epoch)
+        return torch.randperm(self.num_sequences, generator=generator)
+
     def epoch(self, index: int) -> int:
         return index // self.num_sequences
+
+    def left(self, index: int, epochs: int) -> int:
+        """Return how many sequences all ranks together still take until the end of an epoch."""
+        return max(epochs * self.num_sequences - index, 0)
+
+
+class MapDataset(IndexedDataset):
+    """Map-style data of one's own, dealt to the ranks as torch's DistributedSampler deals it.
+
+    In each epoch the ranks take equally many samples: the first ones of the order come once more at its end, or with
+    `drop_last` its last ones are left out. On another number of ranks, the rest of the epoch is dealt anew.
+    """
+
+    def __init__(
+        self, data: Any, seed: int, *, rank: int = 0, num_ranks: int = 1, shuffle: bool = True, drop_last: bool = False
+    ) -> None:
+        """`data`: it has `__len__` and `__getitem__`. Raises: ConfigError if a rank would have no sample."""
+        super().__init__(seed, rank, num_ranks, shuffle=shuffle)
+        self.data, self.drop_last, self.num_sequences = data, drop_last, len(data)
+        self.fingerprint = f"map {self.num_sequences} {seed} {shuffle} {drop_last}"
+        if self.num_sequences < (num_ranks if drop_last else 1):
+            found = f"its {self.num_sequences} samples leave none for each of {num_ranks} ranks"
+            raise ConfigError([f"data.dataset: {found}{', by drop_last' * drop_last}; give more samples"])
+
+    def _each(self, num: int) -> int:
+        """Return how many samples each rank takes of `num`."""
+        return num // self.num_ranks if self.drop_last else ceil(num / self.num_ranks)
+
+    def _place(self, index: int, share: int) -> tuple[int, int]:
+        """Return the epoch, and the place in its order, where the ranks take their samples of this number."""
+        epoch, first = divmod(index, self.num_sequences)
+        if share < (each := self._each(self.num_sequences - first)):
+            return epoch, first + share * self.num_ranks
+        epochs, share = divmod(share - each, self._each(self.num_sequences))
+        return epoch + 1 + epochs, share * self.num_ranks
+
+    def after(self, index: int, num: int) -> int:
+        epoch, first = self._place(index, num)
+        return epoch * self.num_sequences + first
+
+    def left(self, index: int, epochs: int) -> int:
+        epoch, first = divmod(index, self.num_sequences)
+        later = (epochs - epoch - 1) * self._each(self.num_sequences)
+        return max(self._each(self.num_sequences - first) + later, 0) * self.num_ranks
+
+    def indices(self) -> Iterator[int]:
+        for share in self.shares():
+            epoch, first = self._place(self.next_index, share)
+            yield epoch * self.num_sequences + (first + self.rank) % self.num_sequences
+
+    def order(self, epoch: int) -> torch.Tensor:
+        return torch.randperm(self.num_sequences, generator=torch.Generator().manual_seed(self.seed + epoch))
+
+    def sequence(self, number: int) -> Any:
+        return self.data[number]
 
 
 class PackedDataset(IndexedDataset):

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.decoder import Decoder
-from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.qwen3_moe import Experts
 from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.parallel.context_parallel import share_sequences
@@ -48,7 +48,7 @@ _KEPT: list[Any] = [
 
 
 def parallelize(
-    model: LanguageModel,
+    model: Model,
     ranks: Ranks,
     parallel: ParallelConfig,
     compute_dtype: torch.dtype,

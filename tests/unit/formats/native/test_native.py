@@ -417,3 +417,13 @@ def test_an_error_while_staging_is_the_one_of_the_save(monkeypatch: pytest.Monke
     handle.wait()
     with pytest.raises(ZeroDivisionError):
         handle.finish()
+
+
+def test_tensors_of_whole_blocks_come_first(tmp_path: Path) -> None:
+    """Their blocks hold nothing else, so their digests are those of the tensor, wherever another run cuts its rows."""
+    tensors = {"wide": of(torch.int64, 3), "narrow": of(torch.uint8, 5), "half": of(torch.float16, MIB)}
+    tensors |= {"empty": of(torch.int64, 0), "whole": of(torch.float32, MIB // 4)}
+    save(tmp_path, tensors)
+    assert_same(load(tmp_path, tensors), tensors)
+    with safetensors.safe_open(tmp_path / FILE, "pt") as file:
+        assert file.offset_keys() == ["whole", "half", "wide", "empty", "narrow"]

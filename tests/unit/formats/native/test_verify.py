@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 import uuid
 from contextlib import nullcontext
@@ -31,8 +32,11 @@ def step(tmp_path: Path) -> Path:
     return tmp_path / "checkpoints" / "step-1"
 
 
-def write_step(folder: Path, *ranks: dict[str, tuple[tuple[int, ...], int, int]]) -> Path:
-    """Write a step whose digests all hold: for each rank the shape of each tensor and the rows [start, stop) it has."""
+def write_step(folder: Path, *ranks: dict[str, tuple[tuple[int, ...], int, int]], first: float = 0.0) -> Path:
+    """Write a step whose digests all hold: for each rank the shape of each tensor and the rows [start, stop) it has.
+
+    Every tensor counts from 1, but for its first element.
+    """
     folder.mkdir()
     infos = {fqn: TensorInfo(shape, torch.float32) for tensors in ranks for fqn, (shape, *_) in tensors.items()}
     records = []
@@ -44,6 +48,8 @@ def write_step(folder: Path, *ranks: dict[str, tuple[tuple[int, ...], int, int]]
         elsewhere = {fqn: info for fqn, info in infos.items() if rank == 0 and fqn not in tensors}
         layout = lay_out(chunks, rank, len(ranks), elsewhere)
         view = Buffer.allocate(round_up(layout.data_bytes)).view
+        data = b"".join(_rows(*tensor, first) for tensor in tensors.values())
+        view[: len(data)] = data
         name = rank_file_name(rank)
         digest = write_rank_file(folder / name, layout, lambda a, b, v=view: nullcontext(v[a : round_up(b)]))  # type: ignore[misc]
         records.append(FileRecord(name, layout.num_bytes, digest))
@@ -52,6 +58,12 @@ def write_step(folder: Path, *ranks: dict[str, tuple[tuple[int, ...], int, int]]
     )
     (folder / MANIFEST_NAME).write_bytes(manifest.to_bytes())
     return folder
+
+
+def _rows(shape: tuple[int, ...], start: int, stop: int, first: float) -> bytes:
+    values = torch.arange(math.prod(shape), dtype=torch.float32)
+    values[0] = first
+    return values.view(shape)[start:stop].numpy().tobytes()
 
 
 def test_a_step_that_expires_while_it_is_verified_is_not_called_damaged(

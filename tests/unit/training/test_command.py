@@ -27,7 +27,7 @@ from tests.tiny_run import losses, rows
 from titan_ckpt import KeyMap, converters
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.converters import ModelConverter
-from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.errors import DataError, LoadMismatchError
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.saving import saver
 from titan_ckpt.saving.last_step import LastStep
@@ -184,11 +184,12 @@ class Counting(IterableDataset[dict[str, torch.Tensor]]):
         self.at = state_dict["at"]
 
 
-class Ending(Counting):
-    """Ends in step 3."""
+class Broken(Counting):
+    """Cannot be read in step 3."""
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        return islice(super().__iter__(), 4)
+        yield from islice(super().__iter__(), 4)
+        raise DataError(["no tokens"])
 
 
 @pytest.mark.parametrize(
@@ -209,7 +210,7 @@ def test_data_that_cannot_be_used_ends_a_run_with_2_and_the_log_says_what_is_los
                 yield metrics
 
         monkeypatch.setattr(Trainer, "take_steps", full)
-    data = {"dataset": f"{HERE}:Ending", "settings": {"modulus": 11}}
+    data = {"dataset": f"{HERE}:Broken", "settings": {"modulus": 11}}
     changes = {"data": data, "checkpoint": {"save": {"interval": 100}, **why}}
     assert main([str(write_config(tmp_path, changes)), "--training.batch_size", "2"]) == 2
     said = {0: [], 1: ["step 2, the last one, is not saved"], 2: ["the last 2 steps, up to step 2, are not saved"]}

@@ -377,7 +377,7 @@ def test_d9_an_architecture_of_ones_own_has_its_own_parallelize_and_clip_functio
     [
         (own(flavor="small"), r"model\.flavor: 'small' is unknown; known: tiny"),
         (own(settings={"a": 1}), r"model\.settings: .*OWN has none"),
-        (own("WRAPPED"), r"model\.name: .* returns a Sequential first, expected a LanguageModel"),
+        (own("WRAPPED"), r"model\.name: .* returns a Sequential first, expected a Model;"),
         (
             {"name": f"{__name__}:NoLayers", "flavor": None},
             r"model\.name: NoLayers has no module `layers`, .*; give it one",

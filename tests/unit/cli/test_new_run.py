@@ -26,7 +26,7 @@ def test_a_run_file_is_valid_as_it_is_written(kind: str, tmp_path: Path, monkeyp
     assert main(["init", kind]) == 0
     config, _ = read_run("run.toml")
     assert config.checkpoint.save is not None
-    assert "hf" in {export.format for export in config.checkpoint.export}
+    assert {"hf", "hf_quantized"} & {export.format for export in config.checkpoint.export}
 
 
 def test_the_answers_are_filled_in(

@@ -47,6 +47,6 @@ def test_a_run_that_fails_ends_the_demo_with_its_log(tmp_path: Path, monkeypatch
     """The exit code is 1, and what the run said last is shown."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(demo, "CONSOLE", Console(file=(output := io.StringIO()), width=160))
-    monkeypatch.setattr(demo, "PRETRAIN_STEPS", 0)
+    monkeypatch.setattr(demo, "PRETRAIN_STEPS", -1)
     assert demo.main() == 1
-    assert "training.steps: expected a positive integer (steps), found 0" in output.getvalue()
+    assert "training.steps: expected an integer, 0 or more (steps), found -1" in output.getvalue()

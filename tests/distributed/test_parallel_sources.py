@@ -57,7 +57,7 @@ def loaded(root: Path, model: str, layout: str) -> Any:
 
 def merged_into_base(root: Path, layout: str, adapter: Path) -> Any:
     """Build the model without converters, from its base and an adapter that is merged into it."""
-    sources = [{"path": str(root / "llama3/base/step-2")}, {"path": str(adapter), "merge": True}]
+    sources = [{"path": str(root / "llama3/base/step-2")}, {"path": str(adapter), "load": "merge"}]
     return built(settings(root, "llama3", LAYOUTS[layout][1], {"initial_load": sources}, root / "nothing"), load=True)
 
 

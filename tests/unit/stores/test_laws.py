@@ -36,6 +36,7 @@ from titan_ckpt.tools.listing import list_run
 PACKAGE = Path(__file__).parents[3] / "titan_ckpt"
 SEAM = ("stores", "disk")
 MOUNTED_ALONE = {
+    "converting.py": "native and torch targets are written on a disk alone",
     "directory/names.py": "a bucket has the manifest of a step apart from its files",
     "directory/steps.py": "how a commit is made: by a rename, or by creating an object",
     "formats/open.py": "torch_checkpointing's own reader opens paths",
@@ -46,7 +47,9 @@ MOUNTED_ALONE = {
     "testing/stores.py": "a file that is given up stays in its folder, and an upload leaves nothing",
     "tools/listing.py": "where a run keeps steps and exports",
     "tools/retention.py": "a step that was renamed away comes back with its pin",
-    "tools/verifying.py": "transformers opens paths",
+    "tools/conversion.py": "a target is compared with its source by its real path",
+    "tools/logits.py": "transformers opens paths",
+    "tools/models.py": "transformers and the hub's cache open paths",
     "training/folders.py": "rights of a folder are known before the run",
     "training/model_folder.py": "tokenizers opens paths",
 }

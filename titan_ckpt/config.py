@@ -104,9 +104,9 @@ class ResumeConfig(Checked):
     """Components that are not loaded and start from their initial state; the model from `initial_load`, if it names any
     source."""
     share_reads: bool = True
-    """What several ranks want of a bucket, or of a network's file system that is not in the page cache, is read once
-    and sent to the others, which verify it; so are initial sources. Set it to false where the network between the ranks
-    is slower than the store."""
+    """Ranks read once what several of them want of a bucket, or of a network's file system that is not in the page
+    cache, and send it to the others, which verify it; so with sources. Set it to false where the network between
+    the ranks is slower than the store."""
 
 
 @dataclass(frozen=True, slots=True)

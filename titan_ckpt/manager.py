@@ -281,9 +281,7 @@ class CheckpointManager:
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and not self._content.is_settled:
-            self._run.order.check_wrapped()
-            if not due:  # the save itself finds the same
-                self._coordinator.together("first step", lambda: self._run.check_stepped(step))
+            self._coordinator.together("first step", lambda: self._run.check_stepped(step, is_saved=due))
             if not self._knows_folder and not self.config.external:  # load() was never called
                 self._base.record_current()
             self._content.settle()

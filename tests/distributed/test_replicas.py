@@ -133,7 +133,7 @@ def states_and_statistics(root: Path) -> None:
 def test_what_differs_in_states_and_statistics_is_each_rank_s_own(tmp_path: Path) -> None:
     """Generators and statistics go on as each rank's; what is alike is stored once; other ranks are refused by name.
 
-    Of the statistics, any other number of ranks gets those of rank 0.
+    Another number of ranks gets the statistics of rank 0.
     """
     states_and_statistics(tmp_path)
     step = tmp_path / "checkpoints" / "step-1"

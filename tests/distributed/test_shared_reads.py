@@ -129,7 +129,7 @@ def overlapping(reads: list[Read]) -> list[Read]:
 
 @distributed(nproc=4)
 def test_every_byte_is_read_once_whatever_the_layout(tmp_path: Path) -> None:
-    """Of each format: whole on every rank, HSDP, column shards, and rows of which a rank has none; with a cast too."""
+    """Each format is read whole on every rank, under HSDP, in columns, and in rows of which a rank has none."""
     line, values = Coordinator.current(60.0), truth()
     for form in FORMATS:
         write(folder := tmp_path / form, form, values, line)
@@ -244,7 +244,7 @@ def test_a_run_resumes_and_says_what_it_read_and_received(tmp_path: Path) -> Non
 
 @distributed(nproc=4)
 def test_a_frozen_base_that_every_rank_holds_is_read_once(tmp_path: Path) -> None:
-    """Of a LoRA run: of the base's folder, whose tensors are cast, no byte is asked for twice."""
+    """A LoRA run asks for no byte of its base's folder twice, though the tensors are cast."""
     base = llama(seed=3)
     if dist.get_rank() == 0:
         groups = StateDictTransforms(base.key_map()).to_file(base.state_dict(), None, torch.bfloat16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from tests.integrations.accelerate_runs import Late
 from tests.integrations.phases import die_at
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
 from titan_ckpt.components.items.exchange_order import ExchangeOrder
+from titan_ckpt.components.known.exchanges import wrappers_of
 from titan_ckpt.errors import ConfigError, StateEncodingError
 from titan_ckpt.integrations.lightning import fabric_manager
 
@@ -153,6 +155,14 @@ def run_order(folder: str) -> None:
     assert sorted(names[0]) == sorted(name for name, _ in late.named_parameters())
     assert names[0] != [name for name, _ in late.named_parameters()]
     assert made.num_elements < 100
+    again: Any = DistributedDataParallel(late)
+    again.itself = [again]
+    gc.disable()  # one rank has not collected it yet, and would wait alone for its order
+    del again
+    if dist.get_rank():
+        gc.collect()
+    assert len(wrappers_of([late])) == 1
+    gc.enable()
     handle = late.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(ConfigError, match=r"hooks on gradients of module\.first\.weight.*find_unused_parameters=True"):
         CheckpointManager(config, model_parts=[late], base_folder=folder)

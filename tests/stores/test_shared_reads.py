@@ -1,4 +1,4 @@
-"""What several ranks want of a bucket is asked for once, by the server's own count."""
+"""Ranks ask a bucket once for what several of them want, by the server's own count."""
 
 from __future__ import annotations
 

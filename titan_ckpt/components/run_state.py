@@ -217,11 +217,15 @@ class RunState:
             live = [*self.optimizers, *self._lr_schedulers, *self.states.values(), self._dataloader]
             watch_modules(self.model.parts, allow, self.watch, live)
 
-    def check_stepped(self, step: int) -> None:
+    def check_stepped(self, step: int, *, is_saved: bool) -> None:
         """Check after the first step that the state of the optimizers can be stored, and that no other has changed.
 
+        `is_saved`: the step is saved next, which finds the same of the state.
         Raises: StateEncodingError; SaveError.
         """
+        self.order.check_wrapped()
+        if is_saved:
+            return
         self.refuse_changed(step)
         for item in self.items:
             if item.is_stepped:

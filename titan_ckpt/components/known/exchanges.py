@@ -46,11 +46,19 @@ def wrappers_of(models: Collection[nn.Module]) -> list[DistributedDataParallel]:
     """Return the wrappers of DDP around parameters of models, in the order of these: a model may not know its own."""
     if not is_initialized():
         return []
+    found = _around(models)
+    if len({place for place, _ in found}) < len(found):
+        del found
+        gc.collect()  # the wrapper of a cell that ran before may wait for that, on some ranks alone
+        found = _around(models)
+    return [ddp for _, ddp in sorted(found, key=lambda pair: pair[0])]
+
+
+def _around(models: Collection[nn.Module]) -> list[tuple[int, DistributedDataParallel]]:
     places = {id(p): place for place, p in enumerate(p for model in models for p in model.parameters())}
-    found = [value for value in gc.get_objects() if issubclass(type(value), DistributedDataParallel)]
-    first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in found]
-    known = [(place, ddp) for place, ddp in zip(first, found, strict=True) if place is not None]
-    return [ddp for _, ddp in sorted(known, key=lambda pair: pair[0])]
+    wrappers = [value for value in gc.get_objects() if issubclass(type(value), DistributedDataParallel)]
+    first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in wrappers]
+    return [(place, ddp) for place, ddp in zip(first, wrappers, strict=True) if place is not None]
 
 
 def rounds_by_order(ddp: DistributedDataParallel) -> bool:

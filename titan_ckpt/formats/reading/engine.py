@@ -190,7 +190,9 @@ class SliceReader:
         So a bucket reads fewer of its own pieces for each request. Source: AWS whitepaper "Best practices design
         patterns: optimizing Amazon S3 performance", byte-range fetches.
         """
-        return self._cut(*run, most if self._blocks is None else most - most % self._block)
+        if self._blocks is not None:
+            most = max(most - most % self._block, self._block)
+        return self._cut(*run, most)
 
     def _runs(self) -> Iterator[Window]:
         gap = _MOST_GAP_BYTES if self._blocks is None and self._file.is_remote else 0

@@ -55,7 +55,7 @@ Run = tuple[int, int]
 
 
 class Source(Protocol):
-    """What one rank wants of one file."""
+    """Names and reads what one rank wants of one file."""
 
     @property
     def key(self) -> str:

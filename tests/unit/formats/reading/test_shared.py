@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.reading import shared
+from titan_ckpt.formats.reading.engine import Blocks, SliceReader
 from titan_ckpt.formats.reading.shared import Deal, is_dear, joined
+from titan_ckpt.formats.reading.slices import Slice
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_all_ranks_of_a_run_agree_on_it_and_every_byte_has_one(seed: int) -> None:
-    """Of random lists: each rank cuts its own runs, in order, so that holders are exactly those that want each byte."""
+    """Each rank cuts its runs of random lists in order, and the holders of each byte are exactly those that want it."""
     draw = random.Random(seed)
     wanted = {rank: {byte for byte in range(60) if draw.random() < 0.6} for rank in range(5)}
     lists: dict[tuple[int, ...], list[tuple[int, int]]] = {}
@@ -68,3 +73,12 @@ def test_only_what_is_dear_to_read_is_read_together() -> None:
         if is_dear(is_remote=is_remote, is_networked=is_networked, is_cached=is_cached)
     ]
     assert on == [(False, True, False), *((True, a, b) for a in (False, True) for b in (False, True))]
+
+
+def test_a_piece_is_a_block_at_least(tmp_path: Path) -> None:
+    """Another program's blocks may be larger than what ranks send at a time."""
+    (tmp_path / "file").write_bytes(bytes(1 << 18))
+    blocks = Blocks(0, 1 << 18, 1 << 16, lambda _: "")
+    part = Slice("x", 0, (1 << 18,), torch.uint8, None, torch.empty(1 << 18, dtype=torch.uint8))
+    reader = SliceReader(FileReader(tmp_path / "file"), blocks, [part])
+    assert [*reader.cut((0, 1 << 18), 1 << 12)] == [(n << 16, (n + 1) << 16) for n in range(4)]

@@ -237,7 +237,7 @@ def train(bench: Bench) -> None:
         training.step()
     training.manager.save(training.number)  # not due: makes the memory ready, as the first step of a run does
     alone = [training.step()["step"] for _ in range(1 if bench.dry else 10)]
-    size = training.manager.last_step.expected_bytes() / 1e9
+    size = training.manager.completed.expected_bytes() / 1e9
     bench.note("step", seconds=statistics.median(alone), gb=size, copy_at_link=size / link(bench)["device_to_host"])
     for turn in bench.turns(3):
         for way in ("overlapped", "waited"):

@@ -18,14 +18,14 @@ from types import ModuleType
 from typing import Any, Literal
 
 from titan_ckpt.config import from_dict
-from titan_ckpt.converters.container import ModelConverters
+from titan_ckpt.converters.container import ModelConvertersContainer
 from titan_ckpt.converters.float8 import Float8Config, Float8Converter
 from titan_ckpt.converters.lora import LoRAConverter
 from titan_ckpt.converters.lora.config import LoRAConfig
-from titan_ckpt.converters.protocol import ModelConverter
 from titan_ckpt.converters.qat import QATConfig, QATConverter
 from titan_ckpt.encoding.named import BadNameError, ImportName, import_named
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.types import ModelConverter
 from titan_ckpt.weights.low_rank import StoredUpdates
 
 __all__ = [
@@ -35,7 +35,7 @@ __all__ = [
     "LoRAConfig",
     "LoRAConverter",
     "ModelConverter",
-    "ModelConverters",
+    "ModelConvertersContainer",
     "QATConfig",
     "QATConverter",
     "build",
@@ -52,12 +52,12 @@ _EXPECTED = "name a class that derives from it and has a config_class (docs/writ
 _OWN: Mapping[str, type[ModelConverter]] = {"float8": Float8Converter, "qat": QATConverter, "lora": LoRAConverter}
 
 
-def build(configs: Sequence[ConverterConfig]) -> ModelConverters:
+def build(configs: Sequence[ConverterConfig]) -> ModelConvertersContainer:
     """Return the converters for these settings. Raises: ConverterError for a wrong order or combination."""
-    return ModelConverters([_OWN[config.kind](config) for config in configs])
+    return ModelConvertersContainer([_OWN[config.kind](config) for config in configs])
 
 
-def from_tables(tables: Sequence[Mapping[str, Any]], source: str = "config") -> ModelConverters:
+def from_tables(tables: Sequence[Mapping[str, Any]], source: str = "config") -> ModelConvertersContainer:
     """Return the converters for TOML's `[[converters]]` tables. Raises: ConfigError with all faults; ConverterError."""
     converters: list[ModelConverter] = []
     problems: list[str] = []
@@ -68,7 +68,7 @@ def from_tables(tables: Sequence[Mapping[str, Any]], source: str = "config") -> 
             problems += error.problems
     if problems:
         raise ConfigError(problems, source)
-    return ModelConverters(converters)
+    return ModelConvertersContainer(converters)
 
 
 def kinds() -> dict[str, type[Any]]:

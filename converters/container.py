@@ -1,4 +1,4 @@
-"""ModelConverters: several converters as one, in a checked order, with one owner per key.
+"""ModelConvertersContainer: several converters as one, in a checked order, with one owner per key.
 
 Owns the rules of combination. Knows no particular converter.
 """
@@ -13,19 +13,18 @@ from torch import nn
 from torch.distributed.tensor.parallel import ParallelStyle
 
 from titan_ckpt.converters.parallel import converted_plan
-from titan_ckpt.converters.protocol import ModelConverter
 from titan_ckpt.errors import ConverterError, listed
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.types import StateDict, StateDictAdapter
+from titan_ckpt.types import ModelConverter, StateDict, StateDictAdapter
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.quantize import WeightQuantizer
 
 logger = logging.getLogger(__name__)
 
 
-class ModelConverters:
-    """Converters in the order in which they are applied. Satisfies titan_ckpt.types.ModelHooks.
+class ModelConvertersContainer(ModelConverter):
+    """Converters in the order in which they are applied, as one converter. It has no settings of its own.
 
     Raises: ConverterError listing every broken rule of combination.
     """

@@ -167,7 +167,7 @@ def test_a_last_step_of_the_model_alone_holds_the_weights_of_evaluation(tmp_path
     model = nn.Linear(4, 4)
     optimizer = AdamWScheduleFree(model.parameters(), lr=0.1)
     optimizer.train()
-    with build(tmp_path, model, optimizer, interval=9, model_only_last="own") as manager:
+    with build(tmp_path, model, optimizer, interval=9, model_only_last=True) as manager:
         for step in (1, 2):
             step_with_ones(optimizer)
             manager.save(step, last_step=step == 2)
@@ -219,7 +219,7 @@ def test_a_marked_step_whose_weights_were_exchanged_is_not_saved(tmp_path: Path,
     optimizer = torch.optim.AdamW(model.parameters())
     with build(tmp_path, model, optimizer) as manager:
         step_with_ones(optimizer)
-        manager.last_step.complete(1)
+        manager.completed.complete(1)
         if swap == "copy_":
             in_place(model)
         elif swap == "data":
@@ -227,10 +227,10 @@ def test_a_marked_step_whose_weights_were_exchanged_is_not_saved(tmp_path: Path,
         else:
             optimizer.state[model.weight]["exp_avg"].zero_()
         with pytest.raises(SaveError, match=r"step 1 can no longer be saved: .*(weight|state) changed after its end"):
-            manager.last_step.save()
+            manager.completed.save()
         step_with_ones(optimizer)
-        manager.last_step.complete(2)
-        manager.last_step.save()
+        manager.completed.complete(2)
+        manager.completed.save()
     assert RunFolder(tmp_path).steps() == [2]
 
 
@@ -267,14 +267,14 @@ def test_the_last_completed_step_has_the_states_of_its_end(tmp_path: Path, chang
         with build(tmp_path, model, interval=100, states={"queue": state}) as manager:
             manager.load()
             if state is states[0]:
-                manager.last_step.is_watched = True
-                manager.last_step.complete(1)
+                manager.completed.is_watched = True
+                manager.completed.complete(1)
                 state.go_on()
                 if change == "written" and numel > 4:
                     with pytest.raises(SaveError, match=r"step 1 can no longer be saved: states\.queue\.values"):
-                        manager.last_step.save()
+                        manager.completed.save()
                     return
-                manager.last_step.save()
+                manager.completed.save()
     assert torch.equal(states[1].values, torch.zeros(numel))
 
 
@@ -288,10 +288,10 @@ def test_the_last_completed_step_has_the_groups_of_its_end(tmp_path: Path) -> No
             manager.load()
             if is_first:
                 step_with_ones(optimizer)
-                manager.last_step.complete(1)
+                manager.completed.complete(1)
                 optimizer.param_groups[0]["lr"] = 0.25
                 optimizer.add_param_group({"params": [*model[1].parameters()], "lr": 1.0})
-                manager.last_step.save()
+                manager.completed.save()
         rates.append([group["lr"] for group in optimizer.param_groups])
     assert rates == [[0.25, 1.0], [0.5]]
 

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 
 import titan_ckpt
 from docs.examples import api_index, benchmark_pictures
-from titan_ckpt import CheckpointManager, RunGuard, errors
+from titan_ckpt import CheckpointManager, RunGuard, converters, errors, testing
 from titan_ckpt.converters import ModelConverter
 from titan_ckpt.training.launch.reference import tables
 from titan_ckpt.training.run_file import read_run
@@ -103,12 +103,23 @@ def test_the_messages_of_the_troubleshooting_page_are_the_products() -> None:
     assert [part for quote in quoted for part in quote.split(" … ") if part not in text] == []
 
 
+FOR_ROOMS = {"ConverterConfig", "kinds", "lora", "updates"}
+"""What titan_ckpt.converters offers to the other rooms alone."""
+
+
 def test_the_api_page_has_every_public_name() -> None:
-    """Every public name and every error has a line on the page; the site's build finds each of them."""
-    page = (ROOT / "docs" / "api.md").read_text()
-    names = [line.rpartition(".")[2] for line in re.findall(r"^::: (\S+)$", page, flags=re.MULTILINE)]
-    every_error = {name for name, value in vars(errors).items() if isinstance(value, type) and name.endswith("Error")}
-    assert {*titan_ckpt.__all__, *every_error} - set(names) == set()
+    """Every public name and every error has a line on the page, under a name that leads to it."""
+    public = [found(name) for name in api() if "torchtitan" not in name]
+    every_error = [name for name, value in vars(errors).items() if isinstance(value, type) and name.endswith("Error")]
+    offered = {titan_ckpt: titan_ckpt.__all__, errors: every_error, testing: testing.__all__}
+    offered[converters] = [name for name in converters.__all__ if name not in FOR_ROOMS]
+    missing = [
+        f"{door.__name__}.{name}"
+        for door, names in offered.items()
+        for name in names
+        if not any(getattr(door, name) is value for value in public)
+    ]
+    assert missing == []
     assert len(api()) == len(set(api()))
 
 
@@ -161,9 +172,18 @@ def test_what_public_methods_take_and_return_is_public(cls: type[Any]) -> None:
     for name, member in vars(cls).items():
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if inspect.isfunction(function) and (name == "__init__" or not name.startswith("_")):
-            hints = get_type_hints(function).values()
+            hints = get_type_hints(function, localns=imported_for_types(function)).values()
             missing |= {f"{name}: {one.__name__}" for hint in hints for one in classes(hint) if one not in public}
     assert missing == set()
+
+
+def imported_for_types(function: Any) -> dict[str, Any]:
+    """Return what the function's module imports under TYPE_CHECKING, and its own names."""
+    names = dict(vars(sys.modules[function.__module__]))
+    for node in ast.parse(inspect.getsource(sys.modules[function.__module__])).body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            exec(compile(ast.Module(node.body, []), "imports", "exec"), names)
+    return names
 
 
 def test_code_fits_the_page() -> None:
@@ -184,6 +204,21 @@ def test_the_pictures_of_the_benchmarks_are_drawn_from_their_tables() -> None:
     assert len(wanted) > 3
     stale = [file for file, svg in wanted.items() if (ROOT / "docs" / file).read_text() != svg]
     assert stale == []
+
+
+def test_every_target_has_a_figure_and_the_benchmark_that_measures_it() -> None:
+    """A target without a figure says that it was not measured; a module that is gone measures none."""
+    section = (ROOT / "docs" / "benchmarks.md").read_text().partition("## Targets\n")[2].partition("\n## ")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["work", "ratio: target", "here", "share of the limit: target", "here", "measured by"]
+    assert len(rows) > 20
+    for row in rows[1:]:
+        assert len(row) == len(rows[0]), row
+        targets = [(row[1], row[2]), (row[3], row[4])]
+        assert any(target for target, _ in targets), row
+        for target, figure in targets:
+            assert bool(target) is bool(re.fullmatch(r"not measured|.*\d.*", figure)), row
+        assert (ROOT / "benchmarks" / f"{row[5].strip('`')}.py").is_file(), row
 
 
 def test_every_picture_is_well_formed() -> None:

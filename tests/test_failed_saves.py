@@ -81,7 +81,7 @@ def test_with_warn_the_run_goes_on_and_the_next_interval_saves(
             disk.error = errno.ENOSPC if step in (2, 3) else 0
             manager.save(step)
             manager.wait()
-            assert manager.last_step.saved == (1 if step in (2, 3) else step)
+            assert manager.completed.saved == (1 if step in (2, 3) else step)
     assert content(run_folder) == [1, 4, 5]
     lines = [record.getMessage() for record in caplog.records if "is not saved" in record.getMessage()]
     assert [line.partition(":")[0] for line in lines] == [
@@ -274,7 +274,7 @@ def test_an_error_of_any_kind_in_an_export_is_no_error_of_the_save(
             assert (handle := manager.in_flight) is not None and handle.succeeded()
             with pytest.raises(ValueError, match="a fault of our own"):
                 manager.save(2)
-            assert manager.last_step.saved == 2
+            assert manager.completed.saved == 2
         save(manager, 3)
     assert content(RunFolder(tmp_path)) == [1, 2, 3]
     assert names_in(tmp_path / "exports") == ["step-3"]
@@ -294,7 +294,7 @@ def test_an_export_that_failed_before_a_failed_save_is_not_lost(
             state["it"] = object()
             with pytest.raises(StateEncodingError):
                 manager.save(2)
-            assert manager.last_step.saved == 1
+            assert manager.completed.saved == 1
         state.clear()
         with pytest.raises(ValueError, match="a fault of our own"):
             manager.save(2)
@@ -335,7 +335,7 @@ def test_all_ranks_go_on_after_a_failure_of_one(run_folder: RunFolder) -> None:
             disk.error = errno.ENOSPC if full == dist.get_rank() else 0
             if step < 8:
                 save(manager, step)
-                assert manager.last_step.saved == (step if full is None else 1 if step < 4 else 4)
+                assert manager.completed.saved == (step if full is None else 1 if step < 4 else 4)
             else:
                 with pytest.raises(SaveError, match="No space left"):
                     save(manager, step)
@@ -371,7 +371,7 @@ def test_a_requested_save_that_fails_is_answered_and_the_run_goes_on(run_folder:
         disk.error = errno.ENOSPC
         name = outside_request.ask(run_folder.base)
         for step in range(2, 1000):
-            manager.last_step.complete(step)
+            manager.completed.complete(step)
             guard.step_ended(step)
             if (run_folder.base / outside_request.ANSWER).exists():
                 break

@@ -240,7 +240,7 @@ def test_a_failed_save_is_raised_although_the_wait_for_it_was_interrupted(tmp_pa
             raised += [e.__context__ for e in interrupt.raised if e.__context__ is not None]
             assert any("No space left" in str(error) for error in raised), interrupt.at
             disk.error = 0
-            assert run.manager.last_step.saved == step
+            assert run.manager.completed.saved == step
         run.manager.close()
     run.check(set(run.wanted))
 

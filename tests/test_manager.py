@@ -22,6 +22,7 @@ from titan_ckpt.config import InitialLoadConfig, KeepConfig, ResumeConfig, SaveC
 from titan_ckpt.errors import ConverterError, CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.formats.reading import engine
 from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.types import StateDict
 
 
 class Run:
@@ -273,11 +274,11 @@ def test_a5_an_excluded_model_takes_the_weights_of_the_initial_sources(run_folde
 class Named(Bare):
     """A converter that owns nothing and is called something."""
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, name: str) -> None:
+        self.name = name
 
     def describe(self) -> list[dict[str, Any]]:
-        return [{"kind": self.kind}]
+        return [{"kind": self.name}]
 
 
 def test_f10_another_set_of_converters_is_named(run_folder: RunFolder) -> None:
@@ -327,6 +328,46 @@ def test_a1_names_and_dtypes_in_files_are_those_of_the_transforms(tmp_path: Path
     fresh = nn.Linear(4, 4)
     world.load(build(tmp_path, fresh))
     assert torch.equal(fresh.weight, model.weight)
+
+
+class Twice(Bare):
+    """A converter that owns `lora`, and exports twice the base without it."""
+
+    def key_filter(self, fqn: str) -> bool:
+        return fqn == "lora"
+
+    def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
+        return {k: 2 * v for k, v in state_dict.items() if k != "lora"} if last_step else dict(state_dict)
+
+
+def with_lora() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.register_parameter("lora", nn.Parameter(torch.rand(4)))
+    return model
+
+
+def test_a2_steps_hold_everything_exports_what_converters_make_and_sources_fill_the_base(tmp_path: Path) -> None:
+    """A step and a resume are `full`, an export is `export`, and a Hugging Face folder is read into `base`."""
+    table = KeyMap((KeyRule.of("weight", "model.w"), KeyRule.of("bias", "model.b")))
+    given: dict[str, Any] = {
+        "sd_transforms": StateDictTransforms(table, {"model_type": "mine", "architectures": ["Mine"]}),
+        "model_converters": Twice(),
+    }
+    model, resumed, other = with_lora(), with_lora(), with_lora()
+    with build(tmp_path, model, export=(ExportConfig("hf", interval=1),), **given) as manager:
+        manager.load()
+        manager.save(1)
+        manager.wait()  # in the background
+        manager.save(2, last_step=True)
+    for step in (1, 2):
+        exported = world.tensors(tmp_path / f"exports/step-{step}")
+        assert same(exported, {"model.w": 2 * model.weight, "model.b": 2 * model.bias})
+    world.load(build(tmp_path, resumed, **given))
+    assert same(resumed.state_dict(), model.state_dict())
+    own = other.state_dict()["lora"].clone()
+    result = world.load(build(tmp_path / "other", other, initial_load=[tmp_path / "exports/step-1"], **given))
+    assert (*result.report.loaded, *result.report.initialized) == ("weight", "bias", "lora")
+    assert same(other.state_dict(), {"weight": 2 * model.weight, "bias": 2 * model.bias, "lora": own})
 
 
 def test_f12_an_optimizer_step_waits_for_staging(run_folder: RunFolder) -> None:

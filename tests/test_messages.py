@@ -332,7 +332,7 @@ def a_run_that_never_loaded(folder: Path) -> None:
     "another run instead"
 )
 def weights_only_as_a_step(folder: Path) -> None:
-    save = SaveConfig(interval=1, async_mode="disabled", model_only_last="own")
+    save = SaveConfig(interval=1, async_mode="disabled", model_only_last=True)
     with manager(folder, model(4, 4), save=save) as run:
         run.load()
         run.save(5, last_step=True)

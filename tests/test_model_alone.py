@@ -56,7 +56,7 @@ def test_a_run_starts_from_a_seed_and_from_nothing_else_of_its_process(run_folde
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])
-@pytest.mark.parametrize("dtype", ["own", "bfloat16"])
+@pytest.mark.parametrize("dtype", [True, "bfloat16"])
 def test_a_last_step_holds_the_model_alone_in_its_dtype(run_folder: RunFolder, mode: Any, dtype: Any) -> None:
     """The values are those of the model, rounded once; counters keep their type; another run can start from them."""
     run, manager = _run(run_folder, async_mode=mode, model_only_last=dtype)
@@ -110,8 +110,8 @@ def test_a_last_step_from_a_process_holds_the_model_alone_in_its_dtype(tmp_path:
 
 def test_a_finished_run_with_the_model_alone_goes_on_from_its_last_full_step(run_folder: RunFolder) -> None:
     """The newer weights-only step is passed over, and the steps after the full one are trained again."""
-    assert _train(*_run(run_folder, model_only_last="own"), last=3) == 0
-    assert _train(*_run(run_folder, model_only_last="own"), last=3) == 2
+    assert _train(*_run(run_folder, model_only_last=True), last=3) == 0
+    assert _train(*_run(run_folder, model_only_last=True), last=3) == 2
 
 
 @pytest.mark.parametrize("seeded", [False, True])
@@ -119,7 +119,7 @@ def test_a_finished_run_without_a_full_step_is_not_trained_again_in_silence(
     run_folder: RunFolder, seeded: bool
 ) -> None:
     """A folder whose steps all hold the model alone is refused, with the way to its weights."""
-    save: dict[str, Any] = {"interval": 100, "model_only_last": "own"}
+    save: dict[str, Any] = {"interval": 100, "model_only_last": True}
     if seeded:
         _, manager = _run(run_folder, **save)
         with manager:
@@ -147,7 +147,7 @@ def test_memory_for_the_copy_is_made_once_although_saves_differ(
     monkeypatch.setattr(writer, "Arena", Counted)
     model = nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
-    save: dict[str, Any] = {"interval": 2, "async_mode": mode, "model_only_last": "own"}
+    save: dict[str, Any] = {"interval": 2, "async_mode": mode, "model_only_last": True}
     manager = build(tmp_path, model, optimizer, **save, states={"own": Value(torch.arange(1000.0))})
     weights = {}
     with manager:

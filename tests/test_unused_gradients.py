@@ -177,13 +177,13 @@ def test_the_save_of_a_guard_refuses_them_too(tmp_path: Path) -> None:
         run.backward()
         guard.step_ended(1)
         with pytest.raises(SaveError, match=LOST):
-            m.last_step.save()
+            m.completed.save()
         run.optimizers[0].step()
         run.optimizers[0].zero_grad()
         guard.step_ended(2)
         run.backward()
-        m.last_step.save()
-        assert m.last_step.saved == 2
+        m.completed.save()
+        assert m.completed.saved == 2
 
 
 class Holding(Value):

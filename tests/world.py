@@ -37,7 +37,7 @@ from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.testing import distributed
-from titan_ckpt.types import LoadReport, StateDict
+from titan_ckpt.types import LoadReport, ModelConverter, StateDict
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 TINY = Llama3Config(
@@ -64,19 +64,12 @@ class Value:
         self.value = state_dict["value"]
 
 
-class Bare:
+class Bare(ModelConverter):
     """A converter that owns and changes nothing; tests overwrite what they are about."""
 
-    def key_filter(self, fqn: str) -> bool:
-        return False
+    def __init__(self) -> None: ...
 
-    def state_dict_transform(self, state_dict: dict[str, Any], last_step: bool) -> dict[str, Any]:
-        return dict(state_dict)
-
-    def state_dict_adapter(self) -> None:
-        return None
-
-    def initialize(self, model_parts: Any, fqns: Any = None) -> None: ...
+    def convert(self, model: nn.Module) -> None: ...
 
     def describe(self) -> list[dict[str, Any]]:
         return [{"kind": "bare"}]

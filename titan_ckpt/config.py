@@ -75,9 +75,9 @@ class SaveConfig(Checked):
     """Steps that stay after a commit; absent: all."""
     first_step: bool = False
     """Save after step 1 too, so that problems with the folder show at once."""
-    model_only_last: Literal["own", "float32", "bfloat16", "float16"] | None = None
-    """The last step holds the model alone, its floating-point tensors in this dtype; own: each keeps its own. No run
-    resumes from it; name it in initial_load. Absent: the last step is a full one."""
+    model_only_last: bool | Literal["float32", "bfloat16", "float16"] = False
+    """The last step holds the model alone: true keeps each tensor's dtype, a dtype is floating-point tensors'. No
+    run resumes from it; name it in initial_load. false: the last step is a full one."""
     include_base: bool = False
     """If converters own keys: write the frozen base weights too; else a save holds the adapter and names its base."""
     if_busy: Literal["wait", "skip"] = "wait"
@@ -333,7 +333,7 @@ class CheckpointConfig(Checked):
             yield "components: name one or more; absent: everything"
         if self.external and self.initial_load:
             yield 'initial_load: components has no "model", so weights come from outside; leave one of the two out'
-        if self.external and self.save is not None and self.save.model_only_last is not None:
+        if self.external and self.save is not None and self.save.model_only_last:
             yield 'save.model_only_last: components has no "model", so none can be saved; leave one of the two out'
         targets: dict[str, int] = {}
         in_bucket = any(map(split_url, self._places()))

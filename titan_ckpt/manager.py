@@ -46,15 +46,15 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
+from titan_ckpt.saving.completed_step import CompletedStep
 from titan_ckpt.saving.handle import SaveHandle
-from titan_ckpt.saving.last_step import LastStep
 from titan_ckpt.saving.model_content import ModelContent
 from titan_ckpt.saving.saver import DueSave, Saver, SaveRequest
 from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 from titan_ckpt.telemetry.events import Event, Telemetry
-from titan_ckpt.types import ModelHooks, Stateful
+from titan_ckpt.types import ModelConverter, Stateful
 from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.initialize import initialize_missing
 from titan_ckpt.weights.transforms import StateDictTransforms, casts_to
@@ -88,7 +88,7 @@ class CheckpointManager:
         dataloader: Stateful | None = None,
         states: Mapping[str, Stateful] | None = None,
         sd_transforms: StateDictTransforms | None = None,
-        model_converters: ModelHooks | None = None,
+        model_converters: ModelConverter | None = None,
         external_weights: ExternalWeights | None = None,
         own_settings: Callable[[Mapping[str, Any]], frozenset[str]] = lambda _: frozenset(),
         rebuild: Callable[[Mapping[str, Any]], None] = lambda _: None,
@@ -122,7 +122,6 @@ class CheckpointManager:
             raise ConfigError(faults)
         self.config = config
         self.base_folder = Path(base_folder)
-        self._hooks = model_converters
         self._model = ModelWrapper(model_parts, model_converters)
         if not config.external:
             self._model.check_tensors()
@@ -176,7 +175,7 @@ class CheckpointManager:
         self._gradients = Gradients(self._run.optimizers, modules)
         self._base = TrackedBase(self._model, coordinator)
         self._content = ModelContent(config, self._model, self._base)
-        self.last_step = LastStep(
+        self.completed = CompletedStep(
             self, self._run, self._content, self._gradients, self._saver, coordinator,
             is_watched=bool(self._step_hooks),
         )  # fmt: skip
@@ -217,7 +216,7 @@ class CheckpointManager:
         return result
 
     def _load(self, step: int, event: Event) -> LoadResult:
-        self.last_step.mark, self._is_last_save, self._exported_step = None, False, None
+        self.completed.mark, self._is_last_save, self._exported_step = None, False, None
         if self._saver is not None:
             seed_evaluations_apart()
             self._saver.forget_copy()
@@ -228,7 +227,7 @@ class CheckpointManager:
         event.note(resumed_from=restored.resumed_from, num_tensors=len(restored.result.report.loaded))
         read, received = restored.traffic or (None, None)
         event.note(bytes_read=read, bytes_received=received)
-        self.last_step.settled = restored.result.step if restored.resumed_from else None
+        self.completed.settled = restored.result.step if restored.resumed_from else None
         self._base.loaded(restored.base)
         self._content.refuse_adapter_of_changed_base(self.config.export)
         self._resumed_from = restored.resumed_from
@@ -241,7 +240,7 @@ class CheckpointManager:
         if self._saver is not None:  # before step 1: lease, permissions and space for the saves to come
             self._run.watch_modules(self.config.allow)
             with event.phase("preflight"):
-                self._directory.preflight(self.last_step.expected_bytes())
+                self._directory.preflight(self.completed.expected_bytes())
         check_folders(self._exporter, self.config.export, fresh=restored.resumed_from is None)
         self._knows_folder = True
         return restored.result
@@ -289,10 +288,10 @@ class CheckpointManager:
                 model = self._content.state
                 self._saver.prepare(self._coordinator.together("prepare", lambda: large_tensors(self._run, model())))
         self._note_last(step, last_step)
-        if self._saver is not None and due and step != self.last_step.saved:
+        if self._saver is not None and due and step != self.completed.saved:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
             done = last_step and not force  # with both, the run is stopped, and is to be resumed from this step
-            model_only = self.config.save.model_only_last if self.config.save and done else None
+            model_only = done and self.config.save is not None and self.config.save.model_only_last
             if model_only:
                 self._evaluate()  # nobody could compute these weights without the state that is left out
             skippable = not (force or last_step)
@@ -303,7 +302,7 @@ class CheckpointManager:
 
     def is_save_due(self, step: int, last_step: bool = False) -> bool:
         """Return whether `save` would save this step without `force`."""
-        return policy.is_due(step, self.config.save, last_step) and step != self.last_step.saved
+        return policy.is_due(step, self.config.save, last_step) and step != self.completed.saved
 
     def save_seed(self) -> None:
         """Save the model alone as step 0, and wait for it: runs of any layout start from the folder. Collective.
@@ -316,7 +315,7 @@ class CheckpointManager:
                 f"{self._directory.root}: a seed is a save of the model: give the config checkpoint.save, and leave no "
                 "model out of checkpoint.components"
             )
-        self.save_step(DueSave(0, last=True, model_only="own"))
+        self.save_step(DueSave(0, last=True, model_only=True))
         self.wait()
 
     def export(self, step: int, last_step: bool = False) -> bool:
@@ -407,7 +406,7 @@ class CheckpointManager:
 
     def _note_last(self, step: int, last_step: bool) -> None:
         """Note that the save in flight is the last one, which was not known when it began."""
-        if last_step and step == self.last_step.saved:
+        if last_step and step == self.completed.saved:
             self._is_last_save = True
 
     def _export_now(self, export: ExportConfig, step: int, last_step: bool) -> None:
@@ -447,7 +446,7 @@ class CheckpointManager:
             self._settle()
         self._start_save(due, event)
         self._raise_failed_exports()  # this step is saved all the same
-        return self.last_step.saved == due.step
+        return self.completed.saved == due.step
 
     def _start_save(self, due: DueSave, event: Event) -> None:
         assert self._saver is not None and self.config.save is not None
@@ -462,7 +461,7 @@ class CheckpointManager:
         request = SaveRequest(
             step,
             self._content.kind(model_only),
-            converters=self._hooks.describe() if self._hooks else [],
+            converters=converter.describe() if (converter := self._model.converter) else [],
             base=None if self.config.external or model_only else self._base.identity,
             resumed_from=self._resumed_from,
             metrics=dict(due.metrics),
@@ -489,9 +488,9 @@ class CheckpointManager:
             if self._saver is not None:
                 self._directory.leave_abandoned_branch()
 
-    def _snapshot(self, step: int, mark: Mark | None, model_only: str | None) -> Snapshot:
-        if model_only is not None:
-            casts = casts_to(None if model_only == "own" else getattr(torch, model_only))
+    def _snapshot(self, step: int, mark: Mark | None, model_only: bool | str) -> Snapshot:
+        if model_only:
+            casts = casts_to(None if model_only is True else getattr(torch, model_only))
             extra = [*filter(None, [self._run.extra])]
             return take_snapshot(self._run, step, self._model.state("full"), extra, casts)
         self._run.refuse_changed(step)
@@ -517,7 +516,7 @@ class CheckpointManager:
 
     def _before_optimizer_step(self) -> None:
         self.maybe_wait_for_staging()
-        self.last_step.is_changing = True
+        self.completed.is_changing = True
 
     @property
     def in_flight(self) -> SaveHandle | None:
@@ -552,7 +551,7 @@ class CheckpointManager:
         failed: BaseException | None = None
         if save is not None:
             if save.error is None:
-                self.last_step.settled, self._exporter.unsaved_in = save.step, None
+                self.completed.settled, self._exporter.unsaved_in = save.step, None
             failed = self._failures.verdict("saved", save.step, save.error, is_last=is_last)
         if exports is not None and failed is not None and exports.error is not None:
             logger.error("the exports of step %d have failed, too", exports.step, exc_info=exports.error)

@@ -1,16 +1,20 @@
-"""Types that pass between the layers: state dicts, modes, hook protocols, load reports. No logic, no I/O."""
+"""Types that pass between the layers: state dicts, modes, what a converter is, load reports. No I/O."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.tensor.parallel import ParallelStyle
 
     from titan_ckpt.geometry.chunks import TensorInfo
     from titan_ckpt.geometry.keymap import KeyMap
+    from titan_ckpt.weights.low_rank import StoredUpdates
+    from titan_ckpt.weights.quantize import WeightQuantizer
 
 StateDict = dict[str, Any]
 """fqn -> Tensor | DTensor (aliases live memory) | LazyTensor (export only)."""
@@ -58,27 +62,99 @@ class PlacesTensors(Protocol):
         """
 
 
-@runtime_checkable
-class ModelHooks(Protocol):
-    """Interface of a converter, or of a container of converters, to the core."""
+Stage = Literal["replace", "adapt"]
+"""replace: replaces modules by others with the same parameters (quantization). Such converters come first, because a
+replacement drops what an earlier converter attached. adapt: attaches parameters to existing modules (LoRA)."""
+
+
+class ModelConverter(ABC):
+    """Changes a model in place before it is sharded, and tells checkpoints which keys it added.
+
+    Several of them are one ModelConvertersContainer. Every converter keeps these laws, which `ConverterTests` checks:
+    it may add keys but never renames or drops one; it claims exactly the keys that it added, by name; its transforms
+    change neither their input nor the live model.
+    Source: torchtitan, `protocols/model_converter.py` and the review of its pull request 2898.
+    """
+
+    stage: ClassVar[Stage]
+    config_class: ClassVar[type[Any]]
+    """The dataclass of the settings, so that a [[converters]] table of TOML can describe the converter."""
+
+    def __init__(self, config: Any) -> None:
+        """Keep the settings: a frozen dataclass with a field `kind` and values that JSON can hold."""
+        self.config = config
+
+    @abstractmethod
+    def convert(self, model: nn.Module) -> None:
+        """Change the whole model in place; called once, before pipeline stages and sharding, possibly on meta.
+
+        Raises: ConverterError listing everything that does not fit the model or this machine.
+        """
+
+    @property
+    def kind(self) -> str:
+        """Return the converter's name in TOML and in manifests."""
+        kind: str = self.config.kind
+        return kind
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Return a JSON object per converter for manifests: `kind` and every setting; constant, equal on all ranks."""
+        return [{name: list(v) if isinstance(v, tuple) else v for name, v in asdict(self.config).items()}]
 
     def key_filter(self, fqn: str) -> bool:
-        """Return whether this converter owns the key; depends on the name alone."""
+        """Return whether `convert` added the key; decided by its whole name alone."""
+        return False
 
     def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
         """Return a new state dict as files should hold it; never mutates. Every rank calls it; it may be collective.
 
-        last_step=False: same keys, plain tensors that alias the live ones. last_step=True: the export.
+        last_step=False: same keys, plain tensors that alias the live ones. last_step=True: the export. The default
+        changes nothing.
         """
+        return dict(state_dict)
 
     def state_dict_adapter(self) -> StateDictAdapter | None:
-        """Return the names of owned keys in files, or None if the converter owns no keys."""
+        """Return how other tools' files name the added keys, or None if no other tool has a form for them."""
+        return None
 
-    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
-        """Initialize the owned tensors among `fqns` (None: all); the base weights are loaded by then."""
+    @classmethod
+    def updates(
+        cls,
+        description: Mapping[str, Any],
+        tensors: Mapping[str, TensorInfo],
+        modules: Mapping[str, nn.Module],
+        table: KeyMap,
+    ) -> StoredUpdates | None:
+        """Return what the tensors of a step do to the base's weights, so that any run can merge them into its base.
 
-    def describe(self) -> list[dict[str, Any]]:
-        """Return one JSON object per converter, for the manifest: `{"kind": "lora", "rank": 8, ...}`."""
+        `description`: as `describe` has returned it in the run that saved. `tensors`: those of the step, by native
+        name. `modules`, `table`: the model's modules by fqn, and its names in other tools' folders. None: nothing.
+        Raises: ValueError for a description that no run would have recorded.
+        """
+        return None
+
+    def weight_quantizer(self) -> WeightQuantizer | None:
+        """Return how a quantized export stores this converter's weights; None if it quantizes none.
+
+        Raises: ConverterError if there are two ways.
+        """
+        return None
+
+    def parallel_plan(self, plan: Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
+        """Return the tensor-parallel plan for the modules as `convert` changed them; the default changes none."""
+        return plan
+
+    def initialize(  # noqa: B027 - most converters add nothing
+        self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None
+    ) -> None:
+        """Set the added tensors among `fqns` (None: all) to their initial values.
+
+        The load calls this after the base weights are read, with the fqns that no source provided
+        (LoadReport.initialized).
+        """
+
+    def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None:  # noqa: B027 - as above
+        """Do what is needed after an optimizer step. Called on every rank; may be collective."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_ckpt.converters.float8.export import BlockQuantizer
-from titan_ckpt.converters.protocol import ModelConverter, Stage
 from titan_ckpt.converters.quantized import replaceable_linears, require_gpu, require_torchao
 from titan_ckpt.encoding.toml import Checked
 from titan_ckpt.errors import ConverterError, counted
 from titan_ckpt.geometry.chunks import local_tensor, sharded_as
-from titan_ckpt.types import StateDict
+from titan_ckpt.types import ModelConverter, Stage, StateDict
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from titan_ckpt.converters.lora import sites
 from titan_ckpt.converters.lora.config import LoRAConfig
@@ -32,13 +33,12 @@ from titan_ckpt.converters.lora.peft import PeftAdapter
 from titan_ckpt.converters.lora.proof import prove
 from titan_ckpt.converters.lora.watch import FirstForward
 from titan_ckpt.converters.merge import check_adapters, merged, rounded, whole
-from titan_ckpt.converters.protocol import ModelConverter, Stage
 from titan_ckpt.converters.qat.converter import quantized_forward
 from titan_ckpt.converters.targets import in_lines, select
 from titan_ckpt.errors import ConverterError, ExportError, counted, listed
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, fill, info_of
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.types import StateDict, StateDictAdapter
+from titan_ckpt.types import ModelConverter, Stage, StateDict, StateDictAdapter
 from titan_ckpt.weights.low_rank import (
     BIAS,
     ROWS,
@@ -216,6 +216,12 @@ class LoRAConverter(ModelConverter):
             self.config, self.adapted, self._copied, others, added, self._following, self._stacks, self._shares,
             self._frozen,
         )  # fmt: skip
+
+    def parallel_plan(self, plan: Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
+        """Return a plan that cuts each adapter as its weight is cut."""
+        from titan_ckpt.converters.parallel import converted_plan  # which imports this module
+
+        return converted_plan(plan)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the settings; those of later versions only where they have an effect, so that old steps are equal."""

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor.parallel import ParallelStyle
 
 from titan_ckpt.config import PositiveInt
-from titan_ckpt.converters.protocol import ModelConverter, Stage
 from titan_ckpt.converters.qat.export import TorchaoQuantizer
 from titan_ckpt.converters.quantized import replaceable_linears, require_gpu, require_torchao
 from titan_ckpt.converters.targets import in_lines
 from titan_ckpt.encoding.toml import Checked
 from titan_ckpt.errors import ConverterError, counted
+from titan_ckpt.types import ModelConverter, Stage
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
@@ -116,6 +117,12 @@ class QATConverter(ModelConverter):
             _pass_gradients_through(model)
         self._quantized |= {f"{fqn}.weight" for fqn in chosen}
         logger.info("QAT %s: %s", self.config.scheme, counted(len(chosen), "module"))
+
+    def parallel_plan(self, plan: Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
+        """Return a plan that leaves fake quantizers whole."""
+        from titan_ckpt.converters.parallel import converted_plan  # which imports this module
+
+        return converted_plan(plan)
 
     def weight_quantizer(self) -> TorchaoQuantizer:
         """Return the quantizer that stores the weights of an export as training fake-quantized them."""

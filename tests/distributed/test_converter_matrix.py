@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from tests.converter_sets import LORA, SETS
 from tests.distributed.layouts import split_converted
 from tests.faults.scenarios import SOAK
-from titan_ckpt.converters import ModelConverters, from_tables
+from titan_ckpt.converters import ModelConvertersContainer, from_tables
 from titan_ckpt.models import llama3, qwen3, qwen3_moe
 from titan_ckpt.testing import ConverterTests, distributed
 
@@ -45,7 +45,7 @@ class _Matrix(ConverterTests):
         self.model = model
         self.tables = tables
 
-    def make_converter(self) -> ModelConverters:
+    def make_converter(self) -> ModelConvertersContainer:
         return from_tables(self.tables)
 
     def make_model(self) -> nn.Module:

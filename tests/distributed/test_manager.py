@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Literal
@@ -21,7 +22,7 @@ from tests.run_folder import RunFolder
 from tests.world import Run, gathered, heard, manager, same
 from titan_ckpt import CheckpointManager, ExportConfig
 from titan_ckpt.errors import CheckpointError, LoadMismatchError, PeerError
-from titan_ckpt.formats.native.writer import WritePlan
+from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.testing import distributed
 
 Mode = Literal["disabled", "thread"]
@@ -62,6 +63,28 @@ def test_a_sharded_run_resumes_bit_for_bit_and_its_checkpoint_opens_in_one_proce
     single = Run(seed=5)
     assert world.load(single.manager(run_folder, interval=2)).step == 6
     assert same(single.state(), torch.load(run_folder.base / "reference.pt"))
+
+
+@distributed(nproc=2)
+def test_f12_two_ranks_over_gloo_save_in_the_background_by_default(run_folder: RunFolder) -> None:
+    """Without settings save() returns on every rank before a byte is written, and both step before the commit."""
+    run, fresh = Run(), Run(seed=9)
+    go_on, write = threading.Event(), StagedFile.write
+    with run.manager(run_folder) as manager:
+        manager.load()
+        run.step()
+        with patch.object(StagedFile, "write", lambda file, folder: (go_on.wait(20), write(file, folder))[1]):
+            saved = run.state()
+            assert manager.save(1)
+            run.step()
+            assert not same(run.state(), saved)
+            assert run_folder.steps() == []
+            dist.barrier()
+            go_on.set()
+            manager.wait()
+    assert run_folder.steps() == [1]
+    world.load(fresh.manager(run_folder))
+    assert same(fresh.state(), saved)
 
 
 @distributed(nproc=2)

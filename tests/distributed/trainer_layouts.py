@@ -21,11 +21,11 @@ from titan_ckpt.config import CheckpointConfig, ResumeConfig, from_dict
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.models.llama3 import Llama3Config
 from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
-from titan_ckpt.training.build_steps import Converters
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.parallel.data_parallel import clip_gradients
 from titan_ckpt.training.trainer import Trainer
+from titan_ckpt.types import ModelConverter
 
 SIZES: dict[str, Any] = {
     "dim": 30, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 44, "vocab_size": 301,
@@ -131,7 +131,7 @@ def write_shapes(root: Path) -> None:
 
 
 @contextmanager
-def built(config: RunConfig, converters: Converters | None = None, *, load: bool = False) -> Iterator[Trainer]:
+def built(config: RunConfig, converters: ModelConverter | None = None, *, load: bool = False) -> Iterator[Trainer]:
     trainer = Trainer(config, converters)
     with trainer.setup() as trainer.ranks:
         trainer.build()

@@ -95,13 +95,13 @@ def refused(manager: CheckpointManager) -> bool:
         lambda: manager.save_step(DueSave(9)),
         lambda: manager.export_step(manager.config.export, 9, last_step=True),
         *([] if manager.config.external else [manager.save_seed]),
-        manager.last_step.save,
+        manager.completed.save,
     ):
         with pytest.raises(HalfLoadedError, match="a mixture") as caught:
             act()
         assert caught.value.overwritten and caught.value.source
-    manager.last_step.complete(9)
-    return manager.last_step.marked is None
+    manager.completed.complete(9)
+    return manager.completed.marked is None
 
 
 def keeps(manager: CheckpointManager, step: int) -> bool:
@@ -116,7 +116,7 @@ def resumes(manager: CheckpointManager, run: Run, step: int, values: Values) -> 
 
 def after_a_step(guard: RunGuard) -> None:
     """Complete a step of which nothing is due to be saved, and fail."""
-    guard._manager.last_step.complete(3)
+    guard._manager.completed.complete(3)
     raise RuntimeError("of the loop")
 
 

@@ -73,13 +73,13 @@ class MergedRun(Run):
         torch.manual_seed(0)
         model = Llama3(TINY)
         model.init_weights()
-        self.hooks = convert(model, LORA)
+        self.converter = convert(model, LORA)
         return model
 
     def manager(self) -> CheckpointManager:
         assert isinstance(self.model, Llama3)
         sources = [self.folder / "base", self.folder / "adapter"]
-        return manager_of(self.model, self.folder, sources, 1, self.hooks)
+        return manager_of(self.model, self.folder, sources, 1, self.converter)
 
     def failing(self, patch: pytest.MonkeyPatch) -> None:
         real, left = LowRank.merged, [2]

@@ -119,7 +119,7 @@ def test_a_done_run_of_a_normalized_network_ends_with_the_average_again(tmp_path
 
 def test_a_last_step_of_weights_alone_is_the_average(tmp_path: Path) -> None:
     """Nobody could compute it from such a step."""
-    ended = fit(tmp_path, CheckpointConfig(save=SaveConfig(interval=100, model_only_last="own")), max_steps=4)
+    ended = fit(tmp_path, CheckpointConfig(save=SaveConfig(interval=100, model_only_last=True)), max_steps=4)
     assert is_same(loaded(tmp_path / "checkpoints" / "step-4"), ended)
 
 

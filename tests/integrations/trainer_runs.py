@@ -167,7 +167,7 @@ def run_signal(folder: str) -> None:
     checkpoint = attach(trainer, CheckpointConfig(save=SaveConfig(interval=100)))
     trainer.train()
     assert checkpoint.stopped == "SIGTERM to rank 0"
-    assert checkpoint.manager.last_step.saved == trainer.state.global_step < 10
+    assert checkpoint.manager.completed.saved == trainer.state.global_step < 10
 
 
 class Signal(TrainerCallback):

@@ -28,7 +28,7 @@ EVERYWHERE = ["wq", "wk", "wv", "wo", "w1", "w2", "w3", "tok_embeddings"]
 
 def write_dcp(run: LoraRun, folder: Path) -> Path:
     """Save the adapter of a run with torch, as another program would."""
-    owned = {fqn: value for fqn, value in run.model.state_dict().items() if run.hooks.key_filter(fqn)}
+    owned = {fqn: value for fqn, value in run.model.state_dict().items() if run.converter.key_filter(fqn)}
     dcp.save(owned, checkpoint_id=folder)
     return folder
 
@@ -154,22 +154,22 @@ def test_fused_weights_and_stacked_experts_are_merged_too(form: str, tmp_path: P
 
     targets = ["wqkv"] if form == "fused" else ["wq", "experts.w1", "experts.w2"]
     first, folder = model(), tmp_path / "run"
-    hooks = from_tables([{"kind": "lora", "rank": 4, "target_modules": targets, "use_dora": form == "fused"}])
+    converter = from_tables([{"kind": "lora", "rank": 4, "target_modules": targets, "use_dora": form == "fused"}])
     world.save(manager_of(model(), tmp_path / "origin"))
     origin = InitialLoadConfig(str(tmp_path / "origin/checkpoints/step-1"))
-    hooks.convert(first)
-    with manager_of(first, folder, origin, hooks=hooks) as manager:
+    converter.convert(first)
+    with manager_of(first, folder, origin, converter=converter) as manager:
         manager.load()
-        disturb(first, lambda name, _: hooks.key_filter(name))
+        disturb(first, lambda name, _: converter.key_filter(name))
         manager.save(1)
     merged = model()
     adapter = InitialLoadConfig(str(folder / "checkpoints/step-1"), load="merge")
     world.load(manager_of(merged, tmp_path / "merged", origin, adapter))
-    assert world.misplaced(ModelWrapper([first], hooks).state_dict("export"), merged.state_dict()) == []
+    assert world.misplaced(ModelWrapper([first], converter).state_dict("export"), merged.state_dict()) == []
 
 
-def manager_of(model: Any, folder: Path, *sources: InitialLoadConfig, hooks: Any = None) -> CheckpointManager:
-    return world.manager(folder, model, initial_load=sources, model_converters=hooks)
+def manager_of(model: Any, folder: Path, *sources: InitialLoadConfig, converter: Any = None) -> CheckpointManager:
+    return world.manager(folder, model, initial_load=sources, model_converters=converter)
 
 
 def test_adapters_of_a_chain_are_merged_in_their_order(tmp_path: Path, base: Path) -> None:
@@ -231,11 +231,11 @@ def test_a_dcp_adapter_is_not_merged_by_a_guessed_alpha(tmp_path: Path, base: Pa
     folder = write_dcp(first, tmp_path / "dcp")
     with pytest.raises(LoadMismatchError, match=r"says no rank and no alpha.*merge the export"):
         merge_into(base, tmp_path / "merged", folder)
-    hooks = from_tables([])
+    converter = from_tables([])
     plain = Llama3(first.model.config)
     sources = (InitialLoadConfig(str(base)), InitialLoadConfig(str(folder)))
     world.load_fails(
-        world.manager(tmp_path / "plain", plain, initial_load=sources, model_converters=hooks),
+        world.manager(tmp_path / "plain", plain, initial_load=sources, model_converters=converter),
         LoadMismatchError,
         "dcp is an adapter, and no converter of this run owns",
     )

@@ -131,10 +131,10 @@ class NormedRun:
         torch.manual_seed(seed)
         self.model = Normed()
         table = {"kind": "lora", "rank": 2, "target_modules": ["first"]}
-        hooks = world.convert(self.model, table) if adapted else None
+        converter = world.convert(self.model, table) if adapted else None
         self.optimizer = world.adamw(self.model)
         given = {"save": SaveConfig(interval=2), "initial_load": [source] if source else [], **settings}
-        self.manager = world.manager(folder, self.model, self.optimizer, **given, model_converters=hooks)
+        self.manager = world.manager(folder, self.model, self.optimizer, **given, model_converters=converter)
 
     def train(self) -> None:
         """Resume or start, make two steps, and save the second."""

@@ -15,7 +15,7 @@ from tests import world
 from tests.interop.folders import disturb, gap, theirs, tuned, without_a_word
 from tests.world import TINY, same, whole
 from titan_ckpt.config import ExportConfig
-from titan_ckpt.converters import ModelConverters
+from titan_ckpt.converters import ModelConvertersContainer
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models import qwen3_moe
@@ -70,18 +70,24 @@ def hf_base(folder: Path) -> Any:
     return theirs(TINY.to_hf(), folder)
 
 
-def native(settings: dict[str, Any], model: Any = None) -> tuple[Any, ModelConverters]:
+def native(settings: dict[str, Any], model: Any = None) -> tuple[Any, ModelConvertersContainer]:
     """Return a model of ours with adapters, for evaluation."""
     model = world.llama() if model is None else model
     return model, world.convert(model.eval(), {"kind": "lora", "rank": 4, "alpha": 8.0, **settings})
 
 
-def manager(model: Any, converters: ModelConverters, folder: Path, *sources: Path, **given: Any) -> CheckpointManager:
+def manager(
+    model: Any, converters: ModelConvertersContainer, folder: Path, *sources: Path, **given: Any
+) -> CheckpointManager:
     return world.manager(folder, model, initial_load=sources, model_converters=converters, **given)
 
 
 def trained(
-    model: Any, converters: ModelConverters, folder: Path, *sources: Path, formats: tuple[Any, ...] = ("peft", "hf")
+    model: Any,
+    converters: ModelConvertersContainer,
+    folder: Path,
+    *sources: Path,
+    formats: tuple[Any, ...] = ("peft", "hf"),
 ) -> Path:
     """Load the sources, train in effect, export as the last step, and return where the exports are."""
     exports = tuple(map(ExportConfig, formats))

@@ -28,20 +28,20 @@ def reload(folder: Path, **options: Any) -> Any:
 @dataclass
 class LoraRun:
     model: Llama3
-    hooks: Any
+    converter: Any
     optimizer: torch.optim.Optimizer
 
     @classmethod
     def build(cls, base: Path, seed: int = 0, **lora: Any) -> LoraRun:
         table = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["wq", "wk", "wv", "w2"]} | lora
-        hooks = converters.from_tables([table])
-        model = world.llama(Llama3Config.from_hf(json.loads((base / "config.json").read_text())), seed, hooks)
-        return cls(model, hooks, world.adamw(model))
+        converter = converters.from_tables([table])
+        model = world.llama(Llama3Config.from_hf(json.loads((base / "config.json").read_text())), seed, converter)
+        return cls(model, converter, world.adamw(model))
 
     def manager(self, folder: Path, sources: list[Path], **settings: Any) -> CheckpointManager:
         settings.setdefault("save", SaveConfig(interval=2))
         return world.manager(
-            folder, self.model, self.optimizer, initial_load=sources, **settings, model_converters=self.hooks
+            folder, self.model, self.optimizer, initial_load=sources, **settings, model_converters=self.converter
         )
 
     def step(self) -> float:

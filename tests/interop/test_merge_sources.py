@@ -44,13 +44,15 @@ def write_adapter(base: Path, folder: Path, seed: int = 1, **settings: Any) -> P
     return folder
 
 
-def manager_of(model: Llama3, folder: Path, sources: list[Path], merged: int, hooks: Any = None) -> CheckpointManager:
+def manager_of(
+    model: Llama3, folder: Path, sources: list[Path], merged: int, converter: Any = None
+) -> CheckpointManager:
     """Return the manager of a run whose second to `merged`-th sources are merged."""
     loads = tuple(
         InitialLoadConfig(str(path), load="merge" if 0 < i <= merged else "weights") for i, path in enumerate(sources)
     )
     return world.manager(
-        folder, model, initial_load=loads, export=(ExportConfig("peft"),) * bool(hooks), model_converters=hooks
+        folder, model, initial_load=loads, export=(ExportConfig("peft"),) * bool(converter), model_converters=converter
     )
 
 
@@ -92,8 +94,8 @@ def test_a4_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
     adapter = write_adapter(base, tmp_path / "adapter")
 
     def run(sources: list[Path]) -> tuple[Llama3, CheckpointManager]:
-        hooks = convert(model := llama(), LORA)
-        return model, manager_of(model, tmp_path / "run", sources, len(sources) - 1, hooks)
+        converter = convert(model := llama(), LORA)
+        return model, manager_of(model, tmp_path / "run", sources, len(sources) - 1, converter)
 
     model, manager = run([base, adapter])
     with manager, torch.no_grad():
@@ -125,8 +127,8 @@ def test_a4_a_run_trains_an_adapter_over_a_merged_base(tmp_path: Path) -> None:
         ([exported], "Name the base of this adapter"),
         ([base, exported, other], "or merge all adapters but one"),
     ):
-        hooks = convert(fresh := Llama3(SHAPE), LORA)
-        world.load_fails(manager_of(fresh, tmp_path / "f", given, 0, hooks), LoadMismatchError, fault)
+        converter = convert(fresh := Llama3(SHAPE), LORA)
+        world.load_fails(manager_of(fresh, tmp_path / "f", given, 0, converter), LoadMismatchError, fault)
 
 
 def test_what_cannot_be_merged_is_refused_with_the_base_untouched(tmp_path: Path) -> None:

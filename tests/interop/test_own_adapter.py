@@ -131,15 +131,15 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(converters, "entry_points", lambda group: [entry])
 
 
-def _model(base: Path, hooks: Any) -> Llama3:
-    return world.llama(Llama3Config.from_hf(json.loads((base / "config.json").read_text())), 0, hooks)
+def _model(base: Path, converter: Any) -> Llama3:
+    return world.llama(Llama3Config.from_hf(json.loads((base / "config.json").read_text())), 0, converter)
 
 
 def _run(folder: Path, base: Path, steps: int, *, last: int, **settings: Any) -> Llama3:
-    hooks = converters.from_tables([TABLE])
-    model = _model(base, hooks)
+    converter = converters.from_tables([TABLE])
+    model = _model(base, converter)
     optimizer = world.adamw(model)
-    settings = {"save": SaveConfig(interval=1), "model_converters": hooks, **settings}
+    settings = {"save": SaveConfig(interval=1), "model_converters": converter, **settings}
     with world.manager(folder, model, optimizer, initial_load=[base], **settings) as manager:
         for step in range(manager.load().step + 1, steps + 1):
             torch.manual_seed(step)

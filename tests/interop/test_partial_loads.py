@@ -111,11 +111,11 @@ def test_a_new_head_under_adapters_is_saved_with_them(tmp_path: Path) -> None:
     for seed, resumed in ((3, 0), (4, 1)):
         torch.manual_seed(seed)
         model = construct(lambda: build_model("hf", folder=tmp_path / "base"))
-        hooks = world.convert(model, {"kind": "lora", "rank": 2, "target_modules": ["q_proj"]})
+        converter = world.convert(model, {"kind": "lora", "rank": 2, "target_modules": ["q_proj"]})
         materialize(model, "cpu")
         source = part(tmp_path / "base", initialize=(HEAD,))
         with world.manager(
-            tmp_path / "run", model, async_mode="disabled", initial_load=[source], model_converters=hooks
+            tmp_path / "run", model, async_mode="disabled", initial_load=[source], model_converters=converter
         ) as manager:
             assert manager.load().step == resumed
             heads.append(model.get_parameter(HEAD).detach().clone())

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from tests import world
 from tests.interop.folders import disturb
-from titan_ckpt.converters.container import ModelConverters
+from titan_ckpt.converters.container import ModelConvertersContainer
 from titan_ckpt.converters.lora import LoRAConverter
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -42,38 +42,42 @@ KINDS: Mapping[str, LoRAConfig] = {
 }
 
 
-def adapted(config: LoRAConfig, seed: int = 1) -> tuple[Llama3, ModelConverters]:
+def adapted(config: LoRAConfig, seed: int = 1) -> tuple[Llama3, ModelConvertersContainer]:
     """A model with a trained-looking adapter: everything that is owned has random values."""
-    converters = ModelConverters([LoRAConverter(config)])
+    converters = ModelConvertersContainer([LoRAConverter(config)])
     model = world.llama(CONFIG, seed, converters).eval()
     disturb(model, lambda name, _: converters.key_filter(name))
     return model, converters
 
 
-def owned(model: Llama3, converters: ModelConverters) -> StateDict:
+def owned(model: Llama3, converters: ModelConvertersContainer) -> StateDict:
     return {fqn: value for fqn, value in model.state_dict().items() if converters.key_filter(fqn)}
 
 
 @contextmanager
-def planned(folder: Path, model: Llama3, converters: ModelConverters) -> Iterator[tuple[Any, Any]]:
+def planned(folder: Path, model: Llama3, converters: ModelConvertersContainer) -> Iterator[tuple[Any, Any]]:
     """Give the reader of an adapter's folder, and what it would fill."""
     with open_reader(folder, "peft") as reader:
         tensors = owned(model, converters)
         yield reader, StateDictTransforms(model.key_map()).from_file(tensors, reader.tensors, converters, cast=False)
 
 
-def adapter_groups(model: Llama3, converters: ModelConverters) -> list[FileGroup]:
+def adapter_groups(model: Llama3, converters: ModelConvertersContainer) -> list[FileGroup]:
     return StateDictTransforms(model.key_map()).to_file(owned(model, converters), converters, None)
 
 
-def config_of(model: Llama3, converters: ModelConverters) -> dict[str, Any]:
+def config_of(model: Llama3, converters: ModelConvertersContainer) -> dict[str, Any]:
     adapter = converters.state_dict_adapter()
     assert adapter is not None
     return adapter.file_config(model.key_map())
 
 
 def export_adapter(
-    model: Llama3, converters: ModelConverters, folder: Path, groups: list[FileGroup] | None = None, **config: Any
+    model: Llama3,
+    converters: ModelConvertersContainer,
+    folder: Path,
+    groups: list[FileGroup] | None = None,
+    **config: Any,
 ) -> None:
     """Export the adapter, or other groups, with fields of its config changed."""
     made = adapter_groups(model, converters) if groups is None else groups

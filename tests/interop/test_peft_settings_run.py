@@ -57,8 +57,8 @@ class TrainedOn:
         torch.manual_seed(seed)
         self.model = hf.build(folder / "base")
         table = lora_table(folder / "adapter", self.model, frozen=case.save is changed_tables)
-        self.hooks = from_tables([table | {"seed": 0}])
-        self.hooks.convert(self.model)
+        self.converter = from_tables([table | {"seed": 0}])
+        self.converter.convert(self.model)
         world.shard(self.model)
         trained = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = torch.optim.AdamW(trained, lr=0.01)
@@ -66,7 +66,7 @@ class TrainedOn:
     def manager(self, folder: Path, run: Path, **settings: Any) -> Any:
         sources = [folder / "base", folder / "adapter"]
         return world.manager(
-            run, self.model, self.optimizer, initial_load=sources, model_converters=self.hooks, **settings
+            run, self.model, self.optimizer, initial_load=sources, model_converters=self.converter, **settings
         )
 
     def step(self) -> None:
@@ -154,10 +154,10 @@ def test_an_adapter_that_ties_is_refused_by_a_run_that_does_not(tmp_path: Path) 
     case = ONE_EACH["tied: target_modules=['embed_tokens'], ensure_weight_tying=True"]
     references(case, tmp_path)
     model = hf.build(tmp_path / "base")
-    hooks = from_tables([lora_table(tmp_path / "adapter", model) | {"ensure_weight_tying": False}])
-    hooks.convert(model)
+    converter = from_tables([lora_table(tmp_path / "adapter", model) | {"ensure_weight_tying": False}])
+    converter.convert(model)
     sources = [tmp_path / "base", tmp_path / "adapter"]
-    run = world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=hooks)
+    run = world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=converter)
     world.load_fails(run, LoadMismatchError, "ensure_weight_tying is True, expected False")
 
 

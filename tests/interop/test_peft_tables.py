@@ -14,7 +14,7 @@ from tests import world
 from tests.interop.folders import disturb, gap, logits, theirs, tuned
 from titan_ckpt import ExportConfig, InitialLoadConfig
 from titan_ckpt.cli.main import main
-from titan_ckpt.converters import ModelConverters, from_tables
+from titan_ckpt.converters import ModelConvertersContainer, from_tables
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.models import hf
 
@@ -40,14 +40,14 @@ def adapter(base: Path, folder: Path, *, seed: int, changed: bool = False) -> An
 
 def loaded(tmp_path: Path, *adapters: str, merge: bool, **settings: Any) -> Any:
     model = hf.build(tmp_path / "base")
-    hooks: ModelConverters | None = None if merge else from_tables([TABLE | settings])
-    if hooks is not None:
-        hooks.convert(model)
+    converter: ModelConvertersContainer | None = None if merge else from_tables([TABLE | settings])
+    if converter is not None:
+        converter.convert(model)
     sources = [
         tmp_path / "base",
         *(InitialLoadConfig(str(tmp_path / name), load="merge" if merge else "weights") for name in adapters),
     ]
-    world.load(world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=hooks))
+    world.load(world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=converter))
     return model.eval()
 
 
@@ -101,14 +101,14 @@ def test_a_changed_tied_table_is_exported_and_merged_for_both_modules(named: str
     disturb(peft, lambda name, _: "embed_tokens" in name)
     peft.save_pretrained(str(tmp_path / "a"), save_embedding_layers=True)
     model, table = hf.build(base), TABLE | {"target_modules": ["q_proj"], "frozen_copies": [named]}
-    hooks = from_tables([table])
-    hooks.convert(model)
+    converter = from_tables([table])
+    converter.convert(model)
     run = world.manager(
         tmp_path / "run",
         model,
         torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0),
         initial_load=[base, tmp_path / "a"],
-        model_converters=hooks,
+        model_converters=converter,
         export=(ExportConfig("peft"),),
     )
     with run:
@@ -154,13 +154,13 @@ def test_an_adapter_on_a_resized_vocabulary_goes_on(tmp_path: Path) -> None:
     for merge in (True, False):
         model = hf.build(config)
         table = TABLE | {"target_modules": ["q_proj"], "frozen_copies": ["lm_head", "embed_tokens"]}
-        hooks = None if merge else from_tables([table])
-        if hooks is not None:
-            hooks.convert(model)
+        converter = None if merge else from_tables([table])
+        if converter is not None:
+            converter.convert(model)
         tables = ("model.embed_tokens.weight", "lm_head.weight")
         base = InitialLoadConfig(str(tmp_path / "base"), initialize=tables)
         sources = [base, InitialLoadConfig(str(tmp_path / "a"), load="merge" if merge else "weights")]
-        world.load(world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=hooks))
+        world.load(world.manager(tmp_path / "run", model, save=None, initial_load=sources, model_converters=converter))
         assert (logits(model.eval()) - logits(peft.eval())).abs().max() <= 2e-5, merge
 
 
@@ -173,8 +173,8 @@ def test_dora_of_conv1d_computes_beside_a_base_of_another_dtype(bias: str) -> No
     make: Any = AutoModelForCausalLM.from_config
     model = make(config).to(torch.bfloat16).eval()
     before = logits(model)
-    hooks = from_tables([{"kind": "lora", "target_modules": ["c_attn"], "use_dora": True, "bias": bias}])
-    hooks.convert(model)
+    converter = from_tables([{"kind": "lora", "target_modules": ["c_attn"], "use_dora": True, "bias": bias}])
+    converter.convert(model)
     assert (logits(model) - before).abs().max() <= 0.05
 
 
@@ -237,10 +237,10 @@ def test_an_adapter_that_peft_could_not_tie_is_not_tied(tmp_path: Path) -> None:
 
 
 def load_as_lora(folder: Path, model: Any, table: dict[str, Any]) -> None:
-    hooks = from_tables([table])
-    hooks.convert(model)
+    converter = from_tables([table])
+    converter.convert(model)
     sources = [folder / "base", folder / "a"]
-    world.load(world.manager(folder / "run", model, save=None, initial_load=sources, model_converters=hooks))
+    world.load(world.manager(folder / "run", model, save=None, initial_load=sources, model_converters=converter))
 
 
 def test_rows_of_an_output_matrix_act_on_a_changed_tied_table(tmp_path: Path) -> None:

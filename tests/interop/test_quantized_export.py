@@ -158,9 +158,9 @@ def test_quantizing_again_gives_other_values_and_a_warning(
     def again(folder: Path, out: Path, *tables: dict[str, Any]) -> Any:
         model = llama()
         exports = (ExportConfig("hf_quantized"),) * bool(tables)
-        hooks = convert(model, *tables)
+        converter = convert(model, *tables)
         world.finish(
-            world.manager(out, model, save=None, initial_load=[folder], export=exports, model_converters=hooks)
+            world.manager(out, model, save=None, initial_load=[folder], export=exports, model_converters=converter)
         )
         return model
 

@@ -22,7 +22,7 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.testing import distributed
-from titan_ckpt.types import ModelHooks
+from titan_ckpt.types import ModelConverter
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False)
@@ -38,27 +38,29 @@ def of_two_ranks(url: str) -> tuple[ExportConfig, ...]:
     )
 
 
-def quantizing_model() -> tuple[Llama3, ModelHooks]:
+def quantizing_model() -> tuple[Llama3, ModelConverter]:
     """Return a model whose weights can be stored quantized."""
     torch.manual_seed(0)
     model = Llama3(CONFIG)
-    hooks = from_tables([{"kind": "qat", "scheme": "int8_weight_only"}])
-    hooks.convert(model)
-    return model, hooks
+    converter = from_tables([{"kind": "qat", "scheme": "int8_weight_only"}])
+    converter.convert(model)
+    return model, converter
 
 
-def manager_of(model: Llama3, hooks: ModelHooks | None, folder: Path, config: CheckpointConfig) -> CheckpointManager:
+def manager_of(
+    model: Llama3, converter: ModelConverter | None, folder: Path, config: CheckpointConfig
+) -> CheckpointManager:
     """Return the manager of a model that is only saved and exported."""
     transforms = StateDictTransforms(model.key_map(), model.hf_config())
     return CheckpointManager(
-        config, model_parts=[model], sd_transforms=transforms, model_converters=hooks, base_folder=folder
+        config, model_parts=[model], sd_transforms=transforms, model_converters=converter, base_folder=folder
     )
 
 
 @distributed(nproc=2)
 def export_from_two_ranks(url: str, store: StoreConfig, broken: StoreConfig, folder: Path) -> None:
     """Export shards of rows and of columns, and replicas; then where the second file cannot be written."""
-    model, hooks = quantizing_model()
+    model, converter = quantizing_model()
     mesh = init_device_mesh("cpu", (2,))
     layouts = (Shard(0), Shard(1), Replicate())
     for number, (name, value) in enumerate(list(model.named_parameters())):
@@ -75,14 +77,14 @@ def export_from_two_ranks(url: str, store: StoreConfig, broken: StoreConfig, fol
 
     saves = SaveConfig(interval=1, async_mode="thread")
     config = CheckpointConfig(folder=f"{url}/run", save=saves, store=store, export=of_two_ranks(url))
-    with manager_of(model, hooks, folder, config) as manager, pytest.MonkeyPatch.context() as patch:
+    with manager_of(model, converter, folder, config) as manager, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Coordinator, "gloo_group", connected)
         manager.load()
         manager.save(1)
         manager.wait()
     assert connecting and {*connecting} == {threading.main_thread().name}
     config = CheckpointConfig(store=broken, export=(replace(of_two_ranks(f"{url}/broken")[0], interval=None),))
-    with manager_of(model, hooks, folder, config) as manager:
+    with manager_of(model, converter, folder, config) as manager:
         manager.load()
         with pytest.raises(ExportError, match=r"00002-of-00003\.safetensors: rank 1 could not write it"):
             manager.save(1, last_step=True)

@@ -395,9 +395,9 @@ def test_shards_of_two_ranks_are_the_files_of_one(s3: Server, tmp_path: Path) ->
         broken = through(place, proxy).bucket.settings
         export_from_two_ranks(str(place), place.bucket.settings, broken, tmp_path)
     assert names(place / "broken") == [f"{RECORDS}/step-1.json"]
-    model, hooks = quantizing_model()
+    model, converter = quantizing_model()
     config = CheckpointConfig(export=of_two_ranks("exports"))
-    with manager_of(model, hooks, tmp_path, config) as manager:
+    with manager_of(model, converter, tmp_path, config) as manager:
         manager.save(1, last_step=True)
     for name in ("step-1", "step-1-quantized"):
         copy, local = get_folder(place / name, tmp_path / "copy" / name), tmp_path / "exports" / name
@@ -460,12 +460,12 @@ def test_an_export_looks_like_its_base_in_the_bucket_and_a_quantized_one_is_that
     assert len(files) > 3 and {p.name: p.read_bytes() for p in copy.glob("*.safetensors")} == files
     assert (copy / "tokenizer.json").read_text() == "{}"
 
-    hooks = from_tables([{"kind": "qat", "scheme": "int8_weight_only"}])
-    hooks.convert(model)
+    converter = from_tables([{"kind": "qat", "scheme": "int8_weight_only"}])
+    converter.convert(model)
     both = tuple(ExportConfig("hf_quantized", folder=folder) for folder in ("exports", str(place / "exports")))
     config = CheckpointConfig(store=store, export=both)
     with CheckpointManager(
-        config, model_parts=[model], sd_transforms=transforms, model_converters=hooks, base_folder=tmp_path
+        config, model_parts=[model], sd_transforms=transforms, model_converters=converter, base_folder=tmp_path
     ) as manager:
         manager.save(1, last_step=True)
     name = "step-1-quantized"

@@ -11,7 +11,7 @@ import torch
 from tests.torchtitan.runs import FLAVOURS, config, distributed, logits_of, same, train
 from tests.torchtitan.test_lora import BOTH, LAST, TOKENS, flavour, kind_of, opened
 from titan_ckpt.errors import ConverterError
-from titan_ckpt.integrations.torchtitan import Converters
+from titan_ckpt.integrations.torchtitan import TitanConverters
 
 # isort: split
 from torchtitan.components.lora import LoRAConverter
@@ -25,7 +25,7 @@ LORA = LoRAConfig(("wqkv", "wo", "w2"), rank=4, alpha=6.0)
 
 @distributed(1)
 def _resumed(assets: Path, folder: Path, base: dict[str, Any], *converters: ConverterConfig) -> None:
-    name = flavour("converted", Converters.Config(converters=[*converters]))
+    name = flavour("converted", TitanConverters.Config(converters=[*converters]))
     has_lora = any(isinstance(c, LoRAConfig) for c in converters)
     logits: list[torch.Tensor] = []
 
@@ -60,14 +60,14 @@ def test_converters_of_ours_train_and_resume(
 
 def test_wrong_orders_and_two_kinds_of_lora_are_refused() -> None:
     """Nothing is built whose adapters one converter would drop, or that has two owners of one name."""
-    flavour("wrong", Converters.Config(converters=[LORA, QAT]))
+    flavour("wrong", TitanConverters.Config(converters=[LORA, QAT]))
     with pytest.raises(ConverterError, match="Write them in this order: qat, lora"):
         FLAVOURS["wrong"]()
-    ours = Converters.Config(converters=[LORA])
+    ours = TitanConverters.Config(converters=[LORA])
     with pytest.raises(ConverterError, match="converters already"):
         model_registry("debugmodel", converters=[ours, ours])
     with pytest.raises(ConverterError, match="leave out fsdp_all_gather"):
-        Converters.Config(converters=[Float8Config(emulate=True, fsdp_all_gather=True)]).build()
+        TitanConverters.Config(converters=[Float8Config(emulate=True, fsdp_all_gather=True)]).build()
     both = model_registry("debugmodel", converters=[ours, LoRAConverter.Config(target_modules=["w1"])]).model
     with torch.device("meta"), pytest.raises(ConverterError, match="torchtitan's LoRA already"):
         both.build()

@@ -22,7 +22,7 @@ from tests.torchtitan.runs import (
     train,
 )
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.torchtitan import Converters
+from titan_ckpt.integrations.torchtitan import TitanConverters
 
 # isort: split
 from torchtitan.components.lora import LoRAConverter
@@ -54,7 +54,7 @@ def flavour(name: str, *converters: Any) -> str:
 
 THEIRS = flavour("theirs", LoRAConverter.Config(rank=4, alpha=6.0))
 """torchtitan's LoRA on every linear module, fused q, k and v and the head included."""
-OURS = flavour("ours", Converters.Config(converters=[LoRAConfig(MODULES, rank=4, alpha=6.0)]))
+OURS = flavour("ours", TitanConverters.Config(converters=[LoRAConfig(MODULES, rank=4, alpha=6.0)]))
 """This package's LoRA on the same modules."""
 
 

@@ -13,7 +13,7 @@ import torch
 from torchtitan.components.checkpointer import BaseCheckpointManager, CheckpointManager
 
 from tests.torchtitan.runs import config, distributed, same_tensors, steps_in, train
-from titan_ckpt import CheckpointError, StopConfig, StoreConfig
+from titan_ckpt import CheckpointError, ExportConfig, InitialLoadConfig, StopConfig, StoreConfig
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
 from titan_ckpt.integrations.torchtitan.settings import OWN_SETTINGS, SETTINGS, translated
@@ -26,19 +26,46 @@ def test_every_setting_of_torchtitan_has_a_meaning_here() -> None:
     assert set(SETTINGS) == theirs | OWN_SETTINGS == ours
 
 
+def _values(config: Any, path: str = "") -> dict[str, Any]:
+    """Return each value of a config by its path."""
+    if not dataclasses.is_dataclass(config):
+        return {path.rstrip("."): config}
+    named = ((field.name, getattr(config, field.name)) for field in dataclasses.fields(config))
+    return {key: one for name, value in named for key, one in _values(value, f"{path}{name}.").items()}
+
+
 def test_settings_change_what_the_manager_is_told(tmp_path: Path) -> None:
-    """No value of a setting that torchtitan honours leaves our config as it is."""
-    changes: dict[str, Any] = {
-        "folder": "other", "interval": 3, "async_mode": "async", "keep_latest_k": 5, "load_only": True,
-        "exclude_from_loading": ["optimizer"], "enable_first_step_checkpoint": True, "last_save_model_only": False,
-        "last_save_in_hf": True, "last_save_in_dcp": True, "export_dtype": "bfloat16",
-        "initial_load_path": str(tmp_path), "additional_load_path": str(tmp_path), "include_base": True,
-        "store": StoreConfig(retry_seconds=60.0), "allow": ["a.B"], "stop": StopConfig(after_hours=1.0),
-    }  # fmt: skip
-    in_bucket: dict[str, Any] = {"folder": "s3://bucket/run/checkpoint"}  # where settings of a store make sense
-    plain = translated(TitanCheckpointer.Config(**in_bucket), None)
-    for name, value in changes.items():
-        assert translated(TitanCheckpointer.Config(**in_bucket | {name: value}), None) != plain, name
+    """Each value of a setting that torchtitan honours changes ours of that meaning, to that value, and no other."""
+    path, s3 = str(tmp_path), "s3://bucket/run"
+    of_hf = ExportConfig("hf", dtype="float32", folder=f"{s3}/exports")
+    changes: dict[str, tuple[Any, dict[str, Any]]] = {
+        "folder": (f"{s3}/other", {"folder": f"{s3}/other"}),
+        "interval": (3, {"save.interval": 3}),
+        "async_mode": ("async", {"save.async_mode": "thread"}),
+        "keep_latest_k": (5, {"save.keep.latest": 5}),
+        "load_only": (True, {"save": None}),
+        "exclude_from_loading": (["optimizer"], {"resume.exclude": ("optimizer",)}),
+        "enable_first_step_checkpoint": (True, {"save.first_step": True}),
+        "last_save_model_only": (False, {"save.model_only_last": False}),
+        "last_save_in_hf": (True, {"export": (of_hf,), "save.model_only_last": False}),
+        "last_save_in_dcp": (True, {"export": (ExportConfig("torchtitan", folder=f"{s3}/dcp"),)}),
+        "export_dtype": ("bfloat16", {"save.model_only_last": "bfloat16"}),
+        "initial_load_path": (path, {"initial_load": (InitialLoadConfig(path, cast=True),)}),
+        "additional_load_path": (path, {"initial_load": (InitialLoadConfig(path, cast=True),)}),
+        "include_base": (True, {"save.include_base": True}),
+        "store": (StoreConfig(retry_seconds=60.0), {"store.retry_seconds": 60.0}),
+        "allow": (["a.B"], {"allow": ("a.B",)}),
+        "stop": (StopConfig(after_hours=1.0), {"stop.after_hours": 1.0}),
+    }
+    in_bucket: dict[str, Any] = {"folder": f"{s3}/checkpoint"}  # where settings of a store make sense
+    plain = _values(translated(TitanCheckpointer.Config(**in_bucket), None))
+    for name, (value, expected) in changes.items():
+        told = _values(translated(TitanCheckpointer.Config(**in_bucket | {name: value}), None))
+        assert {key: one for key, one in told.items() if plain.get(key, ...) != one} == expected, name
+    pinned = TitanCheckpointer.Config(async_mode="async_with_pinned_mem", keep_latest_k=0, last_save_in_hf=True)
+    told = _values(translated(pinned, None))
+    assert (told["save.async_mode"], told["save.keep"]) == ("process", None)
+    assert translated(TitanCheckpointer.Config(load_only=True, last_save_in_hf=True), None).export == ()
     hf: dict[str, Any] = {"last_save_in_hf": True}
     from_hf = translated(TitanCheckpointer.Config(initial_load_in_hf=True), str(tmp_path))
     assert [(source.path, source.format) for source in from_hf.initial_load] == [(str(tmp_path), "hf")]

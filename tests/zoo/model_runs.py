@@ -67,18 +67,18 @@ class Run:
         self.steps = 0
         torch.manual_seed(1)
         self.model: Any = construct(lambda: build_model("hf", folder=base))
-        self.hooks = None
+        self.converter = None
         if adapted is not None:
             table = {"kind": "lora", "rank": _RANK, "alpha": 8.0, "target_modules": adapted(self.model)}
-            self.hooks = converters.from_tables([table])
-            self.hooks.convert(self.model)
+            self.converter = converters.from_tables([table])
+            self.converter.convert(self.model)
         world.shard(self.model)
         materialize(self.model, "cpu")
         self.optimizer = world.adamw(self.model, lr=1e-3 if adapted is None else 1e-2)
 
     def manager(self, **settings: Any) -> CheckpointManager:
         """Return a manager that starts from the base."""
-        given = {"save": None, "initial_load": [self.base], "model_converters": self.hooks, **settings}
+        given = {"save": None, "initial_load": [self.base], "model_converters": self.converter, **settings}
         return world.manager(self.folder, self.model, self.optimizer, **given)
 
     def step(self, number: int) -> None:

@@ -40,13 +40,13 @@ def _check_placement(exporter: Exporter) -> None:
     """Check that other tools will find a place for every tensor of an adapter. Collective: stages hold parts."""
 
     def shapes() -> dict[str, list[int]]:
-        groups = exporter.transforms.to_file(exporter.model.owned_state_dict(), exporter.model.hooks, None)
+        groups = exporter.transforms.to_file(exporter.model.owned_state_dict(), exporter.model.converter, None)
         return {key: list(info.shape) for group in groups for key, info in group.infos.items()}
 
     of_ranks = exporter.coordinator.gather_results("export-shapes", shapes)
 
     def check() -> None:
-        adapter: object = None if exporter.model.hooks is None else exporter.model.hooks.state_dict_adapter()
+        adapter: object = None if exporter.model.converter is None else exporter.model.converter.state_dict_adapter()
         if not isinstance(adapter, PlacesTensors):
             return
         everywhere = {key: shape for of_rank in of_ranks for key, shape in of_rank.items()}
@@ -98,7 +98,7 @@ def _export_of_base(exporter: Exporter, config: ExportConfig) -> FolderExport:
 
 def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> None:
     problems = []
-    hooks = exporter.model.hooks
+    converter = exporter.model.converter
     state = exporter.model.state("full")
     whole = {*exporter.model.memory(), *state.made}
     inside = [fqn for fqn in state.tensors if fqn not in whole]
@@ -115,7 +115,9 @@ def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> 
                 "sd_transforms=StateDictTransforms(key_map=..., hf_config=...), or, of a model of transformers, "
                 "StateDictTransforms.from_transformers(model) before converters change it"
             )
-        if config.container == "peft" and not (owned and hooks is not None and hooks.state_dict_adapter() is not None):
+        if config.container == "peft" and not (
+            owned and converter is not None and converter.state_dict_adapter() is not None
+        ):
             problems.append('peft: no converter owns adapter weights; add [[converters]] kind = "lora"')
         if config.container == "peft" and (trained := exporter.model.trained_base()):
             problems.append(
@@ -148,7 +150,7 @@ def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> 
 def _quantizing_problems(exporter: Exporter, config: ExportConfig) -> Iterator[str]:
     """Yield the reasons why the quantized export cannot be made, without computing a value."""
     try:
-        quantizer = quantizer_of(exporter.model.hooks)
+        quantizer = quantizer_of(exporter.model.converter)
         if quantizer is None:
             yield 'quantized: no converter quantizes weights; add [[converters]] kind = "qat" or "float8"'
             return

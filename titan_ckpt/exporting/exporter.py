@@ -32,10 +32,10 @@ from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze
 from titan_ckpt.stores.bucket import open_location, open_source
 from titan_ckpt.stores.settings import StoreConfig, split_url
 from titan_ckpt.stores.store import Place
-from titan_ckpt.types import ModelHooks, StateDict
+from titan_ckpt.types import ModelConverter, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.live_memory import Watched
-from titan_ckpt.weights.quantize import QuantizesWeights, WeightQuantizer, quantized
+from titan_ckpt.weights.quantize import WeightQuantizer, quantized
 from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.transforms import FileDtype, FileGroup, StateDictTransforms, cast_all, with_tied_names
 
@@ -284,13 +284,13 @@ class Exporter:
             digests = state_digests(self._run.items) if config.training_state else {}
             writer = DcpExport(cast_all(tensors, dtype), values, digests)
         else:
-            hooks, dtype = self.model.hooks, _dtype(config, None)
-            adapter = None if hooks is None else hooks.state_dict_adapter()
+            converter, dtype = self.model.converter, _dtype(config, None)
+            adapter = None if converter is None else converter.state_dict_adapter()
             assert adapter is not None, "check() comes first"
             about = adapter.file_config(self.transforms.key_map)
             if base is not None:
                 about |= base_settings(base)
-            groups = self.transforms.to_file(tensors, hooks, dtype)
+            groups = self.transforms.to_file(tensors, converter, dtype)
             writer = FolderExport(groups, PeftFormat(about), buffers=self.model.buffers().keys())
         return ExportJob(config, step, self.folder(config, step), writer, self.made(config))
 
@@ -316,8 +316,8 @@ class Exporter:
         assets: Place | None = Path(config.assets) if config.assets else transforms.assets
         if assets is None and base is not None and base.path.is_dir():
             assets = base.path
-        quantizer = quantizer_of(self.model.hooks) if config.quantized else None
-        groups: Sequence[FileGroup] = transforms.to_file(tensors, self.model.hooks, _dtype(config, base))
+        quantizer = quantizer_of(self.model.converter) if config.quantized else None
+        groups: Sequence[FileGroup] = transforms.to_file(tensors, self.model.converter, _dtype(config, base))
         format_ = HuggingFaceFormat(
             config=dict(transforms.hf_config or {}),
             assets=assets,
@@ -361,10 +361,9 @@ def _dtype(config: ExportConfig, came_from: Base | None) -> FileDtype:
     return None if config.dtype is None else getattr(torch, config.dtype)
 
 
-def quantizer_of(hooks: ModelHooks | None) -> WeightQuantizer | None:
-    """Return the scheme of the converters that quantize weights."""
-    offers: object = hooks
-    return offers.weight_quantizer() if isinstance(offers, QuantizesWeights) else None
+def quantizer_of(converter: ModelConverter | None) -> WeightQuantizer | None:
+    """Return the scheme of the converter that quantizes weights, if one does."""
+    return None if converter is None else converter.weight_quantizer()
 
 
 def _memory_of(value: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], TensorInfo]:

@@ -69,11 +69,11 @@ class RunGuard:
         """
         self._manager = manager
         self._fault = fault
-        self._last = manager.last_step
+        self._completed = manager.completed
         self._config: StopConfig = manager.config.stop
-        self._line = self._last.coordinator.background()
+        self._line = self._completed.coordinator.background()
         self._board = NoticeBoard(
-            self._last.coordinator.background(),
+            self._completed.coordinator.background(),
             answer_seconds=self._answer_seconds,
             hang_seconds=None if self._config.hang_seconds == "off" else self._config.hang_seconds,
             on_signal=self._signalled,
@@ -104,8 +104,8 @@ class RunGuard:
         The step has been saved then, if there was time.
         Raises: SaveError for a requested save; PeerError for ranks that no longer answer.
         """
-        if self._last.marked != step:
-            self._last.complete(step)
+        if self._completed.marked != step:
+            self._completed.complete(step)
         now = time.monotonic()
         self._step_seconds.append(now - self._step_began)
         self._step_began = now
@@ -120,7 +120,7 @@ class RunGuard:
                 self._manager.save(step, force=True, metrics=metrics, export=False)
             if self._line.rank == 0 and self._asked is not None:
                 handle = self._manager.in_flight
-                if fault is None and self._last.saved != step:  # on_failure is "warn"
+                if fault is None and self._completed.saved != step:  # on_failure is "warn"
                     fault = "the save has failed: see the log of the run"
                 elif fault is None and self._asked.endswith(save_request.PIN):
                     fault = self._pin(step, handle)
@@ -168,12 +168,12 @@ class RunGuard:
     def _finish(self, save: Any) -> None:
         """Finish the save in flight, and call `save` if there is time for it: rank 0 decides for all. Collective."""
         self._end_save_in_flight()
-        need, left = self._last.save_seconds(), self._seconds_left()
+        need, left = self._completed.save_seconds(), self._seconds_left()
         if self._line.broadcast("last save", need <= left):
             if self._found_fault() is None:
                 save()
                 self._manager.wait()
-        elif (last := self._last.saved) != self._last.marked:
+        elif (last := self._completed.saved) != self._completed.marked:
             logger.warning("no last save: %.0f s are left and one takes %.0f s; the last is step %s", left, need, last)
 
     def _end_save_in_flight(self) -> None:
@@ -240,7 +240,7 @@ class RunGuard:
         """
         if self._limit is None or self._line.rank != 0 or self._posted:
             return
-        if time.monotonic() + 1.5 * (step_seconds + self._last.save_seconds()) + 1.0 >= self._limit:
+        if time.monotonic() + 1.5 * (step_seconds + self._completed.save_seconds()) + 1.0 >= self._limit:
             self._posted = True
             self._board.post("stop", TIME_IS_UP)
 
@@ -308,9 +308,9 @@ class RunGuard:
                 if self._stop is None:
                     self._take(Notice("stop", "the run's own code has raised StopRun", self._line.rank, math.inf))
                 if self._manager.config.save is not None:
-                    marked = self._line.gather("stopped within a step", self._last.marked)
+                    marked = self._line.gather("stopped within a step", self._completed.marked)
                     if self._is_whole(marked):
-                        self._finish(self._last.save)
+                        self._finish(self._completed.save)
                 return True
             own = isinstance(value, CheckpointError) and not isinstance(value, DataError)
             wanted = isinstance(value, (Exception, KeyboardInterrupt)) and not own
@@ -334,7 +334,7 @@ class RunGuard:
         if not whole:
             logger.warning(
                 "nothing newer to save: since %s no step was completed, or one is partly applied, or a load failed",
-                "the start" if self._last.saved is None else f"step {self._last.saved}",
+                "the start" if self._completed.saved is None else f"step {self._completed.saved}",
             )
         return whole
 
@@ -349,7 +349,7 @@ class RunGuard:
                 bound,
             )
         try:
-            marked = self._line.gather("exception", self._last.marked, timeout_seconds=bound)
+            marked = self._line.gather("exception", self._completed.marked, timeout_seconds=bound)
             if not self._is_whole(marked):
                 return
             # a rank that raised long before the others has posted its mark, and may be gone
@@ -358,7 +358,7 @@ class RunGuard:
                 return
             self._end_save_in_flight()
             logger.warning("%s: saving step %s, the last that was completed", type(value).__name__, marked[0])
-            self._last.save()
+            self._completed.save()
         except Exception as error:  # the run's own error must reach the user
             logger.warning("%s: the last completed step is not saved: %s", type(value).__name__, error)
 

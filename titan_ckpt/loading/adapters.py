@@ -27,7 +27,7 @@ from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.stores.store import Place
-from titan_ckpt.types import Format, ModelHooks
+from titan_ckpt.types import Format, ModelConverter
 from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.identity import BASE_RECORD, Description, differences
 from titan_ckpt.weights.low_rank import LoRARecord, StoredUpdates, lora_tensor
@@ -62,7 +62,7 @@ def is_adapter(path: Place, format_: Format, model: ModelWrapper | None, prefix:
         return format_ == "peft"
     if format_ == "native" and (manifest := manifest_of(path)) is not None:
         return manifest.kind == "adapter"
-    if model is None or model.hooks is None:  # the names may be the model's own
+    if model is None or model.converter is None:  # the names may be the model's own
         return False
     with open_reader(path, format_) as reader:
         return holds_adapter_alone(reader, model.owns, prefix)
@@ -124,9 +124,9 @@ def check_mergeable(reader: TensorReader) -> None:
     )
 
 
-def check_settings(path: Place, config: Mapping[str, Any], key_map: KeyMap, hooks: ModelHooks | None) -> None:
+def check_settings(path: Place, config: Mapping[str, Any], key_map: KeyMap, converter: ModelConverter | None) -> None:
     """Check that the settings of a PEFT folder fit this run's converter. Raises: LoadMismatchError."""
-    adapter = None if hooks is None else hooks.state_dict_adapter()
+    adapter = None if converter is None else converter.state_dict_adapter()
     if problems := [] if adapter is None else adapter.misfits(key_map, config):
         raise LoadMismatchError(
             f"{path}: its adapter_config.json and this run's converter disagree; nothing was loaded\n  "
@@ -148,7 +148,7 @@ def check_fits(
     if manifest is not None and manifest.kind == "external":
         raise LoadMismatchError(f"{path} holds no model weights: its run took them from outside. Name another source")
     saved = [] if manifest is None else manifest.converters
-    running = [] if model.hooks is None else model.hooks.describe()
+    running = [] if model.converter is None else model.converter.describe()
     has_lora = source.adapter or low_rank.KIND in _by_kind(saved)  # else such names are the model's own
     names, wanted = names - selected(names, source.ignore), wanted - selected(wanted, source.initialize)
     owned = [name for name in names if model.owns(name) or (has_lora and lora_tensor(name))]

@@ -143,7 +143,7 @@ class CommittedStep(Origin):
         return replace(load_plan, exclude=load_plan.exclude | _ALL_BUT_MODEL)
 
     def check(self, model: ModelWrapper) -> None:
-        check_converters(self.manifest.converters, model.hooks.describe() if model.hooks else [], self.step)
+        check_converters(self.manifest.converters, model.converter.describe() if model.converter else [], self.step)
 
     def open_state(
         self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, prepared: PreparedLoad

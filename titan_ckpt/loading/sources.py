@@ -30,10 +30,9 @@ from titan_ckpt.loading.model_config import check_model_config
 from titan_ckpt.loading.partial import Partial, partial_of, refuse_unmatched
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.stores.store import Place
-from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
+from titan_ckpt.types import LoadReport, Mismatch, ModelConverter, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.names import clean_fqn
-from titan_ckpt.weights.quantize import QuantizesWeights
 from titan_ckpt.weights.stored_names import StoredNames
 from titan_ckpt.weights.transforms import ReadPlan, StateDictTransforms, with_tied_names
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
@@ -266,9 +265,9 @@ def _plan(
     if source.adapter or source.base_only:
         wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn) is source.adapter}
     if source.format == "peft":
-        check_settings(source.path, reader.metadata(), transforms.key_map, wrapper.hooks)
+        check_settings(source.path, reader.metadata(), transforms.key_map, wrapper.converter)
     tables: dict[str, tuple[KeyGroup, Shape]] = {}
-    if isinstance(reader, PeftReader) and (adapter := wrapper.hooks and wrapper.hooks.state_dict_adapter()):
+    if isinstance(reader, PeftReader) and (adapter := wrapper.converter and wrapper.converter.state_dict_adapter()):
         owned = adapter.key_map(transforms.key_map, reader.tensors)
         reader.leave_out(owned.repeats)
         tables = _tables(reader, owned, transforms.key_map, base, wrapper.tied)
@@ -292,7 +291,7 @@ def _plan(
         reader.leave_out(table.repeats)
         transforms = replace(transforms, key_map=table)
     if source.format not in ("native", "dcp"):
-        plan, partial = _plan_partly(source, reader.tensors, wanted, transforms, wrapper.hooks)
+        plan, partial = _plan_partly(source, reader.tensors, wanted, transforms, wrapper.converter)
         return _Opened(source, reader, plan, partial=partial, tables=tables)
     theirs = transforms.names_in_torchtitan(wanted) if source.format == "dcp" else {}
     names = StoredNames.find(reader, wanted, theirs, wrapper.tied, source.prefix, source.ignore)
@@ -331,16 +330,16 @@ def _plan_partly(
     available: Mapping[str, TensorInfo],
     wanted: StateDict,
     transforms: StateDictTransforms,
-    hooks: ModelHooks | None,
+    converter: ModelConverter | None,
 ) -> tuple[ReadPlan, Partial]:
     """Plan a source without what its settings leave out. The requests include the rows that it has of grown tables."""
-    base = {fqn: value for fqn, value in wanted.items() if hooks is None or not hooks.key_filter(fqn)}
+    base = {fqn: value for fqn, value in wanted.items() if converter is None or not converter.key_filter(fqn)}
     named = source.initialize or source.ignore
     base = {fqn: value for fqn, value in base.items() if fqn not in transforms.key_map.nameless}
     partial = partial_of(source, base, available, transforms.key_map) if named else Partial()
     wanted = {fqn: value for fqn, value in wanted.items() if fqn not in partial.fresh}
     available = {key: info for key, info in available.items() if key not in partial.passed_by}
-    plan = transforms.from_file(wanted, available, hooks, cast=source.cast)
+    plan = transforms.from_file(wanted, available, converter, cast=source.cast)
     partial = replace(partial, nameless=frozenset(plan.report.initialized))
     return replace(plan, requests=[*plan.requests, *partial.requests]), partial
 
@@ -348,7 +347,7 @@ def _plan_partly(
 def _quantizes(wrapper: ModelWrapper) -> bool:
     """Return whether this run trains for quantized weights."""
     try:
-        return isinstance(wrapper.hooks, QuantizesWeights) and wrapper.hooks.weight_quantizer() is not None
+        return wrapper.converter is not None and wrapper.converter.weight_quantizer() is not None
     except ConverterError:  # two schemes, which only an export refuses
         return True
 

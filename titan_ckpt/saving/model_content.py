@@ -31,8 +31,8 @@ class ModelContent:
         """Whether a save leaves out the base, because it is on disk already."""
         return self._base.is_stored and self._config.save is not None and not self._config.save.include_base
 
-    def kind(self, model_only: str | None) -> Kind:
-        """Return the kind of the next step. `model_only`: the dtype of a step without training state."""
+    def kind(self, model_only: bool | str) -> Kind:
+        """Return the kind of the next step. `model_only`: whether it is the model alone, or in which dtype."""
         if self._config.external:
             return "external"
         return "model" if model_only else "adapter" if self.is_adapter_only else "full"

@@ -53,8 +53,8 @@ class DueSave:
     """Whether no later save can make up for it: the last step of the run, or of this process."""
     mark: Mark | None = None
     """Save the marked state instead of the live one: that of the last completed step."""
-    model_only: str | None = None
-    """Save the model alone, in this dtype, or with "own" in each tensor's own."""
+    model_only: bool | str = False
+    """Save the model alone; a string is the dtype of its floating-point tensors."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,19 +32,13 @@ from titan_ckpt.geometry.chunks import (
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.testing.ranks import distributed
-from titan_ckpt.types import ModelHooks, StateDict
+from titan_ckpt.types import ModelConverter, StateDict
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 _TINY = Llama3Config(
     dim=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, ffn_dim=128, vocab_size=96, max_seq_len=32
 )
-
-
-class Converter(ModelHooks, Protocol):
-    """A converter or a container of converters: the hooks, and the method that a training run calls."""
-
-    def convert(self, model: nn.Module) -> None: ...
 
 
 class LookalikeLlama(Llama3):
@@ -72,7 +66,7 @@ class _Specimen:
     """A converted model, sharded if there are ranks. Unless `fill` is False, its added tensors have an effect."""
 
     model: nn.Module
-    converter: Converter
+    converter: ModelConverter
     base: dict[str, TensorInfo]
     """Shapes and dtypes in the model's state dict before the conversion."""
 
@@ -111,7 +105,7 @@ class ConverterTests(ABC):
     """The specimen of laws that only read, while several of them are checked."""
 
     @abstractmethod
-    def make_converter(self) -> Converter:
+    def make_converter(self) -> ModelConverter:
         """Return a new converter, or a container of several."""
 
     def make_model(self) -> nn.Module:

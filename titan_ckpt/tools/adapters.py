@@ -32,7 +32,7 @@ from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import holds_adapter_alone
 from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.models import ModelTable, require_table
-from titan_ckpt.types import ModelHooks
+from titan_ckpt.types import ModelConverter
 from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.digest import digest_of
 from titan_ckpt.weights.identity import another_base, base_digest, named_base
@@ -53,7 +53,7 @@ class Adapter:
     """Descriptions of the converters that its tensors belong to; empty if nothing says them."""
     base: Mapping[str, Any] | None
     """The identity of its base, if the adapter records one."""
-    hooks: ModelHooks | None = None
+    converter: ModelConverter | None = None
     """The converters, if the tensors were found by them."""
 
     @property
@@ -111,7 +111,7 @@ def _weights(names: Iterable[str]) -> set[str]:
     return {part.weight for part in parts if part is not None and part.role != low_rank.BIAS}
 
 
-def attached(table: ModelTable, settings: Mapping[str, Any], source: str) -> ModelHooks:
+def attached(table: ModelTable, settings: Mapping[str, Any], source: str) -> ModelConverter:
     """Attach LoRA with these settings to the model of the table, which has no memory, and return the converters.
 
     Raises: ConfigError; ConverterError for settings that do not fit the model.
@@ -119,17 +119,17 @@ def attached(table: ModelTable, settings: Mapping[str, Any], source: str) -> Mod
     tables = converter_tables()
     if tables is None:
         raise ConfigError(['adapters: no installed package knows LoRA; run: pip install "titan-ckpt"'], source)
-    hooks: Any = tables.from_tables([settings], source)
-    hooks.convert(table.modules[""])
-    return hooks  # type: ignore[no-any-return]
+    converter: Any = tables.from_tables([settings], source)
+    converter.convert(table.modules[""])
+    return converter  # type: ignore[no-any-return]
 
 
 def _of_peft(reader: PeftReader, table: ModelTable) -> Adapter:
     reader.require_supported()
     if ignored := unselected(reader):
         raise LoadMismatchError(f"{reader.path}: target_modules does not select {listed(ignored)}: PEFT ignores them")
-    hooks = attached(table, lora_settings(reader, table), str(reader.path / CONFIG))
-    names = hooks.state_dict_adapter()
+    converter = attached(table, lora_settings(reader, table), str(reader.path / CONFIG))
+    names = converter.state_dict_adapter()
     assert names is not None, "LoRA has one"
     if faults := names.misfits(table.key_map, reader.metadata()):
         raise LoadMismatchError(f"{reader.path} cannot be read as a LoRA of this package: {listed(faults)}")
@@ -137,7 +137,7 @@ def _of_peft(reader: PeftReader, table: ModelTable) -> Adapter:
     reader.leave_out(key_map.repeats)
     tensors = translated_tensors(reader, key_map)
     own = {name: info_of(value).shape for name, value in table.modules[""].state_dict().items()}
-    faults = [f"{name} is not there" for name in own if hooks.key_filter(name) and name not in tensors]
+    faults = [f"{name} is not there" for name in own if converter.key_filter(name) and name not in tensors]
     faults += [
         f"{name}: expected {list(own[name])}, found {list(value.info.shape)}"
         for name, value in tensors.items()
@@ -148,7 +148,7 @@ def _of_peft(reader: PeftReader, table: ModelTable) -> Adapter:
             f"{reader.path} does not fit the model ({table.architecture}): {listed(faults)}. Is it an adapter of "
             "another model? Name the folder of its base's config.json with --config"
         )
-    return Adapter(tensors, hooks.describe(), named_base(reader.metadata()), hooks)
+    return Adapter(tensors, converter.describe(), named_base(reader.metadata()), converter)
 
 
 def lora_settings(reader: PeftReader, table: ModelTable) -> dict[str, Any]:

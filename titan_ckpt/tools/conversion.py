@@ -179,14 +179,14 @@ def _write_peft(target: Place, adapter: Adapter, table: ModelTable, options: Opt
     """Write the folder that the run of an adapter would export."""
     if adapter.lora is None:
         raise LoadMismatchError(f"{source} holds the tensors of converters that PEFT does not have")
-    hooks = adapter.hooks or attached(table, adapter.lora, source)
-    names = hooks.state_dict_adapter()
+    converter = adapter.converter or attached(table, adapter.lora, source)
+    names = converter.state_dict_adapter()
     assert names is not None, "LoRA has one"
     config = dict(names.file_config(table.key_map))
     if adapter.base is not None:
         config |= base_settings(adapter.base)
     tensors: dict[str, Any] = dict(adapter.tensors)
-    groups = StateDictTransforms(table.key_map).to_file(tensors, hooks, options.dtype)
+    groups = StateDictTransforms(table.key_map).to_file(tensors, converter, options.dtype)
     FolderExport(groups, PeftFormat(config)).write(target, Coordinator.current())
 
 

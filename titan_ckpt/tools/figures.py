@@ -28,7 +28,7 @@ class Session:
     world_size: int
     resumed_step: int | None
     """The step that it went on from; None if it did not finish loading."""
-    last_step: int | None
+    saved_step: int | None
     """The last step that it saved."""
     ended: float | None
     """None: it was killed, or is still running."""

@@ -183,7 +183,7 @@ def _sessions(sessions: Sequence[Session]) -> Iterator[str]:
         last = number == len(sessions)
         end = _time(session.ended) if session.ended else "running, or killed" if last else "killed"
         resumed = "not loaded" if session.resumed_step is None else session.resumed_step or "start"
-        saved = "" if session.last_step is None else session.last_step
+        saved = "" if session.saved_step is None else session.saved_step
         where = f"{session.host}, {session.world_size} rank{'s' * (session.world_size > 1)}"
         ran = _span(session.seconds)
         rows.append((number, _time(session.started), resumed, saved, session.failures, end, ran, where))

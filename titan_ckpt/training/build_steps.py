@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -56,26 +56,15 @@ from titan_ckpt.training.parallel.data_parallel import check_axes, decay_groups,
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import Pipeline
 from titan_ckpt.training.parallel.ranks import Ranks, process_group, world_size
-from titan_ckpt.training.parallel.tensor_parallel import Plan
 from titan_ckpt.training.precision import determinism, keep_stored_dtypes
 from titan_ckpt.training.run_data import find_tokenizer, make_data, make_held_out
 from titan_ckpt.training.schedule import Decay, changed_settings, find_decay, rate_factor
 from titan_ckpt.training.train_state import TrainState
-from titan_ckpt.types import ModelHooks
+from titan_ckpt.types import ModelConverter
 from titan_ckpt.weights.initialize import construct, materialize
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 logger = logging.getLogger(__name__)
-
-
-class Converters(ModelHooks, Protocol):
-    """The methods of model converters that the trainer calls, in addition to those that checkpoints call."""
-
-    def convert(self, model: nn.Module) -> None: ...
-
-    def parallel_plan(self, plan: Plan) -> Plan: ...
-
-    def post_optimizer_hook(self, model_parts: Sequence[nn.Module]) -> None: ...
 
 
 class BuildSteps:
@@ -111,7 +100,7 @@ class BuildSteps:
     """Fills the model at every load if checkpoint.components excludes it; a subclass may define it as a method."""
 
     def __init__(
-        self, config: RunConfig, converters: Converters | None = None, callbacks: Sequence[Callback] = ()
+        self, config: RunConfig, converters: ModelConverter | None = None, callbacks: Sequence[Callback] = ()
     ) -> None:
         """Store the settings; nothing is built before `run`."""
         self.config = config

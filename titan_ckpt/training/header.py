@@ -51,7 +51,7 @@ def position(trainer: Trainer) -> str:
 
 def ending(trainer: Trainer) -> Iterator[str]:
     """Yield the lines that say where the newest step and the newest exports of a run are that has ended."""
-    manager, saved = trainer.manager, trainer.manager.last_step.saved
+    manager, saved = trainer.manager, trainer.manager.completed.saved
     yield f"ended   after step {trainer.state.step} of {trainer.num_steps}"
     yield "saved   nothing" if saved is None else f"saved   {manager.folder / f'step-{saved}'}"
     for export, folder in manager.exported.items():

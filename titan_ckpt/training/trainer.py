@@ -107,16 +107,16 @@ class Trainer(BuildSteps):
 
     def _say_what_is_lost(self) -> None:
         """Log how many completed steps no checkpoint holds; the exit code of an error does not say it."""
-        if self.ranks.rank or not self.state.step or self.manager.last_step.run.half_loaded:
+        if self.ranks.rank or not self.state.step or self.manager.completed.run.half_loaded:
             return
-        if (lost := self.state.step - (self.manager.last_step.saved or 0)) > 0:
+        if (lost := self.state.step - (self.manager.completed.saved or 0)) > 0:
             logger.error("%s", unsaved(lost, self.state.step))
 
     def _find_outcome(self) -> Outcome:
         """Return how the run ended; rank 0 logs it, and writes stopped.json if the run is to be started again."""
         step, steps = self.state.step, self.num_steps
         stopped = self.guard.stopped if step < steps else None
-        outcome = Outcome(step, steps, self.manager.last_step.saved, stopped)
+        outcome = Outcome(step, steps, self.manager.completed.saved, stopped)
         if self.ranks.rank:
             return outcome
         for line in ending(self):
@@ -241,7 +241,7 @@ class Trainer(BuildSteps):
         `training.steps = 0`, save the initial model.
         """
         if self.num_steps == 0:
-            if self.manager.last_step.saved is None:  # else it is there
+            if self.manager.completed.saved is None:  # else it is there
                 self.manager.save_seed()
             return
         if self.state.step >= self.num_steps:
@@ -380,7 +380,7 @@ class Trainer(BuildSteps):
         steps, seconds = self._since_measured[0] + 1, self._since_measured[1] + time.perf_counter() - started
         self._since_measured = (0, 0.0) if self.is_measured else (steps, seconds)
         self._unreported_seconds += time.perf_counter() - told
-        self.manager.last_step.complete(step)
+        self.manager.completed.complete(step)
         return StepMetrics(step, loss, grad_norm, lr, num_tokens, seconds / steps)
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:

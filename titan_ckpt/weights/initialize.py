@@ -217,8 +217,8 @@ def initialize_missing(wrapper: ModelWrapper, owned: Collection[str] = ()) -> No
             f"code of the model initializes them: {listed(bare, ', ', ' ', _LISTED)}. Give the model init_weights() "
             "or reset_buffers(), or build it by titan_ckpt.weights.initialize.construct"
         )
-    if wrapper.hooks is not None and (due := {*empty_tensors(wrapper.parts), *filter(wrapper.owns, owned)}):
-        wrapper.hooks.initialize(wrapper.parts, due)
+    if wrapper.converter is not None and (due := {*empty_tensors(wrapper.parts), *filter(wrapper.owns, owned)}):
+        wrapper.converter.initialize(wrapper.parts, due)
         flag_loaded(wrapper, due)
 
 

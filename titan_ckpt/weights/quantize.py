@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import torch
 import xxhash
@@ -58,14 +58,6 @@ class WeightQuantizer(Protocol):
 
     def config(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> dict[str, Any]:
         """Return config.json's quantization_config."""
-
-
-@runtime_checkable
-class QuantizesWeights(Protocol):
-    """Converters that offer, beyond ModelHooks, an export in the quantized form that they train for."""
-
-    def weight_quantizer(self) -> WeightQuantizer | None:
-        """Return the scheme, or None if nothing is to be quantized. Raises: ConverterError if there are two."""
 
 
 @dataclass(frozen=True, slots=True)

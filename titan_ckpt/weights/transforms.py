@@ -36,7 +36,7 @@ from titan_ckpt.geometry.chunks import (
 )
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, KeyRule, TensorOp
 from titan_ckpt.geometry.requests import FilePart
-from titan_ckpt.types import LoadReport, Mismatch, ModelHooks, StateDict
+from titan_ckpt.types import LoadReport, Mismatch, ModelConverter, StateDict
 
 logger = logging.getLogger(__name__)
 
@@ -282,13 +282,13 @@ class StateDictTransforms:
         return names
 
     @gc_paused()
-    def to_file(self, tensors: StateDict, hooks: ModelHooks | None, dtype: FileDtype) -> list[FileGroup]:
+    def to_file(self, tensors: StateDict, converter: ModelConverter | None, dtype: FileDtype) -> list[FileGroup]:
         """Return the file tensors, lazily, in the order of `tensors`.
 
         `dtype` applies to floating tensors of 16 bits or more. Tensors that the table calls nameless are left out.
         Raises: KeyMapError listing names the tables lack, groups that are incomplete and shapes that do not fit.
         """
-        names = _Names(self.key_map, hooks)
+        names = _Names(self.key_map, converter)
         groups: dict[tuple[str, ...], KeyGroup] = {}
         problems: list[str] = []
         unknown: list[str] = []
@@ -319,15 +319,15 @@ class StateDictTransforms:
 
     @gc_paused()
     def from_file(
-        self, wanted: StateDict, available: Mapping[str, TensorInfo], hooks: ModelHooks | None, *, cast: bool
+        self, wanted: StateDict, available: Mapping[str, TensorInfo], converter: ModelConverter | None, *, cast: bool
     ) -> ReadPlan:
         """Plan how the wanted tensors' memory is filled from the available file tensors; pure.
 
         `wanted` holds live tensors. `cast` allows a change between floating dtypes of 16 bits or more, nothing else.
         Raises: KeyMapError listing wanted names that the tables lack.
         """
-        names = _Names(self.key_map, hooks, available)
-        are_equal = hooks is None and self.key_map.identity and not self.key_map.rules
+        names = _Names(self.key_map, converter, available)
+        are_equal = converter is None and self.key_map.identity and not self.key_map.rules
         plan = ReadPlanner(available, cast)
         unknown: list[str] = []
         problems: list[str] = []
@@ -386,20 +386,20 @@ class _Names:
     """Chooses the table of a name: the adapter's for converter-owned names, the model's for all others."""
 
     key_map: KeyMap
-    hooks: ModelHooks | None
+    converter: ModelConverter | None
     found: Mapping[str, TensorInfo] | None = None
     """The tensors of the folder that is read; None to write."""
 
     @functools.cached_property
     def owned_map(self) -> KeyMap | None:
         """The adapter's table, built on first use: some converters cannot name their keys, which matters only then."""
-        adapter = None if self.hooks is None else self.hooks.state_dict_adapter()
+        adapter = None if self.converter is None else self.converter.state_dict_adapter()
         if adapter is None:  # the folder holds no owned tensors, so they keep their initial values
             return None if self.found is None else KeyMap(identity=True)
         return adapter.key_map(self.key_map, self.found)
 
     def group_of_fqn(self, fqn: str) -> KeyGroup:
-        if self.hooks is None or not self.hooks.key_filter(fqn):
+        if self.converter is None or not self.converter.key_filter(fqn):
             return self.key_map.group_of_fqn(fqn)
         if self.owned_map is None:
             raise ConverterError(f"a converter owns {fqn!r} and gives no adapter that names it in files")

@@ -1,4 +1,4 @@
-"""ModelWrapper: the state dict of model parts and converter hooks, in one of three modes. Knows no files, no steps."""
+"""ModelWrapper: the state dict of model parts and their converter, in one of three modes. Knows no files, no steps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from titan_ckpt.errors import ConverterError, LoadMismatchError, StateEncodingError, counted, listed
 from titan_ckpt.geometry.chunks import Shape, blocks_of, info_of, local_tensor
-from titan_ckpt.types import ModelHooks, StateDict, StateDictMode
+from titan_ckpt.types import ModelConverter, StateDict, StateDictMode
 from titan_ckpt.weights.digest import Partial, partial_digest
 from titan_ckpt.weights.inner_tensors import is_made_of_others, with_inner_tensors
 from titan_ckpt.weights.live_memory import is_same
@@ -113,11 +113,11 @@ class ModelWrapper:
     Nothing is cached, not even names: every value aliases the live parameter, even if it was replaced or tied since.
     """
 
-    def __init__(self, model_parts: Sequence[nn.Module], hooks: ModelHooks | None = None) -> None:
+    def __init__(self, model_parts: Sequence[nn.Module], converter: ModelConverter | None = None) -> None:
         if isinstance(model_parts, nn.Module):
             raise TypeError(f"model_parts is one {type(model_parts).__name__}: put it in a list, [model]")
         self.parts = [unwrapped(part) for part in model_parts]
-        self.hooks = hooks
+        self.converter = converter
 
     @property
     def tied(self) -> dict[str, str]:
@@ -140,10 +140,10 @@ class ModelWrapper:
         Raises: StateEncodingError for trained parameters that the model's own code leaves out.
         """
         tensors, values, own = self._read(room=room)
-        if self.hooks is not None and (last_step or mode == "export"):
-            tensors = self._exported(tensors, own, self.hooks)
-        elif self.hooks is not None:
-            tensors = self.hooks.state_dict_transform(tensors, last_step=False)
+        if self.converter is not None and (last_step or mode == "export"):
+            tensors = self._exported(tensors, own, self.converter)
+        elif self.converter is not None:
+            tensors = self.converter.state_dict_transform(tensors, last_step=False)
         made = {fqn for subtree in own for fqn in subtree.made}
         if odd := [fqn for fqn in made if is_made_of_others(tensors.get(fqn))]:
             raise StateEncodingError(
@@ -159,13 +159,13 @@ class ModelWrapper:
 
     def owned_state_dict(self) -> StateDict:
         """Return the converter-owned part of `full`, which is the content of an adapter-only checkpoint."""
-        if self.hooks is None:
+        if self.converter is None:
             return {}
         return {fqn: value for fqn, value in self.state_dict("full").items() if self.owns(fqn)}
 
     def owns(self, fqn: str) -> bool:
         """Return whether a converter owns this key."""
-        return self.hooks is not None and self.hooks.key_filter(fqn)
+        return self.converter is not None and self.converter.key_filter(fqn)
 
     def trained_base(self) -> list[str]:
         """Return the parameters that are trained and that no converter owns; a save of the owned ones loses them."""
@@ -273,14 +273,14 @@ class ModelWrapper:
     def _modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
         return chain.from_iterable(map(extra_state_modules, self.parts))
 
-    def _exported(self, tensors: StateDict, subtrees: Sequence[HookedSubtree], hooks: ModelHooks) -> StateDict:
+    def _exported(self, tensors: StateDict, subtrees: Sequence[HookedSubtree], converter: ModelConverter) -> StateDict:
         """Return the tensors after the converters' last-step transforms.
 
         A parameter that the model's own code stores in another form, and that a converter changes (a fused weight with
         an adapter), is stored by that code from the changed values.
         """
         hidden = {fqn: value.detach() for subtree in subtrees for fqn, value in subtree.hidden.items()}
-        exported = hooks.state_dict_transform(tensors | hidden, last_step=True)
+        exported = converter.state_dict_transform(tensors | hidden, last_step=True)
         changed = {fqn: exported[fqn] for fqn, value in hidden.items() if exported.get(fqn, value) is not value}
         again: StateDict = {}
         for subtree in subtrees:

@@ -1,4 +1,4 @@
-"""ModelConverters: order, one owner per key, adapters that need a filter, TOML tables, and resumes with another set."""
+"""ModelConvertersContainer: order, owners of keys, adapters that need a filter, tables, resumes with another set."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from titan_ckpt.converters import (
     Float8Config,
     LoRAConfig,
     LoRAConverter,
     ModelConverter,
-    ModelConverters,
+    ModelConvertersContainer,
     QATConfig,
     build,
     from_tables,
 )
 from titan_ckpt.converters.float8 import gather
-from titan_ckpt.converters.protocol import Stage
+from titan_ckpt.converters.parallel import ConvertedParallel
 from titan_ckpt.errors import ConfigError, ConverterError
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule
-from titan_ckpt.types import StateDict, StateDictAdapter
+from titan_ckpt.types import Stage, StateDict, StateDictAdapter
 from titan_ckpt.weights.identity import check_converters, differences
 
 
@@ -111,7 +112,9 @@ def test_a_second_replacement_by_anyone_is_refused() -> None:
         m.get_submodule("up").__class__ = type("Swapped", (type(m.get_submodule("up")),), {})
 
     with pytest.raises(ConverterError, match="'other' replaces what 'probe' has replaced: up"):
-        ModelConverters([Probe(swap, stage="replace", kind=kind) for kind in ("probe", "other")]).convert(model())
+        ModelConvertersContainer([Probe(swap, stage="replace", kind=kind) for kind in ("probe", "other")]).convert(
+            model()
+        )
 
 
 def test_two_replacements_of_different_modules_work() -> None:
@@ -136,7 +139,7 @@ class _NoFilter(ModelConverter):
 def test_a3_adapter_without_filter_is_an_error() -> None:
     """Names for added keys mean nothing where nothing says which keys were added."""
     with pytest.raises(ConverterError, match="'probe' has a state_dict_adapter and no key_filter"):
-        ModelConverters([_NoFilter(Settings("probe"))])
+        ModelConvertersContainer([_NoFilter(Settings("probe"))])
 
 
 def rename(m: nn.Module) -> None:
@@ -158,19 +161,19 @@ def add(m: nn.Module) -> None:
 def test_a_converter_that_breaks_a_law_is_named(probe: Probe, fault: str) -> None:
     """The keys are checked as soon as a converter has changed them."""
     with pytest.raises(ConverterError, match=fault):
-        ModelConverters([probe]).convert(model())
+        ModelConvertersContainer([probe]).convert(model())
 
 
 def test_a3_a_key_has_one_owner() -> None:
     """An added key that another converter claims too is refused."""
     greedy = Probe(claim=lambda fqn: fqn == "extra", kind="other")
     with pytest.raises(ConverterError, match="added keys that another converter claims too: extra"):
-        ModelConverters([Probe(add, lambda fqn: fqn == "extra"), greedy]).convert(model())
+        ModelConvertersContainer([Probe(add, lambda fqn: fqn == "extra"), greedy]).convert(model())
 
 
 def test_a3_transforms_are_undone_last_first() -> None:
     """The last converter applied is the first whose transform runs."""
-    converters = ModelConverters([Probe(factor=10.0), Probe(addend=1.0, kind="other")])
+    converters = ModelConvertersContainer([Probe(factor=10.0), Probe(addend=1.0, kind="other")])
     assert converters.state_dict_transform({"x": torch.tensor(1.0)}, last_step=True)["x"] == 20.0
 
 
@@ -179,7 +182,7 @@ def test_hooks_run_after_the_optimizer_in_order() -> None:
     parts = [model(), model()]
     for part in parts:
         nn.init.ones_(part.get_parameter("up.weight"))
-    ModelConverters([Probe(factor=10.0), Probe(addend=1.0, kind="other")]).post_optimizer_hook(parts)
+    ModelConvertersContainer([Probe(factor=10.0), Probe(addend=1.0, kind="other")]).post_optimizer_hook(parts)
     assert all(bool((part.get_parameter("up.weight") == 11.0).all()) for part in parts)
 
 
@@ -200,7 +203,7 @@ class _Table:
 def test_a3_adapters_are_joined_and_one_folder_holds_one() -> None:
     """The tables of several converters serve one checkpoint; a folder for another tool has one adapter's settings."""
     converters = [Probe(kind=kind, state_dict_adapter=partial(_Table, kind)) for kind in ("probe", "other")]
-    adapter = ModelConverters(converters).state_dict_adapter()
+    adapter = ModelConvertersContainer(converters).state_dict_adapter()
     assert adapter is not None
     table = adapter.key_map(KeyMap())
     assert table.group_of_fqn("native.probe").keys == ("file.probe",)
@@ -275,6 +278,18 @@ def test_the_same_set_is_accepted() -> None:
     """Equal settings, through JSON, are no difference; neither is having no converters twice."""
     check_converters(described(QAT, LORA), from_tables([QAT, LORA]).describe(), 5)
     check_converters([], [], 5)
+
+
+@pytest.mark.parametrize(
+    "table", [{"kind": "lora", "target_modules": ["wq"]}, {"kind": "qat", "scheme": "int8_weight_only"}]
+)
+def test_a_converter_alone_fits_a_plan_as_a_container_does(table: dict[str, Any]) -> None:
+    """A trainer may be given one converter: PyTorch's styles would cut its added modules as they cut the weight."""
+    plan = {"wq": ColwiseParallel()}
+    several = from_tables([table])
+    for converter in (several, *several):
+        fit = converter.parallel_plan(plan)["wq"]
+        assert isinstance(fit, ConvertedParallel) and fit.style is plan["wq"]
 
 
 def test_f10_every_difference_is_listed() -> None:

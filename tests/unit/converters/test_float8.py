@@ -10,7 +10,7 @@ from torch import nn
 
 from tests import world
 from tests.world import llama
-from titan_ckpt.converters import ModelConverters
+from titan_ckpt.converters import ModelConvertersContainer
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.types import StateDictMode
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -18,8 +18,8 @@ from titan_ckpt.weights.wrapper import ModelWrapper
 TOKENS = torch.arange(20).reshape(2, 10)
 
 
-def convert(model: nn.Module, **settings: Any) -> ModelConverters:
-    converters: ModelConverters = world.convert(model, {"kind": "float8", "emulate": True, **settings})
+def convert(model: nn.Module, **settings: Any) -> ModelConvertersContainer:
+    converters: ModelConvertersContainer = world.convert(model, {"kind": "float8", "emulate": True, **settings})
     return converters
 
 

@@ -13,7 +13,8 @@ from tests.converter_sets import FLOAT8, LORA
 from titan_ckpt.converters import LoRAConfig, LoRAConverter, from_tables
 from titan_ckpt.models import qwen3
 from titan_ckpt.testing import ConverterTests, distributed
-from titan_ckpt.testing.converters import Converter, _close
+from titan_ckpt.testing.converters import _close
+from titan_ckpt.types import ModelConverter
 
 DA4W: dict[str, Any] = {"kind": "qat", "scheme": "int8_dynamic_act_int4_weight"}
 SETS: dict[str, list[dict[str, Any]]] = {
@@ -45,14 +46,14 @@ class Laws(ConverterTests):
     def __init__(self, tables: list[dict[str, Any]]) -> None:
         self.tables = tables
 
-    def make_converter(self) -> Converter:
+    def make_converter(self) -> ModelConverter:
         return from_tables(self.tables)
 
 
 class LawsByItself(ConverterTests):
     """For one converter without a container, which would keep laws that its converter breaks."""
 
-    def make_converter(self) -> Converter:
+    def make_converter(self) -> ModelConverter:
         targets = tuple(LORA["target_modules"])
         return LoRAConverter(LoRAConfig(targets, rank=4, use_dora=True, use_rslora=True, dropout=0.1))
 
@@ -101,7 +102,7 @@ class Doubling(LoRAConverter):
 class BrokenLaws(ConverterTests):
     """Not collected."""
 
-    def make_converter(self) -> Converter:
+    def make_converter(self) -> ModelConverter:
         return Doubling(LoRAConfig(("wq",), rank=4))
 
 
@@ -139,7 +140,7 @@ def test_a_value_that_differs_is_shown() -> None:
     """Tensors are named; outputs have the number of values that differ, and one of them."""
 
     class Laws(ConverterTests):
-        def make_converter(self) -> Converter:
+        def make_converter(self) -> ModelConverter:
             return Adrift(LoRAConfig(("wq",), rank=4))
 
     with pytest.raises(AssertionError, match=r"other values than without meta:\n  too many: .*lora_a"):

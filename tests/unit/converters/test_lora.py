@@ -17,7 +17,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from tests import world
 from tests.forked import memory_of
 from tests.world import TINY
-from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConverters, build, from_tables
+from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConvertersContainer, build, from_tables
 from titan_ckpt.errors import ConverterError, ExportError, KeyMapError
 from titan_ckpt.geometry.chunks import LazyTensor, blocks_of
 from titan_ckpt.geometry.keymap import Chain, KeyMap, KeyRule, Split, Unstack
@@ -34,13 +34,13 @@ def llama(tied: bool = False) -> Llama3:
     return world.llama(replace(TINY, tie_embeddings=tied))
 
 
-def converted(model: nn.Module, *targets: str, **settings: Any) -> ModelConverters:
+def converted(model: nn.Module, *targets: str, **settings: Any) -> ModelConvertersContainer:
     converters = build([LoRAConfig(targets or ("wq", "wv"), **{"rank": 4, **settings})])
     converters.convert(model)
     return converters
 
 
-def randomise(model: nn.Module, converters: ModelConverters, std: float = 0.1) -> None:
+def randomise(model: nn.Module, converters: ModelConvertersContainer, std: float = 0.1) -> None:
     """Train, in effect: give every adapter tensor values that matter."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from tests import world
 from tests.own_state_models import DIM, FusedHeads
 from titan_ckpt import CheckpointManager, ExportConfig
-from titan_ckpt.converters.container import ModelConverters
+from titan_ckpt.converters.container import ModelConvertersContainer
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.converter import LoRAConverter
 from titan_ckpt.errors import LoadMismatchError
@@ -32,9 +32,11 @@ def plain(seed: int) -> nn.Module:
     return nn.Sequential(FusedHeads(), nn.Linear(DIM, DIM))
 
 
-def adapted(seed: int, shard: bool) -> tuple[nn.Module, ModelConverters]:
+def adapted(seed: int, shard: bool) -> tuple[nn.Module, ModelConvertersContainer]:
     model = plain(seed)
-    converters = ModelConverters([LoRAConverter(LoRAConfig(rank=2, alpha=2 * SCALING, target_modules=("*wqkv",)))])
+    converters = ModelConvertersContainer(
+        [LoRAConverter(LoRAConfig(rank=2, alpha=2 * SCALING, target_modules=("*wqkv",)))]
+    )
     converters.convert(model)
     if shard:
         fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -93,7 +95,7 @@ def test_peft_has_an_adapter_for_each_part_of_a_fused_weight(tmp_path: Path) -> 
     base = tmp_path / "base"
     dcp.save(plain(0).state_dict(), checkpoint_id=base)
 
-    def manager(model: nn.Module, converters: ModelConverters, folder: str, *more: Path) -> CheckpointManager:
+    def manager(model: nn.Module, converters: ModelConvertersContainer, folder: str, *more: Path) -> CheckpointManager:
         return world.manager(
             tmp_path / folder,
             model,

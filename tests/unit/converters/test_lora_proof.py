@@ -15,7 +15,7 @@ from transformers.models.bart.modeling_bart import BartScaledWordEmbedding
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 from transformers.pytorch_utils import Conv1D
 
-from titan_ckpt.converters import LoRAConfig, ModelConverters, build, from_tables
+from titan_ckpt.converters import LoRAConfig, ModelConvertersContainer, build, from_tables
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -24,7 +24,7 @@ conv1d: Any = Conv1D  # it has no types
 IDS = torch.tensor([[1, 5, 3], [9, 0, 7]])
 
 
-def adapted(module: nn.Module, **settings: Any) -> tuple[Any, ModelConverters]:
+def adapted(module: nn.Module, **settings: Any) -> tuple[Any, ModelConvertersContainer]:
     """The module as `m` of a model, with an adapter that has an effect."""
     model = nn.ModuleDict({"m": module})
     converters = build([LoRAConfig(("m",), **{"rank": 4, **settings})])
@@ -36,7 +36,7 @@ def adapted(module: nn.Module, **settings: Any) -> tuple[Any, ModelConverters]:
     return model, converters
 
 
-def merged(model: nn.Module, converters: ModelConverters) -> torch.Tensor:
+def merged(model: nn.Module, converters: ModelConvertersContainer) -> torch.Tensor:
     """The weight of `m` that an export writes."""
     (block,) = blocks_of(ModelWrapper([model], converters).state_dict("export")["m.weight"])
     return block.data

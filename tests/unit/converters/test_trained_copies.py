@@ -10,7 +10,7 @@ from torch import nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from titan_ckpt.converters import LoRAConfig, ModelConverters, build
+from titan_ckpt.converters import LoRAConfig, ModelConvertersContainer, build
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -49,7 +49,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 
-def trained(module: nn.Module) -> tuple[Any, ModelConverters]:
+def trained(module: nn.Module) -> tuple[Any, ModelConvertersContainer]:
     """A model whose module `m` is trained in full beside an adapter, after one step."""
     model = nn.ModuleDict({"m": module, "up": nn.Linear(8, 8)})
     converters = build([LoRAConfig(("up",), rank=2, modules_to_save=("m",))])

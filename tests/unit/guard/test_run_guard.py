@@ -123,7 +123,7 @@ def test_a_save_that_takes_longer_than_the_grace_is_made_before_the_job_of_slurm
     """A run that stops early enough for its last save makes it: the grace of signals is not its limit."""
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1000))
     with guarded(tmp_path, grace_seconds=1.0) as take:
-        take.manager.last_step.saver.seconds.append(665.0)  # type: ignore[attr-defined]
+        take.manager.completed.saver.seconds.append(665.0)  # type: ignore[attr-defined]
         last = until_stopped(take)
     assert RunFolder(tmp_path).steps() == [last]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.tiny_run import settings
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.language_model import LanguageModel, Model
 from titan_ckpt.models.registry import build_model
-from titan_ckpt.training.callbacks import Callbacks
+from titan_ckpt.training.callbacks import Callback, Callbacks, StepMetrics
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.parallel.ranks import Ranks
@@ -54,6 +55,106 @@ def test_d1_thirteen_steps_are_called_once_each_in_their_order(tmp_path: Path, m
         "build_callbacks": trainer.callbacks,
     }.items():  # fmt: skip
         assert part is made[name], name
+
+
+class Wrapped:
+    """Stands for an object that a step returned, and notes that it was used."""
+
+    def __init__(self, made: Any, note: Callable[[], None]) -> None:
+        self.made, self.note = made, note
+
+    def __call__(self, *given: Any) -> Any:
+        self.note()
+        return self.made(*given)
+
+    def __iter__(self) -> Iterator[Any]:
+        self.note()
+        return iter(self.made)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.made, name)
+
+
+class Noting(Callback):
+    def __init__(self, note: Callable[[], None]) -> None:
+        self.note = note
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        self.note()
+
+
+def test_d1_a_run_uses_what_its_steps_return(tmp_path: Path) -> None:
+    """Whatever a subclass returns in place of the default's is what trains, reads, steps and reports."""
+    used: set[str] = set()
+
+    def note(name: str) -> Callable[[], None]:
+        return lambda: used.add(name)
+
+    class Subclass(Trainer):
+        @contextmanager
+        def setup(self) -> Iterator[Ranks]:
+            with super().setup() as ranks:
+                yield ranks
+                assert used, "the run is over"
+            used.add("setup")
+
+        def build_model(self) -> Model:
+            model: Any = super().build_model()
+            model.register_forward_pre_hook(lambda *_: note("build_model")())
+            return model  # type: ignore[no-any-return]
+
+        def freeze_model(self) -> None:
+            self.model.norm.weight.requires_grad_(False)
+
+        def build_assets(self) -> Any:
+            made = super().build_assets()
+            assert made is not None
+            ids, name = made.encode_document, note("build_assets")
+            object.__setattr__(made, "encode_document", lambda *given: (name(), ids(*given))[1])
+            return made
+
+        def build_data_transform(self) -> Any:
+            return Wrapped(super().build_data_transform(), note("build_data_transform"))
+
+        def build_dataset(self) -> Any:
+            made: Any = super().build_dataset()
+            samples, name = made.samples, note("build_dataset")
+            made.samples = lambda: (name(), samples())[1]
+            return made
+
+        def build_collate(self) -> Any:
+            return Wrapped(super().build_collate(), note("build_collate"))
+
+        def build_dataloader(self) -> Any:
+            return Wrapped(super().build_dataloader(), note("build_dataloader"))
+
+        def parallelize_model(self) -> Sequence[nn.Module]:
+            (part,) = super().parallelize_model()
+            part.register_forward_hook(lambda *_: note("parallelize_model")())
+            return [part]
+
+        def build_optimizer(self) -> torch.optim.Optimizer:
+            made = super().build_optimizer()
+            made.register_step_post_hook(lambda *_: note("build_optimizer")())
+            return made
+
+        def build_lr_scheduler(self) -> Any:
+            made: Any = super().build_lr_scheduler()
+            step, name = made.step, note("build_lr_scheduler")
+            made.step = lambda: (name(), step())[1]
+            return made
+
+        def build_training_context(self) -> Any:
+            return Wrapped(super().build_training_context(), note("build_training_context"))
+
+        def build_callbacks(self) -> Callbacks:
+            return replace(super().build_callbacks(), user=(Noting(note("build_callbacks")),))
+
+    trainer = Subclass(settings(tmp_path, training={"steps": 2}))
+    trainer.run()
+    assert used == {*STEPS} - {"freeze_model"}
+    model: Any = trainer.model
+    assert torch.equal(model.norm.weight, torch.ones_like(model.norm.weight))
 
 
 def test_d1_a_step_can_be_called_by_itself(tmp_path: Path) -> None:

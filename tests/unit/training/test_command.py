@@ -30,7 +30,7 @@ from titan_ckpt.converters import ModelConverter
 from titan_ckpt.errors import DataError, LoadMismatchError
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.saving import saver
-from titan_ckpt.saving.last_step import LastStep
+from titan_ckpt.saving.completed_step import CompletedStep
 from titan_ckpt.stores.bucket import StoreError
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.launch import command
@@ -205,7 +205,7 @@ def test_data_that_cannot_be_used_ends_a_run_with_2_and_the_log_says_what_is_los
 
         def full(trainer: Trainer) -> Any:
             for metrics in save(trainer):
-                monkeypatch.setattr(LastStep, "save", lambda _: (_ for _ in ()).throw(OSError("disk is full")))
+                monkeypatch.setattr(CompletedStep, "save", lambda _: (_ for _ in ()).throw(OSError("disk is full")))
                 monkeypatch.setattr(trainer.manager, "save", lambda *_, **__: None)
                 yield metrics
 

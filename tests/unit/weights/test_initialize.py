@@ -20,7 +20,7 @@ from tests import world
 from tests.forked import memory_of
 from tests.world import shard
 from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig
-from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConverters
+from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConvertersContainer
 from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError
 from titan_ckpt.geometry.chunks import blocks_of
 from titan_ckpt.loading import restore
@@ -210,7 +210,9 @@ def test_b1_a_converters_own_tensors_are_initialized_by_it(tmp_path: Path) -> No
     for meta in (True, False):
         torch.manual_seed(3)
         model = construct(MODELS["llama3"]) if meta else MODELS["llama3"]()
-        converters = ModelConverters([LoRAConverter(LoRAConfig(rank=4, target_modules=("wq",), use_dora=True))])
+        converters = ModelConvertersContainer(
+            [LoRAConverter(LoRAConfig(rank=4, target_modules=("wq",), use_dora=True))]
+        )
         converters.convert(model)
         if meta:
             materialize(model, "cpu")

@@ -241,11 +241,11 @@ def test_a_marked_step_is_saved_with_the_values_of_its_end(tmp_path: Path) -> No
     with world.manager(tmp_path, model, optimizer, interval=10) as m:
         m.load()
         model(torch.randn(4, 3))
-        m.last_step.complete(1)
+        m.completed.complete(1)
         expected = copy.deepcopy(model.state_dict())
         model(torch.randn(4, 3))
         now = copy.deepcopy(model.state_dict())
-        m.last_step.save()
+        m.completed.save()
         assert_equal(dict(model.state_dict()), dict(now))
     other, optimizer = build()
     assert world.load(world.manager(tmp_path, other, optimizer, interval=10)).step == 1
@@ -258,10 +258,10 @@ def test_a_marked_step_whose_values_are_gone_is_not_saved(tmp_path: Path) -> Non
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with world.manager(tmp_path, model, optimizer, interval=10) as m:
         m.load()
-        m.last_step.complete(1)
+        m.completed.complete(1)
         model(torch.randn(2, DIM))
         with pytest.raises(SaveError, match=re.escape("step 1 can no longer be saved: 0.seen changed")):
-            m.last_step.save()
+            m.completed.save()
 
 
 @pytest.mark.parametrize("history", [[], {"of": ()}, {"nested": [{"mean": torch.zeros(2)}]}])
@@ -291,12 +291,12 @@ def test_a_marked_step_whose_containers_have_changed_is_not_saved(tmp_path: Path
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with world.manager(tmp_path, model, optimizer, interval=10) as m:
         m.load()
-        m.last_step.complete(1)
-        m.last_step.save()
-        m.last_step.complete(2)
+        m.completed.complete(1)
+        m.completed.save()
+        m.completed.complete(2)
         model(torch.randn(2, DIM))
         with pytest.raises(SaveError, match=re.escape("step 2 can no longer be saved: history changed")):
-            m.last_step.save()
+            m.completed.save()
 
 
 def test_fused_weights_of_a_model_on_meta_are_initialized_and_loaded(tmp_path: Path) -> None:

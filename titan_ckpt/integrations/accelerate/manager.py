@@ -22,7 +22,7 @@ from titan_ckpt.integrations.loader_position import generators_of
 from titan_ckpt.integrations.loop import extend, iterate_over
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.rng import get_random, set_random
-from titan_ckpt.types import ModelHooks, Stateful
+from titan_ckpt.types import ModelConverter, Stateful
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 
@@ -33,7 +33,7 @@ def accelerate_manager(
     dataloader: Any = None,
     states: Mapping[str, Stateful] | None = None,
     sd_transforms: StateDictTransforms | None = None,
-    model_converters: ModelHooks | None = None,
+    model_converters: ModelConverter | None = None,
     base_folder: str | Path = ".",
 ) -> CheckpointManager:
     """Return a manager for everything that `accelerator.prepare` and `register_for_checkpointing` were given.

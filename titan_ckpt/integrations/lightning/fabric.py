@@ -20,7 +20,7 @@ from titan_ckpt.integrations.lightning.known import KNOWN, plugin_faults
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.integrations.loop import iterate_over
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.types import ModelHooks, Stateful
+from titan_ckpt.types import ModelConverter, Stateful
 from titan_ckpt.weights.names import is_compiled
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -35,7 +35,7 @@ def fabric_manager(
     dataloader: Any = None,
     states: Mapping[str, Stateful] | None = None,
     sd_transforms: StateDictTransforms | None = None,
-    model_converters: ModelHooks | None = None,
+    model_converters: ModelConverter | None = None,
     base_folder: str | Path = ".",
 ) -> CheckpointManager:
     """Return a manager for what `fabric.setup` and `fabric.setup_dataloaders` have returned.

@@ -1,6 +1,6 @@
-"""TitanCheckpointer and Converters: this package's checkpoints and converters in torchtitan's Trainer."""
+"""TitanCheckpointer and TitanConverters: this package's checkpoints and converters in torchtitan's Trainer."""
 
 from titan_ckpt.integrations.torchtitan.checkpointer import TitanCheckpointer
-from titan_ckpt.integrations.torchtitan.converters import Converters
+from titan_ckpt.integrations.torchtitan.converters import TitanConverters
 
-__all__ = ["Converters", "TitanCheckpointer"]
+__all__ = ["TitanCheckpointer", "TitanConverters"]

@@ -22,7 +22,7 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
 
 from titan_ckpt.config import StopConfig
-from titan_ckpt.converters import LoRAConverter, ModelConverters
+from titan_ckpt.converters import LoRAConverter, ModelConvertersContainer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.local_path import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError
@@ -58,7 +58,7 @@ class _Kept:
 def _transforms(
     config: Any,
     model_parts: Sequence[nn.Module],
-    hooks: ModelConverters | None,
+    converters: ModelConvertersContainer | None,
     sd_adapter: Any,
     assets: str | None,
     flavor: str,
@@ -79,7 +79,7 @@ def _transforms(
     adapter, exports = with_experts(sd_adapter), settings.exports(config)
 
     def made() -> StateDictTransforms:
-        wrapper = ModelWrapper(model_parts, hooks)
+        wrapper = ModelWrapper(model_parts, converters)
         state = wrapper.state("base")
         shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
         try:
@@ -87,7 +87,7 @@ def _transforms(
             named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
             check_reads(adapter, named, wrapper.tied)
             if peft or "peft" in exports:
-                adapted = [f"{fqn}.weight" for fqn in adapted_modules(hooks)]
+                adapted = [f"{fqn}.weight" for fqn in adapted_modules(converters)]
                 key_map = with_stored_forms(key_map, adapter, state.own, adapted)
         except KeyMapError as error:
             folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
@@ -194,12 +194,12 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
                 ["fault_tolerance.enable: TitanCheckpointer does not work with torchft; use torchtitan's checkpointer"]
             )
         assets = getattr(sd_adapter, "hf_assets_path", None)
-        hooks = find_hooks(model_parts)
-        trained = trained_beside_adapters(model_parts, hooks)
+        converters = find_converters(model_parts)
+        trained = trained_beside_adapters(model_parts, converters)
         line = self._line = Coordinator.current()
         line.together(
             "torchtitan-settings",
-            lambda: settings.check(config, base_folder, states, assets, adapted_modules(hooks), trained),
+            lambda: settings.check(config, base_folder, states, assets, adapted_modules(converters), trained),
         )
         self._config = config
         self._trainer: Any = states.get("train_state")
@@ -212,8 +212,10 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             lr_schedulers=[lr_schedulers],
             dataloader=dataloader,
             states={name: _Kept(state) if name in excluded else state for name, state in states.items()},
-            sd_transforms=_transforms(config, model_parts, hooks, sd_adapter, assets, _flavor(self._trainer), line),
-            model_converters=hooks,
+            sd_transforms=_transforms(
+                config, model_parts, converters, sd_adapter, assets, _flavor(self._trainer), line
+            ),
+            model_converters=converters,
             base_folder=base_folder,
         )
         self._opened.callback(InTorchtitansWords().remove)
@@ -292,25 +294,25 @@ def _put_back(trainer: Any, own: Any) -> None:
         trainer.should_continue_training = own
 
 
-def find_hooks(model_parts: Sequence[nn.Module]) -> ModelConverters | None:
+def find_converters(model_parts: Sequence[nn.Module]) -> ModelConvertersContainer | None:
     """Return the converters that changed the model; None without any. Collective.
 
     Raises: ConfigError; ConverterError if both have put LoRA into it.
     """
     own, lora = converters_of(model_parts), find_lora(model_parts)
-    return own if lora is None else ModelConverters([*(own or ()), lora])
+    return own if lora is None else ModelConvertersContainer([*(own or ()), lora])
 
 
-def adapted_modules(hooks: ModelConverters | None) -> dict[str, bool]:
+def adapted_modules(converters: ModelConvertersContainer | None) -> dict[str, bool]:
     """Return fqn -> whether its weight is tied, of each module with an adapter."""
-    converters = [converter for converter in hooks or () if isinstance(converter, LoRAConverter)]
-    return {fqn: fqn in converter.tied for converter in converters for fqn in converter.adapted}
+    loras = [converter for converter in converters or () if isinstance(converter, LoRAConverter)]
+    return {fqn: fqn in lora.tied for lora in loras for fqn in lora.adapted}
 
 
-def trained_beside_adapters(model_parts: Sequence[nn.Module], hooks: ModelConverters | None) -> list[str]:
+def trained_beside_adapters(model_parts: Sequence[nn.Module], converters: ModelConvertersContainer | None) -> list[str]:
     """Return the parameters that are trained and that no adapter owns; none for a model without adapters."""
-    if not adapted_modules(hooks):
+    if not adapted_modules(converters):
         return []
-    wrapper = ModelWrapper(model_parts, hooks)
+    wrapper = ModelWrapper(model_parts, converters)
     trained = (clean_fqn(name) for part in model_parts for name, p in part.named_parameters() if p.requires_grad)
     return [fqn for fqn in trained if not wrapper.owns(fqn)]

@@ -18,19 +18,19 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
-from titan_ckpt.converters import ConverterConfig, Float8Config, ModelConverters, QATConfig, build
+from titan_ckpt.converters import ConverterConfig, Float8Config, ModelConvertersContainer, QATConfig, build
 from titan_ckpt.converters.lora.layers import LoRALinear
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.integrations.torchtitan.lora import is_adapted
 
 CONVERTERS = "_titan_converters"
-"""Attribute of a converted model: its ModelConverters."""
+"""Attribute of a converted model: its ModelConvertersContainer."""
 
 
-class Converters(ModelConfigConverter):  # type: ignore[misc]  # torchtitan is not there when mypy runs
+class TitanConverters(ModelConfigConverter):  # type: ignore[misc]  # torchtitan is not there when mypy runs
     """Converters of this package as one of torchtitan's, for the `converters` of its model registries.
 
-    model_registry("8B", converters=[Converters.Config(converters=[LoRAConfig(target_modules=("wo",))])])
+    model_registry("8B", converters=[TitanConverters.Config(converters=[LoRAConfig(target_modules=("wo",))])])
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -53,7 +53,7 @@ class Converters(ModelConfigConverter):  # type: ignore[misc]  # torchtitan is n
         """Return a config that builds the same model, converted. Raises: ConverterError if it has converters."""
         kind, settings = type(model_config), tuple(self.config.converters)
         if hasattr(kind, CONVERTERS):
-            raise ConverterError("the model has converters already: name them in one Converters.Config")
+            raise ConverterError("the model has converters already: name them in one TitanConverters.Config")
 
         class Converted(kind):  # type: ignore[misc, valid-type]  # a class that is known at run time alone
             def build(self, **kwargs: Any) -> nn.Module:
@@ -67,11 +67,11 @@ class Converters(ModelConfigConverter):  # type: ignore[misc]  # torchtitan is n
         return Converted(**{f.name: getattr(model_config, f.name) for f in fields(model_config) if f.init})
 
 
-def _convert(model: Any, converters: ModelConverters) -> None:
+def _convert(model: Any, converters: ModelConvertersContainer) -> None:
     """Convert the model in place, and make torchtitan's modules of what is new in it. Raises: ConverterError."""
     if any(is_adapted(module) for module in model.modules()):
         raise ConverterError(
-            "the model has torchtitan's LoRA already: name LoRAConfig in Converters instead, after QAT or Float8"
+            "the model has torchtitan's LoRA already: name LoRAConfig in TitanConverters instead, after QAT or Float8"
         )
     before: dict[str, nn.Module] = dict(model.named_modules())
     plain = [module for module in before.values() if type(module) is Linear]
@@ -135,6 +135,6 @@ def _initialized(kind: Any) -> type:
     return type(kind.__name__, (kind,), {"init_states": init_states})
 
 
-def converters_of(model_parts: Sequence[nn.Module]) -> ModelConverters | None:
+def converters_of(model_parts: Sequence[nn.Module]) -> ModelConvertersContainer | None:
     """Return the converters of this package that changed the model; None without any."""
     return next((vars(part)[CONVERTERS] for part in model_parts if CONVERTERS in vars(part)), None)

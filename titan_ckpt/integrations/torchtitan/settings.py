@@ -202,13 +202,12 @@ def initial_path(config: Any, hf_assets_path: str | None) -> str | None:
 
 def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConfig:
     """Return the config of a CheckpointManager that does what these settings say."""
-    last = config.export_dtype if config.last_save_model_only else None
     save = SaveConfig(
         interval=config.interval,
         async_mode=ASYNC_MODES[config.async_mode],
         keep=KeepConfig(latest=config.keep_latest_k) if config.keep_latest_k else None,
         first_step=config.enable_first_step_checkpoint,
-        model_only_last=None if config.last_save_in_hf else last,
+        model_only_last=config.last_save_model_only and not config.last_save_in_hf and config.export_dtype,
         include_base=config.include_base,
     )
     excluded = [COMPONENTS[name] for name in config.exclude_from_loading if name in COMPONENTS]

@@ -1,4 +1,4 @@
-"""LastStep: the last completed step of a run, which can still be saved while the next one is computed."""
+"""CompletedStep: the last completed step of a run, which can still be saved while the next one is computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from titan_ckpt.saving.saver import DueSave, Saver
 
 
 class SavesSteps(Protocol):
-    """What a LastStep needs of the manager, whose subclasses may extend it."""
+    """What a CompletedStep needs of the manager, whose subclasses may extend it."""
 
     def save_step(self, due: DueSave) -> bool: ...
 
@@ -23,7 +23,7 @@ class SavesSteps(Protocol):
 
 
 @dataclass(slots=True)
-class LastStep:
+class CompletedStep:
     """The last completed step of a run, for RunGuard, which saves it when the next one is interrupted."""
 
     manager: SavesSteps

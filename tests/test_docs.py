@@ -152,9 +152,13 @@ def test_what_the_docs_import_is_public() -> None:
 
 def imported(tree: ast.AST) -> set[str]:
     """Return the full names of what a program imports from this package."""
-    nodes = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    ours = [node for node in nodes if (node.module or "").partition(".")[0] == "titan_ckpt"]
-    return {f"{node.module}.{alias.name}" for node in ours for alias in node.names}
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names if alias.name != "titan_ckpt"}
+    return {name for name in names if name.startswith("titan_ckpt.")}
 
 
 @pytest.mark.parametrize("cls", [CheckpointManager, RunGuard, ModelConverter], ids=lambda cls: cls.__name__)

@@ -141,8 +141,13 @@ class ModelConverter(ABC):
         return None
 
     def parallel_plan(self, plan: Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
-        """Return the tensor-parallel plan for the modules as `convert` changed them; the default changes none."""
-        return plan
+        """Return the tensor-parallel plan for the modules as `convert` changed them, which a container knows.
+
+        Raises: NotImplementedError for a converter that is in none.
+        """
+        raise NotImplementedError(
+            f"{self.kind}: tensor parallelism needs the plan of a container: pass ModelConvertersContainer([converter])"
+        )
 
     def initialize(  # noqa: B027 - most converters add nothing
         self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None

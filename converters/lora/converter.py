@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from titan_ckpt.converters.lora import sites
 from titan_ckpt.converters.lora.config import LoRAConfig
@@ -216,12 +215,6 @@ class LoRAConverter(ModelConverter):
             self.config, self.adapted, self._copied, others, added, self._following, self._stacks, self._shares,
             self._frozen,
         )  # fmt: skip
-
-    def parallel_plan(self, plan: Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
-        """Return a plan that cuts each adapter as its weight is cut."""
-        from titan_ckpt.converters.parallel import converted_plan  # which imports this module
-
-        return converted_plan(plan)
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the settings; those of later versions only where they have an effect, so that old steps are equal."""

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor.parallel import ParallelStyle
 
 from titan_ckpt.config import PositiveInt
 from titan_ckpt.converters.qat.export import TorchaoQuantizer
@@ -117,12 +116,6 @@ class QATConverter(ModelConverter):
             _pass_gradients_through(model)
         self._quantized |= {f"{fqn}.weight" for fqn in chosen}
         logger.info("QAT %s: %s", self.config.scheme, counted(len(chosen), "module"))
-
-    def parallel_plan(self, plan: Mapping[str, ParallelStyle]) -> Mapping[str, ParallelStyle]:
-        """Return a plan that leaves fake quantizers whole."""
-        from titan_ckpt.converters.parallel import converted_plan  # which imports this module
-
-        return converted_plan(plan)
 
     def weight_quantizer(self) -> TorchaoQuantizer:
         """Return the quantizer that stores the weights of an export as training fake-quantized them."""

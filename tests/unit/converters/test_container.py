@@ -280,16 +280,14 @@ def test_the_same_set_is_accepted() -> None:
     check_converters([], [], 5)
 
 
-@pytest.mark.parametrize(
-    "table", [{"kind": "lora", "target_modules": ["wq"]}, {"kind": "qat", "scheme": "int8_weight_only"}]
-)
-def test_a_converter_alone_fits_a_plan_as_a_container_does(table: dict[str, Any]) -> None:
-    """A trainer may be given one converter: PyTorch's styles would cut its added modules as they cut the weight."""
-    plan = {"wq": ColwiseParallel()}
-    several = from_tables([table])
-    for converter in (several, *several):
-        fit = converter.parallel_plan(plan)["wq"]
-        assert isinstance(fit, ConvertedParallel) and fit.style is plan["wq"]
+def test_a_plan_of_tensor_parallelism_is_a_containers() -> None:
+    """PyTorch's styles would cut added modules as they cut the weight, so a converter in no container is refused."""
+    converters, plan = from_tables([{"kind": "lora", "target_modules": ["wq"]}]), {"wq": ColwiseParallel()}
+    fit = converters.parallel_plan(plan)["wq"]
+    assert isinstance(fit, ConvertedParallel) and fit.style is plan["wq"]
+    (alone,) = converters
+    with pytest.raises(NotImplementedError, match=r"lora: .* pass ModelConvertersContainer\(\[converter\]\)"):
+        alone.parallel_plan(plan)
 
 
 def test_f10_every_difference_is_listed() -> None:

@@ -119,7 +119,7 @@ def test_d5_vectors_are_not_decayed_and_every_parameter_comes_once(tmp_path: Pat
 
 
 class BiasedShapes(nn.Module):
-    """The biases of all experts of a layer, as gpt-oss has them, and a norm over two dims."""
+    """The biases of all experts of a layer, as gpt-oss has them, a norm over two dims, and a vector that is neither."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -127,12 +127,14 @@ class BiasedShapes(nn.Module):
         self.normal = nn.Parameter(torch.zeros(4, 8))
         self.after = nn.LayerNorm((2, 3))
         self.first_norm = nn.Linear(3, 2)
+        self.temperature = nn.Parameter(torch.zeros(8))
 
 
 def test_d5_norms_and_biases_are_not_decayed_however_many_dims_they_have() -> None:
-    """They are known by the names of parameter, module and class; a matrix with another name is decayed."""
+    """They are known by the names of parameter, module and class; of others a matrix is decayed, and a vector is not."""
     decayed, others = decay_groups([BiasedShapes()])
     assert [name for name, _ in decayed] == ["normal"]
+    assert "temperature" in dict(others)
     assert [name for name, value in others if value.dim() > 1] == [
         "experts_bias", "after.weight", "after.bias", "first_norm.weight",
     ]  # fmt: skip

@@ -131,7 +131,7 @@ class BiasedShapes(nn.Module):
 
 
 def test_d5_norms_and_biases_are_not_decayed_however_many_dims_they_have() -> None:
-    """They are known by the names of parameter, module and class; of others a matrix is decayed, and a vector is not."""
+    """They are known by the names of parameter, module and class; of others a matrix is decayed, a vector is not."""
     decayed, others = decay_groups([BiasedShapes()])
     assert [name for name, _ in decayed] == ["normal"]
     assert "temperature" in dict(others)

@@ -340,7 +340,7 @@ class Twice(Bare):
         return {k: 2 * v for k, v in state_dict.items() if k != "lora"} if last_step else dict(state_dict)
 
 
-def with_lora() -> nn.Module:
+def with_lora() -> nn.Linear:
     model = nn.Linear(4, 4)
     model.register_parameter("lora", nn.Parameter(torch.rand(4)))
     return model

@@ -94,7 +94,7 @@ def make_data(
         seed,
         window=_WINDOW if data.shuffle is True else int(data.shuffle),
         too_long=data.too_long,
-        encoding=encode.digest if isinstance(encode, ChatTemplate) else tokenizer.digest,
+        encoding=_encoding(tokenizer, encode),
         **share,
     )
 
@@ -118,6 +118,20 @@ def _needed(
     return tokenizer, encode, corpus
 
 
+def _encoding(tokenizer: TextTokenizer, encode: Encoder) -> str:
+    """Return a digest of what makes ids of text: ids in the cache, and positions in a stream, are of one encoding.
+
+    Raises: ConfigError for a data transform of one's own without a digest.
+    """
+    if encode == tokenizer.encode_document:
+        return tokenizer.digest
+    digest = getattr(encode, "digest", None)
+    if not isinstance(digest, str):
+        problem = f"it returns a {type(encode).__name__}, and its ids are kept in data.cache_folder by what made them"
+        raise ConfigError([f"build_data_transform: {problem}: give it a `digest`, a text that other ids change"])
+    return digest
+
+
 def _indexed(
     config: RunConfig,
     name: str,
@@ -139,7 +153,7 @@ def _indexed(
             what = counted(len(conversations), "conversation leaves", "conversations leave")
             raise ConfigError([f"{setting}: {what} none to be {part}"])
         return ConversationDataset(conversations, chosen, config.seed, **order)
-    tokens = tokenise(corpus, encode, {"tokenizer": tokenizer.digest}, cache)
+    tokens = tokenise(corpus, encode, {"tokenizer": _encoding(tokenizer, encode)}, cache)
     begin, end = _bounds(len(tokens), data.held_out, part)
     if part != "trained" and end - begin <= data.sequence_length:
         misfit = f"its {end - begin} tokens are no sequence of {data.sequence_length} to evaluate"

@@ -19,6 +19,7 @@ from titan_ckpt.models.registry import build_model
 from titan_ckpt.training.callbacks import Callback, Callbacks, StepMetrics
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing
 from titan_ckpt.training.data.batch import Batch
+from titan_ckpt.training.data.sequences import PackedDataset
 from titan_ckpt.training.parallel.ranks import Ranks
 from titan_ckpt.training.trainer import Trainer
 from titan_ckpt.weights.initialize import construct, materialize
@@ -59,6 +60,8 @@ def test_d1_thirteen_steps_are_called_once_each_in_their_order(tmp_path: Path, m
 
 class Wrapped:
     """Stands for an object that a step returned, and notes that it was used."""
+
+    digest: str
 
     def __init__(self, made: Any, note: Callable[[], None]) -> None:
         self.made, self.note = made, note
@@ -104,7 +107,8 @@ def test_d1_a_run_uses_what_its_steps_return(tmp_path: Path) -> None:
             return model  # type: ignore[no-any-return]
 
         def freeze_model(self) -> None:
-            self.model.norm.weight.requires_grad_(False)
+            model: Any = self.model
+            model.norm.weight.requires_grad_(False)
 
         def build_assets(self) -> Any:
             made = super().build_assets()
@@ -114,7 +118,9 @@ def test_d1_a_run_uses_what_its_steps_return(tmp_path: Path) -> None:
             return made
 
         def build_data_transform(self) -> Any:
-            return Wrapped(super().build_data_transform(), note("build_data_transform"))
+            made = Wrapped(super().build_data_transform(), note("build_data_transform"))
+            made.digest = str(tmp_path)  # no run has made such ids
+            return made
 
         def build_dataset(self) -> Any:
             made: Any = super().build_dataset()
@@ -154,6 +160,39 @@ def test_d1_a_run_uses_what_its_steps_return(tmp_path: Path) -> None:
     assert trainer.first_scheduler is not None and trainer.first_scheduler.last_epoch == 2
     model: Any = trainer.model
     assert torch.equal(model.norm.weight, torch.ones_like(model.norm.weight))
+
+
+def test_d1_a_data_transform_of_ones_own_is_not_answered_from_the_cache_of_another(tmp_path: Path) -> None:
+    """The cache has the ids of the run's tokenizer; others are known by a digest, and refused without one."""
+
+    class Backwards:
+        def __init__(self, encode: Any) -> None:
+            self.encode = encode
+
+        def __call__(self, text: str) -> list[int]:
+            ids: list[int] = self.encode(text)
+            return ids[::-1]
+
+    class Own(Trainer):
+        def build_data_transform(self) -> Any:
+            return transform(super().build_data_transform())
+
+    def first_tokens(trainer: Trainer) -> list[int]:
+        with trainer.setup() as trainer.ranks:
+            trainer.model, trainer.tokenizer = trainer.build_model(), trainer.build_assets()
+            trainer.encode = trainer.build_data_transform()
+            made = trainer.build_dataset()
+            assert isinstance(made, PackedDataset)
+            return made.tokens.tolist()
+
+    config = settings(tmp_path)
+    default = first_tokens(Trainer(config))
+    transform: Any = Backwards
+    with pytest.raises(ConfigError, match=r"build_data_transform: it returns a Backwards.*give it a `digest`"):
+        first_tokens(Own(config))
+    Backwards.digest = f"backwards {tmp_path}"  # type: ignore[attr-defined]
+    assert first_tokens(Own(config)) != default
+    assert first_tokens(Trainer(config)) == default
 
 
 def test_d1_a_step_can_be_called_by_itself(tmp_path: Path) -> None:

@@ -144,6 +144,7 @@ def pipeline(folder: Path, ranks: int) -> None:
     folder.mkdir()
     write_toml(
         folder,
+        model={"flavor": "debug-2m"},
         data={"tokenizer": None, "dataset": f"{__name__}:Sentences"},
         training={"steps": None, "epochs": 2, "batch_size": 2, "accumulation": 2, "log_interval": 1},
         parallel={"pipeline_parallel": ranks} if ranks > 1 else {},

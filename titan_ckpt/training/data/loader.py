@@ -90,11 +90,12 @@ class ReadAgain(IterableDataset[Any]):
             if self._draws is None:  # each worker process has the generators of its start again
                 self._draws = get_worker_info() is None and process_state() != before
                 if read:
-                    self._refuse_draws()
+                    self.refuse_draws()
             self.number += 1
             yield sample
 
-    def _refuse_draws(self) -> None:
+    def refuse_draws(self) -> None:
+        """Raises: ConfigError for data that would not be the same when it is read again; asked for a position alone."""
         if self._draws:
             advice = (
                 "give it state_dict and load_state_dict, or a generator that it seeds, or set data.num_workers to 1"
@@ -103,8 +104,6 @@ class ReadAgain(IterableDataset[Any]):
             raise ConfigError([f"data.dataset: {found}: a resume would read other samples; {advice}"])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position. Raises: ConfigError for data that would not be the same when it is read again."""
-        self._refuse_draws()
         return {_READ: self.number}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -126,6 +125,9 @@ class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has 
         self._end = position
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position after the newest batch. Raises: ConfigError for data that has none."""
+        if isinstance(self.dataset, ReadAgain):
+            self.dataset.refuse_draws()
         state: dict[str, Any] = super().state_dict() if self._end is None else self._end
         return state
 

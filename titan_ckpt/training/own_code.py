@@ -113,5 +113,5 @@ def make_dataset(config: RunConfig, ranks: Ranks, tokenizer: object) -> Iterable
         problem = f"has {num} samples on rank {ranks.rank}, and another number on others: give every rank the same data"
     if problem:
         raise ConfigError([f"{setting}: {data.dataset!r} {problem}"])
-    order: Any = {**share, "shuffle": data.shuffle, "drop_last": getattr(made, "drop_last", False) is True}
+    order: Any = {**share, "shuffle": data.shuffle, "drop_last": bool(getattr(made, "drop_last", False) == 1)}
     return MapDataset(made, config.seed, **order)

@@ -6,6 +6,8 @@ import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from tests.tiny_run import settings
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.callbacks import Callback
+from titan_ckpt.training.callbacks.diloco import DiLoCoWorker
 from titan_ckpt.training.trainer import Trainer
 
 EXAMPLE = Path(__file__).parent.parent / "docs" / "examples" / "diloco.py"
@@ -116,3 +119,11 @@ def test_c5_a_worker_without_saves_is_told_what_its_rounds_are(tmp_path: Path) -
     config = settings(tmp_path, checkpoint={"components": ["optimizer", "rng"], "save": None})
     with pytest.raises(ConfigError, match=r"checkpoint\.save: .* rounds .*; set checkpoint\.save\.interval"):
         Trainer(replace(config, callbacks=(WORKER,))).run()
+
+
+def test_c5_a_worker_in_a_pipeline_is_refused(tmp_path: Path) -> None:
+    """A rank has its stages alone, and the server would get no more than the first rank's."""
+    config = settings(tmp_path, checkpoint={"components": ["optimizer", "rng"]})
+    trainer: Any = SimpleNamespace(config=config, pipeline=object())
+    with pytest.raises(ConfigError, match=r"parallel\.pipeline_parallel: .* the change of a whole model; set it to 1"):
+        DiLoCoWorker().on_init_end(trainer)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import IterableDataset
+from torch.utils.data import Dataset, IterableDataset
 
 from tests.dit import Pictures
 from tests.forked import Program
@@ -21,6 +21,7 @@ from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.run_file import read_run
 from titan_ckpt.training.trainer import Trainer
 
+MEASURED = ("loss", "grad_norm", "num_tokens")
 CONSTANT = {"kind": "constant", "warmup_ratio": 0.0}
 
 
@@ -127,3 +128,44 @@ def test_d8_data_that_ends_ends_the_run_on_all_ranks_at_a_last_step(tmp_path: Pa
     assert whole_run[:2] == (3, 24) and again[:2] == ((4, 24) if ranks == 1 else (3, 24))
     if ranks == 2:  # else the last step of the shorter data had fewer pictures
         assert all(torch.equal(again[2][name], value) for name, value in whole_run[2].items())
+
+
+class Sentences(Dataset[Any]):
+    """Seven sequences of tokens."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, number: int) -> Any:
+        return {"tokens": torch.arange(16) + number, "labels": torch.arange(1, 17) + number}
+
+
+def pipeline(folder: Path, ranks: int) -> None:
+    """Write the run file of two epochs over them, in steps of four, the last of two."""
+    folder.mkdir()
+    write_toml(
+        folder,
+        model={"flavor": "debug-2m"},
+        data={"tokenizer": None, "dataset": f"{__name__}:Sentences"},
+        training={"steps": None, "epochs": 2, "batch_size": 2, "accumulation": 2, "log_interval": 1},
+        parallel={"pipeline_parallel": ranks} if ranks > 1 else {},
+        checkpoint={"save": {"interval": 3}},
+        schedule=CONSTANT,
+    )
+
+
+def test_d8_the_last_step_of_data_that_ends_is_taken_by_a_pipeline_too(tmp_path: Path) -> None:
+    """Sequences without a loss fill it: its loss and its tokens are those of one rank, also after a resume."""
+    for name, ranks in (("one", 1), ("whole", 2), ("cut", 2)):
+        pipeline(tmp_path / name, ranks)
+    on_ranks(1, train, tmp_path / "one")
+    on_ranks(2, train, tmp_path / "whole")
+    with pytest.raises(RankError, match="SIGKILL"):
+        on_ranks(2, train, tmp_path / "cut", kill_in=4)
+    on_ranks(2, train, tmp_path / "cut")
+    one, both, again = (torch.load(tmp_path / name / "trained.pt") for name in ("one", "whole", "cut"))
+    assert one[:2] == both[:2] == again[:2] == (4, 2 * 7 * 16)
+    assert all(torch.equal(both[2][name], value) for name, value in again[2].items())
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    for alone, of_stages in zip(rows(tmp_path / "one"), rows(tmp_path / "whole"), strict=True):
+        assert [of_stages[name] for name in MEASURED] == pytest.approx([alone[name] for name in MEASURED], rel=1e-4)

@@ -192,7 +192,7 @@ class Unknown(IterableDataset[int]):
     """A stream that does not know where it is."""
 
     def __iter__(self) -> Iterator[int]:
-        return iter([1])
+        return iter(range(9))
 
 
 @pytest.mark.parametrize(
@@ -334,6 +334,21 @@ def test_a_loop_of_ones_own_is_told_to_wrap_what_loses_its_order(
 ) -> None:
     with pytest.raises(ConfigError, match=f"{fault}.*titan_ckpt.PositionedLoader"):
         world.manager(tmp_path, torch.nn.Linear(1, 1), save=None, dataloader=data())
+
+
+def test_a_loop_of_ones_own_is_told_what_torchdata_leaves_out_after_a_second_resume(tmp_path: Path) -> None:
+    """It counts twice what it reads again of data that gives no state."""
+    found: list[int] = []
+    state: dict[str, Any] | None = None
+    for _ in range(3):
+        loader = StatefulDataLoader(Unknown(), None)
+        if state is not None:
+            loader.load_state_dict(state)
+        found.append(next(iter(loader)))
+        state = loader.state_dict()
+    assert found == [0, 1, 3], "torchdata is mended: let such data run"
+    with pytest.raises(ConfigError, match=r"Unknown: it has no state_dict .* after a second resume it leaves samples"):
+        world.manager(tmp_path, torch.nn.Linear(1, 1), save=None, dataloader=StatefulDataLoader(Unknown(), None))
 
 
 def test_a_stream_with_another_seed_is_refused() -> None:

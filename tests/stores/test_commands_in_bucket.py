@@ -148,6 +148,9 @@ def test_f4_diff_convert_and_merge_take_urls(
     for one, other in ((made, place / "hf"), (place / "hf", hf), (native, place / "dcp"), (place / "dcp", made)):
         code, found = said(capsys, "diff", one, other, "--config", made)
         assert (code, found["same"], found["components"][0]["tensors"]) == (0, True, [])
+    assert said(capsys, "convert", native, place / "run/exports/mine", "--to", "hf", "--config", made)[0] == 0
+    (listed,) = said(capsys, "ls", place / "run")[1]["exports"]
+    assert (listed["format"], listed["changed"]) == ("hf", "there is no record that a run made it"), "as on a disk"
     code, error = said(capsys, "convert", native, place / "hf", "--to", "dcp")
     assert code == 2 and "is there already" in error
     for to in ("native", "torch"):

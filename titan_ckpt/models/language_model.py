@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.errors import DataError
 from titan_ckpt.geometry.keymap import KeyMap
 
 
@@ -49,8 +50,15 @@ class Model(nn.Module):
         raise NotImplementedError
 
     def num_counted(self, batch: Any) -> int:
-        """Return how many losses the sum of a batch has: by default the rows of its first tensor."""
-        return next(len(value) for value in _tensors(batch))
+        """Return how many losses the sum of a batch has: by default the rows of its first tensor.
+
+        Raises: DataError for a batch that does not show it.
+        """
+        first = next(_tensors(batch), None)
+        if first is None or not first.dim():
+            found = f"a {type(batch).__name__} without a tensor" if first is None else "a tensor without dimensions"
+            raise DataError([f"data: {found} does not say how many losses it has: give your Model a num_counted"])
+        return len(first)
 
 
 def _tensors(value: Any) -> Iterator[torch.Tensor]:

@@ -25,7 +25,7 @@ from torch.utils.data import IterableDataset, default_collate
 
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.errors import CheckpointError, ConfigError, says_setting_is_wrong
-from titan_ckpt.guard.run_guard import RunGuard
+from titan_ckpt.guard.run_guard import RunGuard, StopRun
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights, check_handler
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel, Model
@@ -448,5 +448,5 @@ class BuildSteps:
         for callback in self.callbacks:
             try:
                 getattr(callback, name)(self, *(event[key] for key in about))
-            except Exception:
+            except (Exception, StopRun, SystemExit):  # no other rank would hear that the run is to end
                 logger.exception("%s.%s(step %d) has failed; the run goes on", type(callback), name, event["step"])

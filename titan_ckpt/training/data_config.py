@@ -75,7 +75,7 @@ class DataConfig(Checked):
     dataset: ImportName | None = None
     """Your own data as "package.module:Name": a torch IterableDataset, which reads its rank's share, or map-style data,
     which is dealt to the ranks. It is called with `settings` and those of rank, num_ranks, sequence_length, seed and
-    tokenizer that it has parameters for."""
+    tokenizer that it has parameters for, with **kwargs all."""
     settings: Mapping[str, Any] = default(default_factory=dict)
     """Keyword arguments of your own data."""
 

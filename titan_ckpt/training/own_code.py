@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, IterDataPipe
 
 from titan_ckpt.encoding.named import BadNameError, import_named, is_import_name, make_named
 from titan_ckpt.errors import ConfigError
@@ -95,13 +95,17 @@ def make_dataset(config: RunConfig, ranks: Ranks, tokenizer: object) -> Iterable
     share = {"rank": ranks.data_rank, "num_ranks": ranks.data_size}
     offered = {**share, "sequence_length": data.sequence_length, "seed": config.seed, "tokenizer": tokenizer}
     made: Any = make_named(object, setting, data.dataset, settings=data.settings, offered=offered)
-    if isinstance(made, IterableDataset):
+    if isinstance(made, IterableDataset) and not isinstance(made, IterDataPipe):
         return made
+    parameters = inspect.signature(import_named(data.dataset)).parameters
+    takes = {name: parameter.kind for name, parameter in parameters.items() if name not in data.settings}
     problem = ""
     if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
         problem = f"makes a {type(made).__name__}, expected an IterableDataset, or map-style data with a length"
-    elif taken := share.keys() & inspect.signature(import_named(data.dataset)).parameters.keys() - data.settings.keys():
-        problem = f"takes {' and '.join(sorted(taken))}, and the run deals map-style data to the ranks: leave it out"
+        problem += ", and no DataPipe" * isinstance(made, IterDataPipe)
+    elif taken := {name for name, kind in takes.items() if name in share or kind is inspect.Parameter.VAR_KEYWORD}:
+        named = " and ".join(f"**{name}" if name not in share else name for name in sorted(taken))
+        problem = f"takes {named}, and the run deals map-style data to the ranks: leave it out"
     elif held_generators([made]):
         problem = "holds a random generator, whose state no step holds: let __getitem__ seed one, or take the process's"
     num = -1 if problem else len(made)
@@ -109,5 +113,5 @@ def make_dataset(config: RunConfig, ranks: Ranks, tokenizer: object) -> Iterable
         problem = f"has {num} samples on rank {ranks.rank}, and another number on others: give every rank the same data"
     if problem:
         raise ConfigError([f"{setting}: {data.dataset!r} {problem}"])
-    order: Any = {**share, "shuffle": data.shuffle, "drop_last": getattr(made, "drop_last", False) is True}
+    order: Any = {**share, "shuffle": data.shuffle, "drop_last": bool(getattr(made, "drop_last", False) == 1)}
     return MapDataset(made, config.seed, **order)

@@ -29,7 +29,7 @@ from titan_ckpt.rng import RandomState
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.config import DEFAULT_STEPS
-from titan_ckpt.training.data.batch import Batch, checked, to_device
+from titan_ckpt.training.data.batch import Batch, checked, filled, to_device
 from titan_ckpt.training.header import count_parameters, ending, header, position
 from titan_ckpt.training.loss import Predicted, num_predicted, summed_cross_entropy
 from titan_ckpt.training.model_folder import other_choices
@@ -384,7 +384,7 @@ class Trainer(BuildSteps):
         return StepMetrics(step, loss, grad_norm, lr, num_tokens, seconds / steps)
 
     def _next_batches(self, batches: Iterator[Any]) -> list[Any]:
-        """Return the micro-batches of a step; fewer at the end of the data, and none of a pipeline's then.
+        """Return the micro-batches of a step; fewer at the end of the data.
 
         Raises: DataError for an end that the ranks do not ask each other about.
         """
@@ -392,9 +392,6 @@ class Trainer(BuildSteps):
         if len(found) < self.accumulation and getattr(self.dataloader, "every_label_counts", False):
             what = "every_label_counts is true, by which no rank is asked whether its share has ended, as this one has"
             raise DataError([f"data: {what}: set it to False in the class of the loader"])
-        whole = self.accumulation * self.config.training.batch_size
-        if self.pipeline is not None and sum(len(batch["tokens"]) for batch in found) < whole:
-            return []
         return found
 
     @property
@@ -466,7 +463,7 @@ class Trainer(BuildSteps):
         """
         batches = [share_of(to_device(batch, self.ranks.device), self.ranks) for batch in micro_batches]
         if self.pipeline is not None:
-            whole = {name: torch.cat([batch[name] for batch in batches]) for name in ("tokens", "labels")}
+            whole = filled(batches, self.accumulation * self.config.training.batch_size)
             for index in range(len(batches)):
                 self.callbacks.on_substep_begin(self, index)
             with self.training_context():

@@ -630,6 +630,34 @@ def test_d2_a_callback_is_told_what_is_committed_and_exported_and_its_errors_are
     assert all(f"{what} of {step}" in caplog.text for what, step in [("notice", 1), ("notice", 3), ("export", 3)])
 
 
+@pytest.mark.parametrize("mode", ["disabled", "thread", "process"])
+@pytest.mark.parametrize("stop", [StopRun("stop"), SystemExit(3)])
+def test_d2_a_callback_that_would_stop_the_run_on_rank_0_alone_does_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str, stop: BaseException
+) -> None:
+    """It would in the thread that writes, where no other rank hears of it; the step is committed, and all are told."""
+    told, after = Stopping(stop), Recorder()
+    save = {"interval": 1, "async_mode": mode}
+    tables: Any = {"checkpoint": {"save": save, "export": {"format": "hf", "interval": 1}}, "training": {"steps": 2}}
+    trainer = Trainer(settings(tmp_path, **tables), callbacks=[told, after])
+    assert trainer.run().step == 2 and trainer.exit_code == 0
+    assert sorted(after.published) == [f"{what} {step}" for what in ("committed", "exported") for step in (1, 2)]
+    assert len([record for record in caplog.records if "has failed; the run goes on" in record.message]) == 4
+
+
+class Stopping(Callback):
+    """Raises what ends a run elsewhere."""
+
+    def __init__(self, stop: BaseException) -> None:
+        self.stop = stop
+
+    def on_committed(self, trainer: Trainer, step: int, folder: str, digest: str) -> None:
+        raise self.stop
+
+    def on_exported(self, trainer: Trainer, step: int, folder: str) -> None:
+        raise self.stop
+
+
 def test_d2_an_evaluation_is_on_the_console(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The line of an evaluated step has the held-out loss; the last step is evaluated whatever the interval."""
     data = {"sequence_length": 16, "cache_folder": str(tmp_path / "cache"), "tokenizer": 300}

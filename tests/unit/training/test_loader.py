@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch.utils.data import DistributedSampler, IterableDataset
+from torch.utils.data import DistributedSampler, IterableDataset, get_worker_info
 
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.errors import ConfigError, DataError, LoadMismatchError
 from titan_ckpt.training.data.batch import IGNORED, Batch, checked, collate, to_device
 from titan_ckpt.training.data.corpus import open_corpus
 from titan_ckpt.training.data.loader import Workers, build_dataloader
@@ -122,6 +122,78 @@ def test_d8_the_position_after_the_end_of_ones_own_data_is_its_end(num_workers: 
         again.load_state_dict(ended.state_dict())
         again.state_dict()
         assert [batch["tokens"][:, 0].tolist() for batch in again] == left
+
+
+def taken(loader: Any, num: int) -> list[list[int]]:
+    return [batch.tolist() for batch in islice(loader, num)]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_d8_data_that_gives_no_state_is_read_again_at_every_resume(num_workers: int) -> None:
+    """Nothing is left out or comes twice, however often it is resumed, before its first batch and at its end too."""
+
+    def made(num: int = 31, draws: bool = False) -> Any:
+        return build_dataloader(Stateless(num, draws), 2, STACK, 0, Workers(num_workers))
+
+    for draws in (False, True)[: 1 + num_workers]:
+        expected, found, state = taken(made(draws=draws), 99), [], None
+        for num in (1, 0, 2, 1, 5, 99, 99):
+            again = made(draws=draws)
+            if state is not None:
+                again.load_state_dict(json.loads(json.dumps(state)))
+            again.state_dict()  # a step asks for it before its first batch
+            found += taken(again, num)
+            state = again.state_dict()
+        assert found == expected and len(found) == 15
+
+
+def test_d8_data_that_is_not_the_same_when_it_is_read_again_is_refused() -> None:
+    """Data that is shorter now, and an order of the process's random numbers, in which a step draws too."""
+    loader = build_dataloader(Stateless(31), 2, STACK, 0)
+    taken(loader, 5)
+    shorter = build_dataloader(Stateless(3), 2, STACK, 0)
+    shorter.load_state_dict(loader.state_dict())
+    with pytest.raises(DataError, match=r"it ends after 3 samples, and the position is after 10: .*resume\.exclude"):
+        taken(shorter, 1)
+    drawing = build_dataloader(Stateless(31, True), 2, STACK, 0)
+    assert len(taken(drawing, 3)) == 3, "a run that saves nothing may take it"
+    with pytest.raises(ConfigError, match=r"Stateless draws from the process's random numbers"):
+        drawing.state_dict()
+    late = build_dataloader(Late(9), 2, STACK, 0)
+    taken(late, 2)
+    again = build_dataloader(Late(9), 2, STACK, 0)
+    again.load_state_dict(late.state_dict())
+    with pytest.raises(ConfigError, match="Late draws from the process's random numbers"):
+        taken(again, 1)
+
+
+def test_d4_a_count_is_no_state_of_ones_own_data() -> None:
+    """Nor the other way: data that was given a state_dict since, and that of an earlier version."""
+    counted, own = build_dataloader(Stateless(9), 2, STACK, 0), build_dataloader(Own(), 4, collate, 0)
+    positions = counted.state_dict(), own.state_dict()
+    for one, position in ((counted, positions[1]), (own, positions[0])):
+        with pytest.raises(LoadMismatchError, match=r"the other counts what was read\. .*resume\.exclude"):
+            one.load_state_dict(position)
+
+
+class Stateless(IterableDataset[Any]):
+    """Data of one's own without a state, in its order or in one that is drawn; each worker has a share of it."""
+
+    def __init__(self, num: int, draws: bool = False) -> None:
+        self.num, self.draws = num, draws
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        worker = get_worker_info()
+        order = torch.randperm(self.num) if self.draws else torch.arange(self.num)
+        yield from order if worker is None else order[worker.id :: worker.num_workers]
+
+
+class Late(Stateless):
+    """Data that draws a random number after its second sample."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        for number in range(self.num):
+            yield torch.tensor(number) + (torch.randint(9, ()) if number > 1 else 0)
 
 
 class Own(IterableDataset[Batch]):

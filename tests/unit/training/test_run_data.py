@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import Dataset, IterableDataset, IterDataPipe
 
 from tests.chats import chat_tokenizer, write_chats
+from tests.dit import DiT
 from tests.test_bad_input import write_config
 from tests.tiny_run import losses, rows, settings
 from tests.unit.training.test_terminal import own_log
@@ -110,6 +111,34 @@ class Dealt(Dataset[Any]):
         return 3
 
 
+class Passing(Dealt):
+    """Map-style data that passes on what it is called with."""
+
+    def __init__(self, **more: Any) -> None:
+        super().__init__(rank=more["rank"])
+
+
+class Pipe(IterDataPipe[Any]):
+    """Data whose position torchdata does not know."""
+
+
+class Captions(Dealt):
+    """Texts without any tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __getitem__(self, number: int) -> Any:
+        return "a picture"
+
+
+class Captioned(DiT):
+    """Counts no losses of its own."""
+
+    def summed_loss(self, batch: Any) -> torch.Tensor:
+        return super().summed_loss((torch.zeros(len(batch), 1, 8, 8), torch.zeros(len(batch), dtype=torch.int64)))
+
+
 class Drawing(Dealt):
     """Map-style data that holds a random generator."""
 
@@ -135,6 +164,19 @@ def own(name: str, **more: Any) -> dict[str, Any]:
     ("sections", "expected"),
     [
         ({"data": own("Dealt")}, r"data\.dataset: .*Dealt' takes rank, and the run deals map-style data"),
+        (
+            {"data": own("Passing")},
+            r"Passing' takes \*\*more, and the run deals map-style data to the ranks",
+        ),
+        ({"data": own("Pipe")}, r"Pipe' makes a Pipe, expected an IterableDataset, .* and no DataPipe"),
+        (
+            {
+                "model": {"flavor": None, "name": f"{__name__}:Captioned"},
+                "data": own("Captions"),
+                "training": {"batch_size": 1},
+            },
+            r"data: a list without a tensor does not say how many losses it has: give your Model a num_counted",
+        ),
         ({"data": own("Drawing")}, r"data\.dataset: .*Drawing' holds a random generator"),
         ({"data": own("Own")}, r"data: it has no batch for the first step on every rank"),
         (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from torch import nn
 
 from tests.tiny_run import Recorder, losses, rows, settings
 from titan_ckpt.config import ExportConfig
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, GradientError
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.manager import CheckpointManager
@@ -189,6 +190,25 @@ def test_d5_float16_scales_the_loss_and_a_resume_has_its_scale(
     assert (cut.state.loss_scale, cut.state.finite_steps) == (whole.state.loss_scale, whole.state.finite_steps)
     for name, value in whole.model.state_dict().items():
         assert torch.equal(value, cut.model.state_dict()[name]), name
+
+
+class Broken(Trainer):
+    """Has gradients that are not finite from the third step on."""
+
+    def compute_loss(self, batch: Any) -> torch.Tensor:
+        return super().compute_loss(batch) * (math.nan if self.state.step >= 2 else 1.0)
+
+
+def test_d5_steps_that_are_left_out_are_saved_when_a_gradient_stops_the_run(tmp_path: Path) -> None:
+    """The weights are good: two steps were left out, until no scale was left to halve, and none has changed them."""
+    trainer = Broken(settings(tmp_path, training={"compute_dtype": "float16", "steps": 9}, checkpoint=SELDOM))
+    trainer.state.loss_scale = 4.0
+    with pytest.raises(GradientError, match=r"step 5: .* nan; the weights are those of step 4"):
+        trainer.run()
+    assert [path.name for path in (tmp_path / "run/checkpoints").glob("step-*")] == ["step-4"]
+
+
+SELDOM = {"save": {"interval": 100}}
 
 
 def test_d5_float16_comes_close_to_float32(tmp_path: Path) -> None:

@@ -78,10 +78,20 @@ def seed_evaluations_apart() -> None:
 
 
 def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew."""
+    """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew.
+
+    Also for a dataset whose position it loses.
+    """
     if not is_of_torchdata(loader):
         return
     if isinstance(loader.dataset, IterableDataset):
+        name = class_name(loader.dataset)
+        if not (hasattr(loader.dataset, "state_dict") and hasattr(loader.dataset, "load_state_dict")):
+            reason = (
+                "it has no state_dict and load_state_dict, and a StatefulDataLoader counts twice what it reads again: "
+                "after a second resume it leaves samples out. Give it both"
+            )
+            yield from unless_allowed(f"data: {name}", name, reason, allow)
         if loader.persistent_workers and hasattr(loader.dataset, "_starting_state_dict"):
             yield (
                 "data: persistent_workers: a worker that is kept would begin each later epoch of the stream at the "

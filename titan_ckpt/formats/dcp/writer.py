@@ -44,7 +44,7 @@ from titan_ckpt.formats.publish.publication import (
     published,
     refuse_changed,
 )
-from titan_ckpt.formats.publish.record import RecordExport
+from titan_ckpt.formats.publish.record import RecordExport, unrecorded
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
 from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.stores.mounted import store_of
@@ -69,7 +69,7 @@ class DcpExport:
         """Return no group: shards are written as they are."""
         return set()
 
-    def write(self, folder: Place, coordinator: Coordinator, record: RecordExport = lambda _: None) -> None:
+    def write(self, folder: Place, coordinator: Coordinator, record: RecordExport = unrecorded) -> None:
         """Write, prove and record the folder, and publish it atomically. Collective.
 
         Lazy tensors are resolved one at a time.

@@ -7,6 +7,7 @@ written last and deleted first (LOADABLE).
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import re
@@ -18,7 +19,15 @@ from functools import partial
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import ExportError
-from titan_ckpt.formats.publish.record import RECORDS, Exports, RecordExport, Staged, steps_among, why_changed
+from titan_ckpt.formats.publish.record import (
+    RECORDS,
+    Exports,
+    RecordExport,
+    Staged,
+    steps_among,
+    unrecorded,
+    why_changed,
+)
 from titan_ckpt.stores.bucket import BucketPath, ObjectFacts
 
 LOADABLE = ("config.json", "adapter_config.json", ".metadata")
@@ -95,6 +104,9 @@ class BucketExports(Exports):
             place.bucket.delete([place.key])
             raise
         record(None)
+        if record is unrecorded:
+            with contextlib.suppress(OSError):  # the export is whole; a record that is left says that no run made it
+                self.root.bucket.delete([self._record_at(name).key])
 
     def require_own(self, name: str, attempt: str) -> None:
         if self._record(name).get("attempt") != attempt:
@@ -176,7 +188,7 @@ class BucketExports(Exports):
         record = self._record(name)
         written = record.get("content") or record.get(_TO_BE)
         if not isinstance(written, dict):
-            return "there is no record that a run has finished it"
+            return "there is no record that a run " + ("has finished it" if record else "made it")
         found = {path: _mark(facts) for path, facts in self._objects(name).items()}
         # of the last file the size alone may have been recorded
         return why_changed(written, {path: mark[: len(str(written.get(path, mark)))] for path, mark in found.items()})

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import ExportError, counted, listed
-from titan_ckpt.formats.publish.record import RecordExport, Staged, exports_at
+from titan_ckpt.formats.publish.record import RecordExport, Staged, exports_at, unrecorded
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.stores.mounted import store_of
@@ -72,7 +72,7 @@ def published(
     coordinator: Coordinator,
     tag: str,
     prepare: Callable[[], _Prepared],
-    record: RecordExport = lambda _: None,
+    record: RecordExport = unrecorded,
 ) -> Iterator[Unpublished[_Prepared]]:
     """Give all ranks an empty folder to fill, and publish it as `folder` after the block, if all succeed. Collective.
 

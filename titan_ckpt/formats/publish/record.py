@@ -49,6 +49,10 @@ RecordExport = Callable[[Any], None]
 once more after that, with None."""
 
 
+def unrecorded(_: Any) -> None:
+    """Record nothing: the export is nobody's, and no run removes it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Staged:
     """An export that is being written, on rank 0."""

@@ -31,7 +31,7 @@ from titan_ckpt.formats.publish.publication import (
     published,
     refuse_changed,
 )
-from titan_ckpt.formats.publish.record import RecordExport
+from titan_ckpt.formats.publish.record import RecordExport, unrecorded
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
@@ -84,7 +84,7 @@ class FolderExport:
     buffers: Collection[str] = ()
     """Names of tensors whose replicas may differ: those of a module are written by one rank."""
 
-    def write(self, folder: Place, coordinator: Coordinator, record: RecordExport = lambda _: None) -> None:
+    def write(self, folder: Place, coordinator: Coordinator, record: RecordExport = unrecorded) -> None:
         """Write, prove, record and publish a folder. Collective: ranks without tensors take part too.
 
         1. All ranks plan. 2. Rank 0 makes the companions and the staging folder. 3. The ranks create the files at their

@@ -94,7 +94,7 @@ class Callback:
 
         `digest` is the XXH3-128 of its MANIFEST.json, which has the digests of all its files. Unlike the other events,
         this and the next one are called on rank 0 alone, in the thread that wrote, at any time until the run has ended.
-        An error in them is logged and does not end the run; they cannot save, load or export.
+        An error in them, StopRun too, is logged and does not end the run; they cannot save, load or export.
         """
 
     def on_exported(self, trainer: Trainer, step: int, folder: str) -> None:

@@ -52,9 +52,12 @@ class DiLoCoWorker(Callback):
         self.start: dict[str, torch.Tensor] = {}
 
     def on_init_end(self, trainer: Trainer) -> None:
-        save, output = trainer.config.checkpoint.save, Path(trainer.config.output_folder)
+        save, output, problem = trainer.config.checkpoint.save, Path(trainer.config.output_folder), ""
         if save is None:
             problem = "checkpoint.save: a worker's rounds are the intervals of its saves; set checkpoint.save.interval"
+        elif trainer.pipeline is not None:
+            problem = "parallel.pipeline_parallel: a DiLoCo worker returns the change of a whole model; set it to 1"
+        if save is None or problem:
             raise ConfigError([problem])
         self.folder, self.name, self.inner_steps = output.parent, output.name, save.interval
 

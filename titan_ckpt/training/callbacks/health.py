@@ -6,7 +6,7 @@ import math
 from typing import TYPE_CHECKING
 
 from titan_ckpt.errors import GradientError
-from titan_ckpt.training.callbacks.base import Callback
+from titan_ckpt.training.callbacks.base import Callback, StepMetrics
 
 if TYPE_CHECKING:
     from titan_ckpt.training.trainer import Trainer
@@ -21,6 +21,10 @@ class GradientHealth(Callback):
 
     def on_train_begin(self, trainer: Trainer) -> None:
         self._good = trainer.state.step
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if trainer.config.training.check_gradients == "step":  # also one that was left out, by an overflow in float16
+            self._good = metrics.step
 
     def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
         """Raises: GradientError, on all ranks, because `grad_norm` is the norm of the whole gradient."""

@@ -52,6 +52,13 @@ def without_labels(sample: Batch) -> Batch:
     return sample | {"labels": torch.full_like(sample["labels"], IGNORED)}
 
 
+def filled(batches: Sequence[Batch], num_rows: int) -> Batch:
+    """Return batches of one length as one of `num_rows` sequences, filled with those that have no loss."""
+    joined = {name: torch.cat([batch[name] for batch in batches]) for name in _PADDING}
+    missing = max(num_rows - len(joined["tokens"]), 0)
+    return {name: F.pad(value, (0, 0, 0, missing), value=_PADDING[name]) for name, value in joined.items()}
+
+
 def to_device(value: Any, device: torch.device) -> Any:
     """Return a batch, or a part of one, with all its tensors on the device."""
     if isinstance(value, torch.Tensor):

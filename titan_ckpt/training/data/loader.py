@@ -11,19 +11,22 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from math import inf
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ckpt.errors import ConfigError, DataError, LoadMismatchError
+from titan_ckpt.rng import process_state
 from titan_ckpt.training.data.batch import Batch, without_labels
 from titan_ckpt.training.data.batch import collate as join
 from titan_ckpt.training.data.sequences import Bookmark, IndexedDataset, MapDataset, OrderedDataset
 
 Collate = Callable[[Sequence[Batch]], Batch]
+_READ = "titan_ckpt.samples_read"
 _AFRESH = 'start the data afresh with checkpoint.resume.exclude = ["dataloader"]'
 
 
@@ -56,12 +59,55 @@ def build_dataloader(
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it ends at a fork, with a warning
     if isinstance(dataset, OrderedDataset):
         return OrderedLoader(dataset, batch_size, collate, seed, workers)
+    if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
+        dataset = ReadAgain(dataset)  # torchdata counts what it reads again twice
     generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
         settings = {"collate_fn": collate, "generator": generator, **workers.settings()}
         # torchdata cannot go on after a short batch
         return OwnDataLoader(dataset, batch_size, drop_last=True, **settings)
+
+
+class ReadAgain(IterableDataset[Any]):
+    """Data of your own that gives no state: a resume reads it from its start to its position."""
+
+    def __init__(self, data: IterableDataset[Any]) -> None:
+        self.data = data
+        self.number = 0
+        """Samples that were read."""
+        self._draws: bool | None = None
+        """Whether reading the first sample draws from the process's generators, in which a step draws too."""
+
+    def __iter__(self) -> Iterator[Any]:
+        """Yield the samples after the position. Raises: DataError if it is not there; ConfigError."""
+        before, samples = process_state(), iter(self.data)
+        read = sum(1 for _ in islice(samples, self.number))
+        if read < self.number:
+            problem = f"it ends after {read} samples, and the position is after {self.number}: restore it, or {_AFRESH}"
+            raise DataError([f"data.dataset: {problem}"])
+        for sample in samples:
+            if self._draws is None:  # each worker process has the generators of its start again
+                self._draws = get_worker_info() is None and process_state() != before
+                if read:
+                    self.refuse_draws()
+            self.number += 1
+            yield sample
+
+    def refuse_draws(self) -> None:
+        """Raises: ConfigError for data that would not be the same when it is read again; asked for a position alone."""
+        if self._draws:
+            advice = (
+                "give it state_dict and load_state_dict, or a generator that it seeds, or set data.num_workers to 1"
+            )
+            found = f"{type(self.data).__name__} draws from the process's random numbers and gives no state"
+            raise ConfigError([f"data.dataset: {found}: a resume would read other samples; {advice}"])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {_READ: self.number}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.number = state_dict[_READ]
 
 
 class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has no types
@@ -79,6 +125,9 @@ class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has 
         self._end = position
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the position after the newest batch. Raises: ConfigError for data that has none."""
+        if isinstance(self.dataset, ReadAgain):
+            self.dataset.refuse_draws()
         state: dict[str, Any] = super().state_dict() if self._end is None else self._end
         return state
 
@@ -89,8 +138,22 @@ class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has 
                 "dataloader: the checkpoint's position is not one in data of your own with data.num_workers = "
                 f"{self.num_workers}. Restore data.dataset and data.num_workers, or {_AFRESH}"
             )
+        is_counted = [isinstance(state, dict) and _READ in state for state in _states_of_data(state_dict)]
+        if is_counted and {*is_counted} != {isinstance(self.dataset, ReadAgain)}:
+            raise LoadMismatchError(
+                "dataloader: of the checkpoint's position and this run's data.dataset, one has a state of your own and "
+                f"the other counts what was read. Restore data.dataset, or {_AFRESH}"
+            )
         self._end = None
         super().load_state_dict(state_dict)
+
+
+def _states_of_data(state_dict: dict[str, Any]) -> list[Any]:
+    """Return the states of a dataset in a position of torchdata's: one, or one of each worker process."""
+    if "_num_yielded" in state_dict:
+        return [state_dict.get("dataset_state")]
+    workers = state_dict.get("_snapshot", {}).get("_worker_snapshots", {})
+    return [worker.get("dataset_state") for worker in workers.values()]
 
 
 def _num_workers_of(state_dict: dict[str, Any]) -> int | None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -61,6 +62,24 @@ def test_ranks_of_a_team_read_like_shares_in_pieces_that_fit_the_windows() -> No
         windows = [*shared._windows(pieces, len(ranks))]
         assert [piece for window in windows for piece in window] == pieces
         assert all(sum(piece.num_bytes for piece in window) <= shared._WINDOW_BYTES for window in windows)
+
+
+@pytest.mark.parametrize("num_ranks", [9, 10, 11, 12, 14])
+def test_no_element_is_cut_whatever_the_number_of_ranks(num_ranks: int, tmp_path: Path) -> None:
+    """Values that are cast arrive in their places though the ranks cannot share a window evenly."""
+    values = torch.arange(15 << 20, dtype=torch.int32).view(torch.float32)
+    values.numpy().tofile(tmp_path / "file")
+    into = torch.zeros(values.numel(), dtype=torch.float64)
+    reader = SliceReader(
+        FileReader(tmp_path / "file"), None, [Slice("x", 0, (values.numel(),), torch.float32, None, into)]
+    )
+    deal, ranks = Deal(Coordinator(0, 1, None, "", 1.0)), tuple(range(num_ranks))
+    shared._deal(ranks, [(reader, deal, run) for run in reader.runs])
+    content = memoryview((tmp_path / "file").read_bytes())
+    for _, (start, stop), reader_rank in deal.teams[ranks]:
+        data = content[start:stop]
+        reader.put((start, stop), data, xxhash.xxh3_128_digest(data), reader_rank)
+    assert torch.equal(into, values.double())
 
 
 def test_only_what_is_dear_to_read_is_read_together() -> None:

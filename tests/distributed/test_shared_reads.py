@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import json
+import logging
 import os
 import pickle
 import random
@@ -11,7 +13,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +22,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -37,11 +40,14 @@ from titan_ckpt.distributed.peer_groups import PeerGroups
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.filling import ChunkSource
 from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.reading import shared
 from titan_ckpt.formats.reading.engine import SliceReader
+from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -237,17 +243,26 @@ def saved(run: Run, folder: Path, steps: int) -> list[dict[str, Any]]:
 def test_a_run_resumes_and_says_what_it_read_and_received(tmp_path: Path) -> None:
     """The telemetry of all ranks counts each byte once as read and thrice as received; off, all is read four times.
 
+    The log says which it is and why.
     A damaged step is left for the one before, and what broke off there is connected anew.
     """
     run = whole_run()
     history = saved(run, tmp_path, 2)
     events: list[Any] = []
-    for is_on in (True, False):
-        with together(), run.manager(tmp_path, resume=ResumeConfig(share_reads=is_on)) as manager:
+    for is_on, why in [(True, "MB are read together with other ranks: "), (False, "share_reads is false")]:
+        with (
+            together(),
+            heard(level=logging.INFO) as lines,
+            run.manager(tmp_path, resume=ResumeConfig(share_reads=is_on)) as manager,
+        ):
             manager.telemetry.add_sink(events.append)
             run.step(torch.ones(1, 512))
             assert manager.load().step == 2
             assert same(run.state(), history[1])
+        assert len([line for line in lines if why in line]) == 1
+    with heard(level=logging.INFO) as lines, run.manager(tmp_path) as manager:
+        manager.load()
+    assert [line for line in lines if "nothing to share is in a bucket" in line]
     if dist.get_rank() == 0:
         on, off = ((e["bytes_read"], e["bytes_received"]) for e in events if e["event"] == "load")
         assert on[1] == 3 * on[0] > 3 * 12e6
@@ -285,6 +300,33 @@ def test_a_frozen_base_that_every_rank_holds_is_read_once(tmp_path: Path) -> Non
     of_ranks = gathered(reads)
     assert all(of_ranks)
     assert not overlapping([*itertools.chain(*of_ranks)])
+
+
+@distributed(nproc=4)
+def test_an_adapter_of_peft_is_read_once(tmp_path: Path) -> None:
+    """Its values are checked on every rank after they have come."""
+    line, (key, other) = Coordinator.current(60.0), [f"base_model.model.wq.lora_{x}.weight" for x in "AB"]
+    values = {key: torch.randn(8, 1 << 17), other: torch.randn(1 << 17, 8)}
+    for value in values.values():
+        dist.broadcast(value, 0)
+    for is_finite in (True, False):
+        if line.rank == 0:
+            values[other][-1, -1] = 1.0 if is_finite else torch.nan
+            config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["wq"]}
+            (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+            save_file(values, tmp_path / "adapter_model.safetensors")
+        line.barrier("written")
+        state = {name: torch.zeros_like(value) for name, value in values.items()}
+        with together() as reads, PeftReader(tmp_path) as reader:
+            requests = [FilePart(name, Chunk.whole(value.shape), value) for name, value in state.items()]
+            (fill,) = shared.share_reads("read", [reader.plan(requests)], line, is_on=True)
+            with nullcontext() if is_finite else pytest.raises(CorruptCheckpointError, match="not finite"):
+                fill()
+            line.peers.discard()
+        dist.broadcast(values[other], 0)
+        assert all(state[name].view(torch.int32).equal(value.view(torch.int32)) for name, value in values.items())
+        of_ranks = gathered(reads)
+        assert all(of_ranks) and not overlapping([*itertools.chain(*of_ranks)])
 
 
 @distributed(nproc=2)

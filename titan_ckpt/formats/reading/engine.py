@@ -98,6 +98,25 @@ class SliceFill:
         return SliceFill([*self.slices, *other.slices], self.what)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedFill:
+    """Fills the memory of slices, then checks it."""
+
+    fill: SliceFill
+    check: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.fill()
+        self.check()
+
+    def sources(self) -> list[SliceReader]:
+        return self.fill.sources()
+
+    def fill_after(self, sources: Sequence[SliceReader], deal: Deal) -> None:
+        self.fill.fill_after(sources, deal)
+        self.check()
+
+
 def verify(file: Reader, blocks: Blocks, slices: Sequence[Slice], count: progress.Count) -> None:
     """Verify the blocks of slices and write to no tensor. Raises: CorruptCheckpointError; OSError."""
     execute([SliceReader(file, blocks, slices)], count)
@@ -255,8 +274,12 @@ class SliceReader:
 
     @property
     def key(self) -> str:
-        """Return what names these bytes on every rank: the file, its size and its blocks, and where it may be cut."""
-        return f"{self.path} {self._file.num_bytes} {self._blocks is not None and self._block} {self._base}"
+        """Return what names these bytes on every rank: the file and its blocks, and where it may be cut.
+
+        Hosts may have files of their own under one path, whose sizes are equal, but not their times.
+        """
+        file = f"{self.path} {self._file.num_bytes} {self._file.written_ns}"
+        return f"{file} {self._blocks is not None and self._block} {self._base}"
 
     def fetch(self, window: Window, into: memoryview) -> None:
         """Read a window for all ranks that want it into aligned memory, and verify it; fill no target.

@@ -14,7 +14,7 @@ from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.reading import shared
 from titan_ckpt.formats.reading.engine import Blocks, SliceReader
-from titan_ckpt.formats.reading.shared import Deal, is_dear, joined
+from titan_ckpt.formats.reading.shared import Deal, awaited, is_dear, joined, said
 from titan_ckpt.formats.reading.slices import Slice
 
 
@@ -92,6 +92,29 @@ def test_only_what_is_dear_to_read_is_read_together() -> None:
         if is_dear(is_remote=is_remote, is_networked=is_networked, is_cached=is_cached)
     ]
     assert on == [(False, True, False), *((True, a, b) for a in (False, True) for b in (False, True))]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"is_on": False, "dear": 9 << 20}, "because checkpoint.resume.share_reads is false"),
+        ({"dear": 0}, "nothing to share is in a bucket"),
+        (
+            {"dear": 9 << 20},
+            "of 9 MB that are in a bucket, or on a network's file system and not in the page cache, it",
+        ),
+        ({"dear": 90 << 20, "together": 80 << 20, "read": 20 << 20}, "84 MB are read together with other ranks: 21 MB"),
+    ],
+)
+def test_the_log_says_whether_and_why_ranks_read_together(given: dict[str, Any], text: str) -> None:
+    assert text in said(**{"is_on": True, "together": 0, "read": 0, **given})
+
+
+def test_a_rank_that_did_not_wait_is_the_one_that_was_late() -> None:
+    """Not where all have waited, as for a network that is gone, or none."""
+    assert awaited({0: 2.1, 1: 2.0, 2: 0.0}, 4.0) == [2]
+    assert awaited({0: 2.1, 1: 2.0, 3: 1.9}, 4.0) == []
+    assert awaited({0: 0.2, 1: 0.0}, 4.0) == []
 
 
 def test_a_piece_is_a_block_at_least(tmp_path: Path) -> None:

@@ -250,11 +250,8 @@ def test_a_run_resumes_and_says_what_it_read_and_received(tmp_path: Path) -> Non
     history = saved(run, tmp_path, 2)
     events: list[Any] = []
     for is_on, why in [(True, "MB are read together with other ranks: "), (False, "share_reads is false")]:
-        with (
-            together(),
-            heard(level=logging.INFO) as lines,
-            run.manager(tmp_path, resume=ResumeConfig(share_reads=is_on)) as manager,
-        ):
+        resume = ResumeConfig(share_reads=is_on)
+        with together(), heard(level=logging.INFO) as lines, run.manager(tmp_path, resume=resume) as manager:
             manager.telemetry.add_sink(events.append)
             run.step(torch.ones(1, 512))
             assert manager.load().step == 2

@@ -101,7 +101,7 @@ def test_only_what_is_dear_to_read_is_read_together() -> None:
         ({"dear": 0}, "nothing to share is in a bucket"),
         (
             {"dear": 9 << 20},
-            "of 9 MB that are in a bucket, or on a network's file system and not in the page cache, it",
+            "of 9 MB that are in a bucket, or on a network's file system",
         ),
         ({"dear": 90 << 20, "together": 80 << 20, "read": 20 << 20}, "84 MB are read together with other ranks: 21 MB"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import logging
@@ -31,6 +32,7 @@ from tests.faults import forked_ranks
 from tests.faults.rank_exports import join
 from tests.faults.scenarios import SOAK
 from tests.faults.test_half_loaded import refused
+from tests.forked import resident
 from tests.world import Run, convert, flip_bit, gathered, heard, llama, misplaced, same, write_hf
 from tests.world import manager as manager_of
 from titan_ckpt.config import ExportConfig, InitialLoadConfig, ResumeConfig
@@ -108,12 +110,12 @@ def write(folder: Path, form: str, state: StateDict, line: Coordinator) -> None:
     line.barrier("written")
 
 
-def load(state: StateDict, folder: Any, line: Coordinator, *, cast: bool = False) -> None:
+def load(state: StateDict, folder: Any, line: Coordinator, *, cast: bool = False, is_on: bool = True) -> None:
     """Fill tensors as a manager does, of the same names as in the folder."""
     form: Any = folder.name if folder.name in FORMATS else None  # a native folder without a manifest says nothing
     with open_reader(folder, form) as reader:
         plan = StateDictTransforms(KeyMap(identity=True)).from_file(state, reader.tensors, None, cast=cast)
-        (fill,) = shared.share_reads("read", [reader.plan(plan.requests)], line, is_on=True)
+        (fill,) = shared.share_reads("read", [reader.plan(plan.requests)], line, is_on=is_on)
         line.together("filled", fill)
         line.peers.discard()
 
@@ -367,6 +369,26 @@ def test_files_of_one_name_that_differ_are_not_mixed(tmp_path: Path) -> None:
     with together(), patch.object(FileReader, "__init__", own):
         load(state, folder, line)
     assert not misplaced(state, {name: v + line.rank for name, v in values.items()}), file
+
+
+@distributed(nproc=4)
+def test_memory_is_two_windows_beside_that_of_a_load(tmp_path: Path) -> None:
+    """And a piece that is read ahead, here of 2 MiB; also of a DCP chunk, which is whole in memory either way."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back, and counts again
+    line, values = Coordinator.current(60.0), {"big": torch.ones(6144, 2048), "few": torch.ones(3, 8)}
+    sizes = {"_PIECE_BYTES": (1 << 20, 2 << 20), "_WINDOW_BYTES": 8 << 20, "_AHEAD_BYTES": 2 << 20}
+    for form in FORMATS:
+        write(folder := tmp_path / form, form, values, line)
+        peaks = []
+        for is_on in (False, True, False, True):  # the first two, which import and connect, do not count
+            state = {name: torch.full_like(value, 2.0) for name, value in values.items()}
+            with together(**sizes):
+                Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+                before = resident()
+                load(state, folder, line, is_on=is_on)
+                peaks.append(resident("VmHWM") - before)
+            assert same(state, values)
+        assert peaks[3] - peaks[2] < (2 * 8 + 2 + 8) << 20, (form, [peak >> 20 for peak in peaks])
 
 
 RANKS, SECONDS = 4, 4.0

@@ -69,7 +69,8 @@ class ChunkSource:
         self._missing = {chunk: stored.num_bytes for chunk, stored in chunks.items()}
         self._lock = threading.Lock()
         with reader.opened(name) as file:
-            self.is_remote, self.is_networked, self.num_workers = file.is_remote, file.is_networked, file.num_workers
+            self.is_remote, self.is_networked = file.is_remote, file.is_networked
+            self.ahead_bytes = file.num_workers * file.request_bytes
             wanted = sum(stop - start for start, stop in self.runs)
             cached = 0 if file.is_remote else sum(file.cached_bytes(start, stop - start) for start, stop in self.runs)
             self.is_cached = cached >= wanted

@@ -183,6 +183,7 @@ class SliceReader:
         self.filled: list[Window] = []
         """Blocks that were copied to live memory, completely or in part."""
         self.num_workers, self.is_remote = self._file.num_workers, self._file.is_remote
+        self.ahead_bytes = self.num_workers * self._file.request_bytes
         self._slices = sorted((part for part in slices if part.stop > part.first), key=lambda part: part.first)
         self._firsts = [part.first for part in self._slices]
         self._reach = list(accumulate((part.stop for part in self._slices), max))

@@ -44,8 +44,8 @@ _WINDOW_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20, 8 << 20
 """Least and most bytes that a rank reads and sends at a time, if its team's share is not less."""
 _AHEAD_BYTES = 64 << 20
-"""Bytes that a rank reads ahead of what it sends. With more, the first piece would share its bandwidth with later ones,
-and all ranks would wait for it."""
+"""Most bytes that a rank reads ahead of what it sends. With more, the first piece would share its bandwidth with later
+ones, and all ranks would wait for it."""
 _DIGEST_BYTES = 16
 _NOTHING = bytes(_DIGEST_BYTES)
 """In place of a digest: the rank could not read the piece."""
@@ -69,8 +69,8 @@ class Source(Protocol):
     is_remote: bool
     is_networked: bool
     is_cached: bool
-    num_workers: int
-    """Reads that are worth having in flight."""
+    ahead_bytes: int
+    """Bytes that each rank has in flight if it reads by itself."""
     is_verified: bool
     """Whether the file has digests of its bytes."""
 
@@ -153,8 +153,8 @@ class Deal:
 
     def _run_team(self, ranks: Ranks, windows: Sequence[list[_Piece]], memories: list[Buffer], count: Count) -> None:
         own = iter([piece for window in windows for piece in window if piece.reader == self.coordinator.rank])
-        most = _AHEAD_BYTES // max(piece.num_bytes for window in windows for piece in window)
-        num_ahead = max(1, min(most, max(piece.source.num_workers for window in windows for piece in window)))
+        most = min(_AHEAD_BYTES, max(piece.source.ahead_bytes for window in windows for piece in window))
+        num_ahead = max(1, most // max(piece.num_bytes for window in windows for piece in window))
         ahead: deque[Future[Buffer]] = deque()
         with ThreadPoolExecutor(num_ahead, "titan_ckpt-ahead", cuda.as_here()) as pool:
 

@@ -38,8 +38,8 @@ from tests.world import manager as manager_of
 from titan_ckpt.config import ExportConfig, InitialLoadConfig, ResumeConfig
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.distributed.peer_groups import PeerGroups
-from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.distributed.peer_groups import ExchangeBroken, PeerGroups
+from titan_ckpt.errors import CorruptCheckpointError, PeerError
 from titan_ckpt.formats.dcp.filling import ChunkSource
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.peft import PeftReader
@@ -389,6 +389,32 @@ def test_memory_is_two_windows_beside_that_of_a_load(tmp_path: Path) -> None:
                 peaks.append(resident("VmHWM") - before)
             assert same(state, values)
         assert peaks[3] - peaks[2] < (2 * 8 + 2 + 8) << 20, (form, [peak >> 20 for peak in peaks])
+
+
+@distributed(nproc=2)
+def test_a_signal_is_heard_while_a_rank_waits_for_another(tmp_path: Path) -> None:
+    """As of Ctrl-C: the other rank sends nothing until it is heard."""
+    line, values, is_heard = Coordinator.current(40.0), truth(), tmp_path / "heard"
+    write(folder := tmp_path / "native", "native", values, line)
+    broadcast = PeerGroups.broadcast
+
+    def interrupted(*_: object) -> None:
+        is_heard.touch()
+        raise KeyboardInterrupt
+
+    def waiting(self: PeerGroups, ranks: Any, sender: int, memory: torch.Tensor, seconds: float) -> Any:
+        if sender == 1 and line.rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+        if sender == line.rank == 1:
+            looks = itertools.takewhile(lambda _: not is_heard.exists(), range(100))
+            assert len([time.sleep(0.1) for _ in looks]) < 100
+        return broadcast(self, ranks, sender, memory, seconds)
+
+    signal.signal(signal.SIGALRM, interrupted)
+    state = empty("replicated", values)
+    told = pytest.raises(KeyboardInterrupt if line.rank == 0 else (PeerError, ExchangeBroken))
+    with together(), patch.object(PeerGroups, "broadcast", waiting), told:
+        load(state, folder, line)
 
 
 RANKS, SECONDS = 4, 4.0

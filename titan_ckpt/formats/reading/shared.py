@@ -46,6 +46,7 @@ _PIECE_BYTES = 4 << 20, 8 << 20
 _AHEAD_BYTES = 64 << 20
 """Most bytes that a rank reads ahead of what it sends. With more, the first piece would share its bandwidth with later
 ones, and all ranks would wait for it."""
+_LOOK_SECONDS = 0.001
 _DIGEST_BYTES = 16
 _NOTHING = bytes(_DIGEST_BYTES)
 """In place of a digest: the rank could not read the piece."""
@@ -195,6 +196,8 @@ class Deal:
     def _receive(self, ranks: Ranks, sent: Sequence[_Sent], count: Count) -> None:
         with _unbroken(ranks):
             for piece in sent:
+                while not piece.work.is_completed():  # unlike in `wait`, signals are heard
+                    time.sleep(_LOOK_SECONDS)
                 piece.work.wait()
         if sent:
             run_workers(sent, lambda piece: piece.fill(count), min(num_copy_workers(), len(sent)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -68,6 +69,7 @@ def run_of(layout: str) -> Run:
     return Run(model, is_laid_out=True)
 
 
+@distributed(nproc=4)
 def save(folder: RunFolder, layout: str) -> None:
     """Save a step of 8 MB of weights and 16 MB of moments."""
     run = run_of(layout)
@@ -79,6 +81,7 @@ def save(folder: RunFolder, layout: str) -> None:
         torch.save(state, folder.base / "truth.pt")
 
 
+@distributed(nproc=4)
 def resume(folder: RunFolder, layout: str, is_on: bool) -> None:
     run = run_of(layout)
     with run.manager(folder, resume=ResumeConfig(share_reads=is_on)) as manager:
@@ -97,11 +100,11 @@ def test_a_step_that_ranks_hold_alike_is_asked_for_once(
     with Counting(s3.endpoint) as proxy:
         place = place_in(s3)
         folder = RunFolder(tmp_path, f"{s3.url}/{place.key}", StoreConfig(endpoint=proxy.endpoint, retry_seconds=5.0))
-        on_ranks(save)(folder, layout)
+        on_ranks(inspect.unwrap(save))(folder, layout)
         proxy.take()
-        on_ranks(resume)(folder, layout, True)
+        on_ranks(inspect.unwrap(resume))(folder, layout, True)
         once, heads = proxy.take()
-        on_ranks(resume)(folder, layout, False)
+        on_ranks(inspect.unwrap(resume))(folder, layout, False)
         by_each, same_heads = proxy.take()
     asked, asked_by_each = (sum(stop - start for _, start, stop in ranges) for ranges in (once, by_each))
     assert asked > 19e6 and asked_twice(once) < 0.001 * asked

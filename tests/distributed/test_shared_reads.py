@@ -461,7 +461,7 @@ def small_run(layout: str) -> Run:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False), torch.nn.Linear(512, 256))
     if layout == "hsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, RANKS // 2)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicas", "shards")))
     return Run(model, is_laid_out=True)
 
 

@@ -65,7 +65,7 @@ def run_of(layout: str) -> Run:
     torch.manual_seed(0)
     model = torch.nn.Linear(1024, 2048, bias=False)
     if layout == "hsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2)))
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
     return Run(model, is_laid_out=True)
 
 

@@ -1,17 +1,20 @@
 """Load what every rank holds, read together and by each: python -m benchmarks.shared_reads --nproc 4 [--gb N].
 
-Every rank stands for a host that gets so many MB/s of a store. Sending takes processors, which hosts do not share and
-these ranks do: at 50 MB/s four ranks on two processors have what hosts would have at 200 MB/s or more. Then the same
-from the page cache, where nothing is shared.
+A store gives 200 MB/s to a host, whose ranks share them, or to each of as many hosts as there are ranks. Hosts have
+processors of their own, and these ranks do not, so a limit says what the machine gives: ranks that read each byte once
+and broadcast it, and do nothing else. Then the same load from the page cache, where nothing is shared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import statistics
 import threading
 import time
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,16 +24,18 @@ import torch
 
 from benchmarks.common import Options, PeakMemory, StateDict, alternate, clean_folder, local_bytes, parse, report, run
 from benchmarks.load import spoil
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.direct import NUM_WORKERS, FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.native.layout import rank_file_name
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
-from titan_ckpt.formats.reading.shared import share_reads
+from titan_ckpt.formats.reading.shared import _PIECE_BYTES, share_reads
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import FilePart
 
-RATES = (50, 200)
-"""MB/s that a host gets of the store."""
+HOST_RATE = 200e6
+"""Bytes per second that a host gets of the store."""
+LIMIT = "limit"
 CACHED, CACHED_ALONE = "page cache, asked whether to share", "page cache, share_reads = false"
 
 
@@ -50,36 +55,74 @@ def main(options: Options) -> dict[str, Any]:
             line.together("filled", fill)
             line.peers.discard()
 
-    def slowly(rate: int, *, is_on: bool) -> None:
-        with throttled(rate * 1e6):
-            load(is_on=is_on)
+    def slowly(act: Callable[[], None], rate: float) -> None:
+        with throttled(rate):
+            act()
 
-    slow = {(rate, is_on): _named(rate, is_on=is_on) for rate in RATES for is_on in (True, False)}
-    cases = {name: partial(slowly, rate, is_on=is_on) for (rate, is_on), name in slow.items()} | {
-        CACHED: lambda: load(is_on=True),
-        CACHED_ALONE: lambda: load(is_on=False),
+    together, alone = partial(load, is_on=True), partial(load, is_on=False)
+    limit = partial(_only_send, local_bytes(state), line, folder)
+    acts = {"read together": together, "by each rank": alone, LIMIT: limit}
+    hosts = {
+        f"1 host of 200 MB/s with {options.nproc} ranks": HOST_RATE / options.nproc,
+        f"{options.nproc} hosts of 200 MB/s each": HOST_RATE,
     }
-    times = alternate(cases, options.pairs, lambda _: spoil(state), after=lambda _: _prove(state, one))
+    cases: dict[str, Callable[[], None]] = {
+        f"{host}: {way}": partial(slowly, act, rate) for host, rate in hosts.items() for way, act in acts.items()
+    }
+    cases |= {CACHED: together, CACHED_ALONE: alone}
+    times = alternate(
+        cases, options.pairs, lambda _: spoil(state), after=lambda case: LIMIT in case or _prove(state, one)
+    )
     report(f"loads of {options.nproc} ranks that hold all", times, local_bytes(state))
     peaks = {}
-    for is_on in (True, False):
+    for way in ("read together", "by each rank"):
         line.barrier("measured")
         with PeakMemory() as peak:
-            slowly(RATES[-1], is_on=is_on)
-        peaks[is_on] = peak.mib
+            slowly(acts[way], HOST_RATE)
+        peaks[way] = peak.mib
     median = {case: statistics.median(seconds) for case, seconds in times.items()}
+
+    def shares(way: str) -> dict[str, float]:
+        return {host: round(median[f"{host}: {way}"] / median[f"{host}: read together"], 2) for host in hosts}
+
     return {
-        "times_faster": {rate: round(median[slow[rate, False]] / median[slow[rate, True]], 2) for rate in RATES},
+        "times_faster": shares("by each rank"),
+        "share_of_limit": shares(LIMIT),
         "share_of_time_cached": round(median[CACHED] / median[CACHED_ALONE], 3),
-        "extra_peak_mib": {"read together": peaks[True], "by each rank": peaks[False]},
+        "extra_peak_mib": peaks,
         "seconds": {case: round(seconds, 4) for case, seconds in median.items()},
         "bytes": local_bytes(state),
         "pairs": options.pairs,
     }
 
 
-def _named(rate: int, *, is_on: bool) -> str:
-    return f"{rate} MB/s a host, {'read together' if is_on else 'by each rank'}"
+def _only_send(num_bytes: int, line: Coordinator, folder: Path) -> None:
+    """Read so many bytes, each on one rank, and broadcast them in pieces as large as a load's: no digest, no copy."""
+    ranks = tuple(range(line.world_size))
+    line.peers.connect(line, lambda: [ranks])
+    with contextlib.closing(FileReader(folder / rank_file_name(0))) as file, ThreadPoolExecutor(NUM_WORKERS) as pool:
+        size = min(_PIECE_BYTES[1], file.num_bytes)
+        own = iter(range(line.rank, num_bytes // size, len(ranks)))
+
+        def read() -> torch.Tensor:
+            memory = torch.empty(size, dtype=torch.uint8)
+            file.read_into([memoryview(memory.numpy())], 0)
+            return memory
+
+        ahead = deque(pool.submit(read) for _ in itertools.islice(own, NUM_WORKERS))
+        received = torch.empty(2 * len(ranks), size, dtype=torch.uint8)
+        under_way: deque[Any] = deque()
+        for number in range(num_bytes // size):
+            memory = received[number % len(received)]
+            if number % len(ranks) == line.rank:
+                memory = ahead.popleft().result()
+                ahead.extend(pool.submit(read) for _ in itertools.islice(own, 1))
+            if len(under_way) == len(received):
+                under_way.popleft().wait()
+            under_way.append(line.peers.broadcast(ranks, number % len(ranks), memory, 60.0))
+        for work in under_way:
+            work.wait()
+    line.peers.discard()
 
 
 def _prove(state: StateDict, one: torch.Tensor) -> None:

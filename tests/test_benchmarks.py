@@ -12,6 +12,7 @@ import pytest
 
 from benchmarks.common import Options
 from tests.stores import servers
+from titan_ckpt.testing import distributed
 
 KEYS = {"ratio_vs_dcp", "ratio_vs_best_peer", "fraction_of_limit", "bytes_written", "extra_peak_mib", "pairs"}
 
@@ -54,6 +55,16 @@ def test_each_benchmark_reports_its_measures(
             measure = measure[key]
         assert measure.keys() >= KEYS
         assert measure["pairs"] == 1 and measure["ratio_vs_dcp"] > 0
+
+
+@distributed(nproc=2)
+def test_shared_reads_are_compared_with_what_the_machine_gives(tmp_path: Path) -> None:
+    """For one host and for as many as ranks: the shares of loads by each rank, and of the limit."""
+    module = importlib.import_module("benchmarks.shared_reads")
+    found = module.main(Options(gb=0.034, nproc=2, pairs=1, json=True, folder=str(tmp_path / "bench"), tensors=0))
+    hosts = {"1 host of 200 MB/s with 2 ranks", "2 hosts of 200 MB/s each"}
+    assert found["times_faster"].keys() == found["share_of_limit"].keys() == hosts
+    assert all(share > 0 for share in found["share_of_limit"].values())
 
 
 @pytest.mark.filterwarnings("ignore")  # the peers' own

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import inspect
 import itertools
+import json
+import logging
 import os
+import pickle
+import random
+import shutil
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,25 +25,33 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.faults import forked_ranks
 from tests.faults.rank_exports import join
+from tests.faults.scenarios import SOAK
 from tests.faults.test_half_loaded import refused
+from tests.forked import resident
 from tests.world import Run, convert, flip_bit, gathered, heard, llama, misplaced, same, write_hf
 from tests.world import manager as manager_of
 from titan_ckpt.config import ExportConfig, InitialLoadConfig, ResumeConfig
+from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.distributed.peer_groups import PeerGroups
-from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.distributed.peer_groups import ExchangeBroken, PeerGroups
+from titan_ckpt.errors import CorruptCheckpointError, PeerError
 from titan_ckpt.formats.dcp.filling import ChunkSource
 from titan_ckpt.formats.huggingface.export import export_huggingface
+from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.reading import shared
 from titan_ckpt.formats.reading.engine import SliceReader
+from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -96,12 +112,12 @@ def write(folder: Path, form: str, state: StateDict, line: Coordinator) -> None:
     line.barrier("written")
 
 
-def load(state: StateDict, folder: Any, line: Coordinator, *, cast: bool = False) -> None:
+def load(state: StateDict, folder: Any, line: Coordinator, *, cast: bool = False, is_on: bool = True) -> None:
     """Fill tensors as a manager does, of the same names as in the folder."""
     form: Any = folder.name if folder.name in FORMATS else None  # a native folder without a manifest says nothing
     with open_reader(folder, form) as reader:
         plan = StateDictTransforms(KeyMap(identity=True)).from_file(state, reader.tensors, None, cast=cast)
-        (fill,) = shared.share_reads("read", [reader.plan(plan.requests)], line, is_on=True)
+        (fill,) = shared.share_reads("read", [reader.plan(plan.requests)], line, is_on=is_on)
         line.together("filled", fill)
         line.peers.discard()
 
@@ -109,8 +125,13 @@ def load(state: StateDict, folder: Any, line: Coordinator, *, cast: bool = False
 def empty(layout: str, values: StateDict, dtype: torch.dtype | None = None) -> dict[str, Any]:
     """Return tensors of no value, laid out over the ranks."""
     size = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (2, size // 2) if layout == "hsdp" else (size,))
-    placements: dict[str, list[Any]] = {"hsdp": [Replicate(), Shard(0)], "rows": [Shard(0)], "columns": [Shard(1)]}
+    mesh = init_device_mesh("cpu", (2, size // 2) if layout in ("hsdp", "tp") else (size,))
+    placements: dict[str, list[Any]] = {
+        "hsdp": [Replicate(), Shard(0)],
+        "tp": [Replicate(), Shard(1)],
+        "rows": [Shard(0)],
+        "columns": [Shard(1)],
+    }
 
     def made(value: torch.Tensor) -> Any:
         fresh = torch.zeros_like(value, dtype=dtype if value.is_floating_point() else None)
@@ -127,21 +148,28 @@ def overlapping(reads: list[Read]) -> list[Read]:
     return [b for a, b in itertools.pairwise(reads) if a[0] == b[0] and a[1][1] > b[1][0]]
 
 
-@distributed(nproc=4)
-def test_every_byte_is_read_once_whatever_the_layout(tmp_path: Path) -> None:
+@pytest.mark.parametrize("num_ranks", [2, 3, 4])
+def test_every_byte_is_read_once_whatever_the_layout(num_ranks: int, tmp_path: Path) -> None:
     """Each format is read whole on every rank, under HSDP, in columns, and in rows of which a rank has none."""
+    distributed(num_ranks)(inspect.unwrap(read_in_each_layout))(tmp_path)
+
+
+@distributed(nproc=4)
+def read_in_each_layout(tmp_path: Path) -> None:
     line, values = Coordinator.current(60.0), truth()
     for form in FORMATS:
         write(folder := tmp_path / form, form, values, line)
         for layout, dtype in [("replicated", None), ("hsdp", None), ("columns", None), ("rows", None),
-                              ("replicated", torch.float64), ("hsdp", torch.bfloat16)]:  # fmt: skip
+                              ("replicated", torch.float64), ("hsdp", torch.bfloat16), ("tp", None)]:  # fmt: skip
+            if layout in ("hsdp", "tp") and line.world_size == 3:
+                continue
             state = empty(layout, values, dtype)
             with together() as reads:
                 load(state, folder, line, cast=dtype is not None)
             expected = {name: v.to(state[name].dtype) for name, v in values.items()}
             assert not misplaced(state, expected), (form, layout, dtype)
             of_ranks = gathered(reads)
-            if layout in ("replicated", "hsdp"):
+            if layout in ("replicated", "hsdp", "tp"):
                 assert not overlapping([*itertools.chain(*of_ranks)]), (form, layout, dtype)
                 assert all(of_ranks), "every rank reads a part"
 
@@ -220,17 +248,23 @@ def saved(run: Run, folder: Path, steps: int) -> list[dict[str, Any]]:
 def test_a_run_resumes_and_says_what_it_read_and_received(tmp_path: Path) -> None:
     """The telemetry of all ranks counts each byte once as read and thrice as received; off, all is read four times.
 
+    The log says which it is and why.
     A damaged step is left for the one before, and what broke off there is connected anew.
     """
     run = whole_run()
     history = saved(run, tmp_path, 2)
     events: list[Any] = []
-    for is_on in (True, False):
-        with together(), run.manager(tmp_path, resume=ResumeConfig(share_reads=is_on)) as manager:
+    for is_on, why in [(True, "MB are read together with other ranks: "), (False, "share_reads is false")]:
+        resume = ResumeConfig(share_reads=is_on)
+        with together(), heard(level=logging.INFO) as lines, run.manager(tmp_path, resume=resume) as manager:
             manager.telemetry.add_sink(events.append)
             run.step(torch.ones(1, 512))
             assert manager.load().step == 2
             assert same(run.state(), history[1])
+        assert len([line for line in lines if why in line]) == 1
+    with heard(level=logging.INFO) as lines, run.manager(tmp_path) as manager:
+        manager.load()
+    assert [line for line in lines if "nothing to share is in a bucket" in line]
     if dist.get_rank() == 0:
         on, off = ((e["bytes_read"], e["bytes_received"]) for e in events if e["event"] == "load")
         assert on[1] == 3 * on[0] > 3 * 12e6
@@ -270,35 +304,241 @@ def test_a_frozen_base_that_every_rank_holds_is_read_once(tmp_path: Path) -> Non
     assert not overlapping([*itertools.chain(*of_ranks)])
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("victim", range(3))
-def test_a_rank_that_ends_or_stops_while_they_read_together_is_named(
-    tmp_path: Path, victim: int, end: signal.Signals
-) -> None:
-    """At its first, a middle or its last piece: the others raise PeerError in time, and keep nothing of the mixture."""
-    for number in (0, 5, 9):
+@distributed(nproc=4)
+def test_an_adapter_of_peft_is_read_once(tmp_path: Path) -> None:
+    """Its values are checked on every rank after they have come."""
+    line, (key, other) = Coordinator.current(60.0), [f"base_model.model.wq.lora_{x}.weight" for x in "AB"]
+    values = {key: torch.randn(8, 1 << 17), other: torch.randn(1 << 17, 8)}
+    for value in values.values():
+        dist.broadcast(value, 0)
+    for is_finite in (True, False):
+        if line.rank == 0:
+            values[other][-1, -1] = 1.0 if is_finite else torch.nan
+            config = {"peft_type": "LORA", "r": 8, "lora_alpha": 8, "target_modules": ["wq"]}
+            (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+            save_file(values, tmp_path / "adapter_model.safetensors")
+        line.barrier("written")
+        state = {name: torch.zeros_like(value) for name, value in values.items()}
+        with together() as reads, PeftReader(tmp_path) as reader:
+            requests = [FilePart(name, Chunk.whole(value.shape), value) for name, value in state.items()]
+            (fill,) = shared.share_reads("read", [reader.plan(requests)], line, is_on=True)
+            with nullcontext() if is_finite else pytest.raises(CorruptCheckpointError, match="not finite"):
+                fill()
+            line.peers.discard()
+        dist.broadcast(values[other], 0)
+        assert all(state[name].view(torch.int32).equal(value.view(torch.int32)) for name, value in values.items())
+        of_ranks = gathered(reads)
+        assert all(of_ranks) and not overlapping([*itertools.chain(*of_ranks)])
+
+
+@distributed(nproc=2)
+def test_stored_chunks_that_reach_into_others_are_filled(tmp_path: Path) -> None:
+    """A rank receives only a part of a chunk whose first bytes are another's too, and reads it by itself."""
+    line, values = Coordinator.current(60.0), {"a": torch.randn(600, 512), "b": torch.randn(600, 512)}
+    for name in values:
+        dist.broadcast(values[name], 0)
+    folder = tmp_path / "dcp"
+    if line.rank == 0:
+        with warnings.catch_warnings(action="ignore"):  # that this is one process
+            dcp.save(dict(values), checkpoint_id=folder, no_dist=True)
+    line.barrier("saved")
+    table = pickle.loads((folder / ".metadata").read_bytes())
+    line.barrier("read")
+    (first, place), (_, other) = sorted(table.storage_data.items(), key=lambda item: item[1].offset)
+    assert place.relative_path == other.relative_path
+    if line.rank == 0:
+        place.length += 4096
+        (folder / ".metadata").write_bytes(pickle.dumps(table))
+    line.barrier("changed")
+    state = {each: torch.zeros(600, 512) for each in values if line.rank == 0 or each == first.fqn}
+    with together():
+        load(state, folder, line)
+    assert not misplaced(state, {each: values[each] for each in state})
+
+
+@distributed(nproc=2)
+def test_files_of_one_name_that_differ_are_not_mixed(tmp_path: Path) -> None:
+    """Hosts may have files of their own under the same path, as large as each other's."""
+    line, values = Coordinator.current(60.0), truth()
+    for rank in range(2):
+        write(folder := tmp_path / str(rank) / "hf", "hf", {name: v + rank for name, v in values.items()}, line)
+    (file,) = folder.glob("*.safetensors")
+    opened = FileReader.__init__
+
+    def own(self: FileReader, path: Path) -> None:
+        opened(self, tmp_path / str(line.rank) / "hf" / path.name)
+        self.path = path
+
+    state = empty("replicated", values)
+    with together(), patch.object(FileReader, "__init__", own):
+        load(state, folder, line)
+    assert not misplaced(state, {name: v + line.rank for name, v in values.items()}), file
+
+
+@distributed(nproc=4)
+def test_memory_is_two_windows_beside_that_of_a_load(tmp_path: Path) -> None:
+    """And a piece that is read ahead, here of 2 MiB; also of a DCP chunk, which is whole in memory either way."""
+    ctypes.CDLL(None).mallopt(-3, 1 << 16)  # M_MMAP_THRESHOLD: what is freed is given back, and counts again
+    line, values = Coordinator.current(60.0), {"big": torch.ones(6144, 2048), "few": torch.ones(3, 8)}
+    sizes = {"_PIECE_BYTES": (1 << 20, 2 << 20), "_WINDOW_BYTES": 8 << 20, "_AHEAD_BYTES": 2 << 20}
+    for form in FORMATS:
+        write(folder := tmp_path / form, form, values, line)
+        peaks = []
+        for is_on in (False, True, False, True):  # the first two, which import and connect, do not count
+            state = {name: torch.full_like(value, 2.0) for name, value in values.items()}
+            with together(**sizes):
+                Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+                before = resident()
+                load(state, folder, line, is_on=is_on)
+                peaks.append(resident("VmHWM") - before)
+            assert same(state, values)
+        assert peaks[3] - peaks[2] < (2 * 8 + 2 + 8) << 20, (form, [peak >> 20 for peak in peaks])
+
+
+@distributed(nproc=2)
+def test_a_signal_is_heard_while_a_rank_waits_for_another(tmp_path: Path) -> None:
+    """As of Ctrl-C: the other rank sends nothing until it is heard."""
+    line, values, is_heard = Coordinator.current(40.0), truth(), tmp_path / "heard"
+    write(folder := tmp_path / "native", "native", values, line)
+    broadcast = PeerGroups.broadcast
+
+    def interrupted(*_: object) -> None:
+        is_heard.touch()
+        raise KeyboardInterrupt
+
+    def waiting(self: PeerGroups, ranks: Any, sender: int, memory: torch.Tensor, seconds: float) -> Any:
+        if sender == 1 and line.rank == 0:
+            signal.setitimer(signal.ITIMER_REAL, 0.3)
+        if sender == line.rank == 1:
+            looks = itertools.takewhile(lambda _: not is_heard.exists(), range(100))
+            assert len([time.sleep(0.1) for _ in looks]) < 100
+        return broadcast(self, ranks, sender, memory, seconds)
+
+    signal.signal(signal.SIGALRM, interrupted)
+    state = empty("replicated", values)
+    told = pytest.raises(KeyboardInterrupt if line.rank == 0 else (PeerError, ExchangeBroken))
+    with together(), patch.object(PeerGroups, "broadcast", waiting), told:
+        load(state, folder, line)
+
+
+RANKS, SECONDS = 4, 4.0
+FAULTS = ("kill", "stop", "raise", "late", "flip")
+SEEDS = 100 if SOAK else 10
+
+
+class Moments:
+    """The moments at which this rank may fail while ranks read together: before it calls what waits for the others."""
+
+    def __init__(self, act: Callable[[int, str, Sequence[Any]], None] = lambda *_: None) -> None:
+        """`act` gets the number of each, the name of what is called, and its arguments."""
+        self.number, self._is_on, self._act = 0, False, act
+
+    def before(self, called: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **options: Any) -> Any:
+            tag = args[1] if called.__name__ == "gather" else ""
+            self._is_on |= tag == "load-begin/digests"
+            if self._is_on:
+                self.number += 1
+                self._act(self.number - 1, called.__name__, args)
+            self._is_on &= tag != "load-read"
+            return called(*args, **options)
+
+        return call
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        calls = [(Coordinator, "gather"), (Coordinator, "gloo_group"), (PeerGroups, "broadcast"),
+                 (shared.Deal, "_receive"), (shared._Sent, "fill")]  # fmt: skip
+        with ExitStack() as stack:
+            for owner, name in calls:
+                stack.enter_context(patch.object(owner, name, self.before(getattr(owner, name))))
+            stack.enter_context(together(_PIECE_BYTES=(1 << 16, 1 << 16), _WINDOW_BYTES=4 << 16))
+            yield
+
+
+def small_run(layout: str) -> Run:
+    """Return a run of 1 MB of weights, which all ranks hold whole, or two pairs of them in halves."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(256, 512, bias=False), torch.nn.Linear(512, 256))
+    if layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, RANKS // 2), mesh_dim_names=("replicas", "shards")))
+    return Run(model, is_laid_out=True)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, int]]:
+    """Return a step of each layout, and in how many moments a rank loads it together with the others."""
+    made = {}
+    for layout in ("whole", "hsdp"):
+        folder = tmp_path_factory.mktemp(layout)
 
         def body(line: Coordinator) -> Any:
             join(line)
-            run = whole_run()
-            saved(run, tmp_path / str(number), 1)  # noqa: B023
-            broadcast, calls = PeerGroups.broadcast, itertools.count()
+            run, moments = small_run(layout), Moments()  # noqa: B023
+            with run.manager(folder, async_mode="disabled") as manager:  # noqa: B023
+                run.step(torch.ones(1, 256))
+                manager.save(1)
+                state = run.state()
+                if line.rank == 0:
+                    torch.save(state, folder / "truth.pt")  # noqa: B023
+                with moments.noted():
+                    manager.load()
+            return moments.number
 
-            def ending(self: PeerGroups, *args: Any) -> Any:
-                if line.rank == victim and next(calls) == number:  # noqa: B023
-                    os.kill(os.getpid(), end)
-                return broadcast(self, *args)
+        numbers = forked_ranks.run(RANKS, body)
+        assert all(isinstance(number, int) for number in numbers), numbers
+        made[layout] = folder, min(numbers)
+    return made
 
-            export = (ExportConfig("dcp"),)
-            with run.manager(tmp_path / str(number), async_mode="disabled", export=export) as manager:  # noqa: B023
-                manager._coordinator.timeout_seconds = manager._directory._coordinator.timeout_seconds = 4.0
-                small = {"_PIECE_BYTES": (1 << 20, 1 << 20), "_WINDOW_BYTES": 4 << 20}
-                with together(**small), patch.object(PeerGroups, "broadcast", ending):
-                    told = forked_ranks.outcome(partial(manager.load, 1))
-                return [told, refused(manager)]
 
-        with forked_ranks.Ranks(3, body, 20.0, rank_0_serves=False) as ranks:
-            others = [ranks.result(rank) for rank in range(3) if rank != victim]
-        for (ended, *_, why), has_refused in others:
-            assert (ended, has_refused) == ("PeerError", True), why
+@pytest.mark.parametrize("seed", range(SEEDS))
+def test_a_rank_that_fails_while_they_read_together_is_named(
+    seed: int, tmp_path: Path, stored: dict[str, tuple[Path, int]]
+) -> None:
+    """At a moment that is drawn: the others raise PeerError in time, and keep nothing of the mixture.
+
+    A rank that is late is named, or does not matter; what a rank sends wrong never does.
+    """
+    draw = random.Random(seed)
+    fault, victim, layout = FAULTS[seed % len(FAULTS)], draw.randrange(RANKS), draw.choice([*stored])
+    original, count = stored[layout]
+    number, folder = draw.randrange(count), tmp_path / "run"
+    shutil.copytree(original, folder)
+
+    def body(line: Coordinator) -> Any:
+        join(line)
+        run = small_run(layout)
+
+        def act(at: int, name: str, args: Sequence[Any]) -> None:
+            if line.rank == victim and fault == "flip" and name == "broadcast" and args[2] == victim:
+                args[3][draw.randrange(len(args[3]))] ^= 1 << draw.randrange(8)
+            if line.rank != victim or at != number:
+                return
+            if fault in ("kill", "stop"):
+                os.kill(os.getpid(), signal.SIGKILL if fault == "kill" else signal.SIGSTOP)
+            if fault == "raise":
+                raise ValueError("no luck")
+            if fault == "late":
+                time.sleep(0.7 * SECONDS)
+
+        with run.manager(folder, async_mode="disabled", export=(ExportConfig("dcp"),)) as manager:
+            manager._coordinator.timeout_seconds = manager._directory._coordinator.timeout_seconds = SECONDS
+            began = time.monotonic()
+            with Moments(act).noted():
+                told = forked_ranks.outcome(lambda: manager.load(1).step)
+            seconds = time.monotonic() - began
+            kept = same(run.state(), torch.load(folder / "truth.pt")) if told[0] == "ok" else refused(manager)
+        return [told, kept, seconds]
+
+    with forked_ranks.Ranks(RANKS, body, 20.0, rank_0_serves=False) as ranks:
+        of_ranks = {r: ranks.result(r) for r in range(RANKS) if r != victim or fault not in ("kill", "stop")}
+    print(seed, fault, victim, layout, number, count, of_ranks)
+    assert all(kept is True for _, kept, _ in of_ranks.values()), of_ranks
+    others = [told for rank, (told, *_) in of_ranks.items() if rank != victim]
+    if fault == "flip" or (fault == "late" and others[0][0] == "ok"):
+        assert all(told[:2] == ["ok", 1] for told, *_ in of_ranks.values()), of_ranks
+    else:
+        for ended, named, why in others:
+            assert (ended, named) == ("PeerError", [victim]), why
             assert f"rank {victim}" in why
+    assert [path.name for path in folder.glob("*/step-*")] == ["step-1"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import inspect
 import re
 import warnings
 from pathlib import Path
@@ -13,8 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from tests.distributed.test_shared_reads import load, truth
+from tests.distributed.test_shared_reads import empty, load, truth
 from tests.run_folder import RunFolder
 from tests.stores import servers
 from tests.stores.conftest import place_in
@@ -49,48 +51,64 @@ class Counting(servers.Proxy):
         return sorted(beside), len(ranges) - len(beside)
 
 
-def asked_twice(ranges: list[tuple[str, int, int]]) -> list[Any]:
-    return [b for a, b in itertools.pairwise(ranges) if a[0] == b[0] and a[2] > b[1]]
+def asked_twice(ranges: list[tuple[str, int, int]]) -> int:
+    """Return how many bytes are asked for beside those that each was asked for first."""
+    twice, reach = 0, {path: 0 for path, _, _ in ranges}
+    for path, start, stop in ranges:
+        twice += max(0, min(stop, reach[path]) - start)
+        reach[path] = max(stop, reach[path])
+    return twice
 
 
-def whole_run() -> Run:
+def run_of(layout: str) -> Run:
+    """Return a run that every rank holds whole, or of which two pairs of ranks hold a half each."""
     torch.manual_seed(0)
-    return Run(torch.nn.Linear(1024, 2048, bias=False), is_laid_out=True)
+    model = torch.nn.Linear(1024, 2048, bias=False)
+    if layout == "hsdp":
+        fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
+    return Run(model, is_laid_out=True)
 
 
 @distributed(nproc=4)
-def save(folder: RunFolder) -> None:
-    """Save a step that every rank holds whole: 8 MB of weights and 16 MB of moments."""
-    run = whole_run()
+def save(folder: RunFolder, layout: str) -> None:
+    """Save a step of 8 MB of weights and 16 MB of moments."""
+    run = run_of(layout)
     with run.manager(folder, async_mode="disabled") as manager:
         run.step(torch.ones(1, 1024))
         manager.save(1)
+    state = run.state()
     if dist.get_rank() == 0:
-        torch.save(run.state(), folder.base / "truth.pt")
+        torch.save(state, folder.base / "truth.pt")
 
 
 @distributed(nproc=4)
-def resume(folder: RunFolder, is_on: bool) -> None:
-    run = whole_run()
+def resume(folder: RunFolder, layout: str, is_on: bool) -> None:
+    run = run_of(layout)
     with run.manager(folder, resume=ResumeConfig(share_reads=is_on)) as manager:
         assert manager.load().step == 1
     assert same(run.state(), torch.load(folder.base / "truth.pt"))
 
 
-def test_a_step_that_four_ranks_hold_whole_is_asked_for_once(s3: Server, tmp_path: Path) -> None:
-    """Without it four times; on without a setting."""
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "copies"), [("whole", 2, 2), ("whole", 3, 3), ("whole", 4, 4), ("hsdp", 4, 2)]
+)
+def test_a_step_that_ranks_hold_alike_is_asked_for_once(
+    layout: str, num_ranks: int, copies: int, s3: Server, tmp_path: Path
+) -> None:
+    """Without it as often as there are replicas; on without a setting. Scalars that all hold are read by each."""
+    on_ranks = distributed(num_ranks)
     with Counting(s3.endpoint) as proxy:
         place = place_in(s3)
         folder = RunFolder(tmp_path, f"{s3.url}/{place.key}", StoreConfig(endpoint=proxy.endpoint, retry_seconds=5.0))
-        save(folder)
+        on_ranks(inspect.unwrap(save))(folder, layout)
         proxy.take()
-        resume(folder, True)
+        on_ranks(inspect.unwrap(resume))(folder, layout, True)
         once, heads = proxy.take()
-        resume(folder, False)
-        four_times, same_heads = proxy.take()
-    assert not asked_twice(once)
-    num_bytes = sum(stop - start for _, start, stop in once)
-    assert sum(stop - start for _, start, stop in four_times) == 4 * num_bytes > 4 * 19e6
+        on_ranks(inspect.unwrap(resume))(folder, layout, False)
+        by_each, same_heads = proxy.take()
+    asked, asked_by_each = (sum(stop - start for _, start, stop in ranges) for ranges in (once, by_each))
+    assert asked > 19e6 and asked_twice(once) < 0.001 * asked
+    assert asked_by_each == pytest.approx(copies * asked, rel=0.001)
     assert heads == same_heads
 
 
@@ -102,15 +120,19 @@ def read(folder: Path, url: str, store: StoreConfig, part: str) -> None:
     if part == "hf":
         write_hf(place, values, line=line)
         return
-    state = {name: torch.zeros_like(value) for name, value in values.items()}
+    state = empty("tp" if part == "tp" else "replicated", values)
     with patch.object(shared, "LEAST_RUN_BYTES", 0):
         load(state, place, line)
     assert not misplaced(state, values)
 
 
+@pytest.mark.parametrize("part", ["load", "tp"])
 @pytest.mark.parametrize("form", ["hf", "dcp"])
-def test_a_folder_of_others_is_asked_for_once(form: str, s3: Server, tmp_path: Path) -> None:
-    """Of Hugging Face files and of DCP files, no byte beside the head is asked for twice, and all are."""
+def test_a_folder_of_others_is_asked_for_once(form: str, part: str, s3: Server, tmp_path: Path) -> None:
+    """Of Hugging Face files and of DCP files, no byte beside the head is asked for twice, and all are.
+
+    Also of columns that two replicas hold: their ranks want the same rows of the file.
+    """
     place = place_in(s3)
     url = f"{s3.url}/{place.key}"
     with Counting(s3.endpoint) as proxy:
@@ -123,7 +145,7 @@ def test_a_folder_of_others_is_asked_for_once(form: str, s3: Server, tmp_path: P
             for path in (tmp_path / "dcp").iterdir():
                 place.bucket.create(f"{place.key}/{path.name}", path.read_bytes())
         proxy.take()
-        read(tmp_path, url, store, "load")
+        read(tmp_path, url, store, part)
         ranges, _ = proxy.take()
     assert not asked_twice(ranges)
     assert sum(stop - start for _, start, stop in ranges) > 11e6

@@ -238,7 +238,7 @@ class FileReader(Reader):
         self._opening = threading.Lock()
         self._mapping: memoryview | None = None
         status = os.fstat(self._fd)
-        self.num_bytes = status.st_size
+        self.num_bytes, self.written_ns = status.st_size, status.st_mtime_ns
         if not stat.S_ISREG(status.st_mode):
             self.close()
             raise CorruptCheckpointError(f"{path}: is no regular file; remove it and copy the right one", str(path))

@@ -11,6 +11,8 @@ class Reader(ABC):
 
     path: Any
     num_bytes: int
+    written_ns: int = 0
+    """When it was last written, by its file system; 0 for an object."""
     num_workers: int
     """Reads that are worth having in flight."""
     request_bytes: int

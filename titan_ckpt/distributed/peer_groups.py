@@ -28,7 +28,11 @@ Ranks = tuple[int, ...]
 
 
 class ExchangeBroken(Exception):  # noqa: N818 - no error of this rank: another one is gone or silent, or the network is
-    """The exchange between some ranks broke off."""
+    """The exchange between some ranks broke off. Carries the `seconds` for which this one has waited, if it counts."""
+
+    def __init__(self, message: str, seconds: float = 0.0) -> None:
+        self.seconds = seconds
+        super().__init__(message)
 
 
 class PeerGroups:

@@ -32,7 +32,7 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.formats.native.layout import rank_file_name
 from titan_ckpt.formats.reading.engine import SliceFill
-from titan_ckpt.formats.reading.shared import share_reads, traffic
+from titan_ckpt.formats.reading.shared import awaited, share_reads, traffic
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
 from titan_ckpt.loading.merge import settle_tables
@@ -330,12 +330,12 @@ class Restorer:
         Raises: this rank's own error; PeerError naming the rank that failed or fell silent, also if reading together
         with it broke off here.
         """
-        broken: str | None = None
+        broken: tuple[str, float] | None = None
         error: BaseException | None = None
         try:
             fill_in_order(rounds)
         except ExchangeBroken as caught:
-            broken = str(caught)
+            broken = str(caught), caught.seconds
         except BaseException as caught:
             error = caught
         line = self._coordinator
@@ -345,11 +345,13 @@ class Restorer:
             # who has waited for a silent rank waits as long again at most
             seconds = line.timeout_seconds / 2 if broken else None
             moved = traffic([fill for _, fill in rounds])
-            of_ranks: list[Any] = line.gather("load-read", [broken, moved and [*moved]], error, seconds)
+            of_ranks: list[Any] = line.gather("load-read", [broken and [*broken], moved and [*moved]], error, seconds)
         finally:
             line.peers.discard()
-        if causes := [cause for cause, _ in of_ranks if cause]:
-            raise PeerError(causes[0])
+        if causes := {rank: cause for rank, (cause, _) in enumerate(of_ranks) if cause}:
+            late = awaited({rank: seconds for rank, (_, seconds) in causes.items()}, line.timeout_seconds)
+            who = f", because rank {listed([*map(str, late)], ', ')} was late" if late else ""
+            raise PeerError(f"{next(iter(causes.values()))[0]}{who}", late)
         moved_by = [moved for _, moved in of_ranks]
         return None if None in moved_by else (sum(read for read, _ in moved_by), sum(got for _, got in moved_by))
 

@@ -8,6 +8,7 @@ Source: torch/distributed/checkpoint/{metadata,filesystem,planner_helpers}.py.
 from __future__ import annotations
 
 import io
+import mmap
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,10 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from titan_ckpt import progress
+from titan_ckpt.disk.direct import IO_BYTES
 from titan_ckpt.disk.files import Reader
+from titan_ckpt.disk.kernel import advise
+from titan_ckpt.disk.memory import ALIGNMENT, round_up
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.filling import ByChunk, ChunkSource, DcpFill
 from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table
@@ -148,10 +152,22 @@ class DcpReader(TensorReader):
             del data
 
     def put_from(self, memory: memoryview, key: str, stored: Stored, wanting: Sequence[FilePart]) -> None:
-        """Fill requests from a stored chunk that is in memory. Raises: CorruptCheckpointError."""
+        """Fill requests from a stored chunk in memory of `Buffer`, whose pages are freed while torch copies the values.
+
+        Raises: CorruptCheckpointError.
+        """
+        freed: list[tuple[int, int]] = []
 
         def read_into(views: list[memoryview], offset: int) -> None:
-            views[0][:] = memory[offset : offset + len(views[0])]
+            for at in range(0, len(views[0]), IO_BYTES):
+                view, start = views[0][at : at + IO_BYTES], offset + at
+                stop = start + len(view)
+                if any(start < last and first < stop for first, last in freed):
+                    raise EOFError("torch has read the same values twice")
+                view[:] = memory[start:stop]
+                if len(view) == IO_BYTES:
+                    freed.append((round_up(start), stop - stop % ALIGNMENT))
+                    advise(memory[slice(*freed[-1])], mmap.MADV_DONTNEED)
 
         with self.reading(stored, key):
             data = _loaded(_Part(read_into, 0, stored.num_bytes))

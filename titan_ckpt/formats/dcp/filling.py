@@ -69,22 +69,19 @@ class ChunkSource:
         self._missing = {chunk: stored.num_bytes for chunk, stored in chunks.items()}
         self._lock = threading.Lock()
         with reader.opened(name) as file:
-            self.is_remote, self.is_networked, self.num_workers = file.is_remote, file.is_networked, file.num_workers
+            self.is_remote, self.is_networked = file.is_remote, file.is_networked
+            self.ahead_bytes = file.num_workers * file.request_bytes
             wanted = sum(stop - start for start, stop in self.runs)
             cached = 0 if file.is_remote else sum(file.cached_bytes(start, stop - start) for start, stop in self.runs)
             self.is_cached = cached >= wanted
-            self.key = f"{self._path} {file.num_bytes}"
+            self.key = f"{self._path} {file.num_bytes} {file.written_ns}"
 
     def keep(self, runs: Sequence[Run]) -> None:
         self.windows = [*runs]
 
     def together(self) -> set[tuple[str, int]]:
-        """Return the chunks that ranks read together."""
-        return {
-            chunk
-            for chunk, stored in self._chunks
-            if not any(start <= stored.offset < stop for start, stop in self.windows) and stored.num_bytes
-        }
+        """Return the chunks that are filled from what ranks have read together."""
+        return {chunk for chunk, stored in self._chunks if stored.num_bytes and not self._missing[chunk]}
 
     def cut(self, run: Run, most: int) -> Iterator[Run]:
         start, stop = run

@@ -41,6 +41,7 @@ from titan_ckpt.formats.huggingface.peft_fields import (
 from titan_ckpt.formats.huggingface.reader import read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportFiles
 from titan_ckpt.formats.publish.run import FolderFormat
+from titan_ckpt.formats.reading.engine import CheckedFill
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -183,16 +184,14 @@ class PeftReader(TensorReader):
         values that are not finite.
         """
         self.require_supported()
-        fill_values = self._files.plan(requests)
 
-        def fill() -> None:
-            fill_values()
+        def check() -> None:
             bad = {r.key for r in requests if r.view.dtype in CASTABLE and not bool(torch.isfinite(r.view).all())}
             if bad:
                 file = self.path / WEIGHTS
                 raise CorruptCheckpointError(f"{file}: not finite: {listed(sorted(bad))}. {_AGAIN}", str(self.path))
 
-        return fill
+        return CheckedFill(self._files.plan(requests), check)
 
     def updates(self) -> list[WeightUpdate]:
         """Return the updates of the base's weights, by their names in its own files."""

@@ -98,6 +98,25 @@ class SliceFill:
         return SliceFill([*self.slices, *other.slices], self.what)
 
 
+@dataclass(frozen=True, slots=True)
+class CheckedFill:
+    """Fills the memory of slices, then checks it."""
+
+    fill: SliceFill
+    check: Callable[[], None]
+
+    def __call__(self) -> None:
+        self.fill()
+        self.check()
+
+    def sources(self) -> list[SliceReader]:
+        return self.fill.sources()
+
+    def fill_after(self, sources: Sequence[SliceReader], deal: Deal) -> None:
+        self.fill.fill_after(sources, deal)
+        self.check()
+
+
 def verify(file: Reader, blocks: Blocks, slices: Sequence[Slice], count: progress.Count) -> None:
     """Verify the blocks of slices and write to no tensor. Raises: CorruptCheckpointError; OSError."""
     execute([SliceReader(file, blocks, slices)], count)
@@ -164,6 +183,7 @@ class SliceReader:
         self.filled: list[Window] = []
         """Blocks that were copied to live memory, completely or in part."""
         self.num_workers, self.is_remote = self._file.num_workers, self._file.is_remote
+        self.ahead_bytes = self.num_workers * self._file.request_bytes
         self._slices = sorted((part for part in slices if part.stop > part.first), key=lambda part: part.first)
         self._firsts = [part.first for part in self._slices]
         self._reach = list(accumulate((part.stop for part in self._slices), max))
@@ -255,8 +275,12 @@ class SliceReader:
 
     @property
     def key(self) -> str:
-        """Return what names these bytes on every rank: the file, its size and its blocks, and where it may be cut."""
-        return f"{self.path} {self._file.num_bytes} {self._blocks is not None and self._block} {self._base}"
+        """Return what names these bytes on every rank: the file and its blocks, and where it may be cut.
+
+        Hosts may have files of their own under one path, whose sizes are equal, but not their times.
+        """
+        file = f"{self.path} {self._file.num_bytes} {self._file.written_ns}"
+        return f"{file} {self._blocks is not None and self._block} {self._base}"
 
     def fetch(self, window: Window, into: memoryview) -> None:
         """Read a window for all ranks that want it into aligned memory, and verify it; fill no target.

@@ -10,6 +10,7 @@ A rank takes nothing on trust: what arrives is verified, and what is wrong or mi
 from __future__ import annotations
 
 import logging
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -43,8 +44,9 @@ _WINDOW_BYTES = 64 << 20
 _PIECE_BYTES = 4 << 20, 8 << 20
 """Least and most bytes that a rank reads and sends at a time, if its team's share is not less."""
 _AHEAD_BYTES = 64 << 20
-"""Bytes that a rank reads ahead of what it sends. With more, the first piece would share its bandwidth with later ones,
-and all ranks would wait for it."""
+"""Most bytes that a rank reads ahead of what it sends. With more, the first piece would share its bandwidth with later
+ones, and all ranks would wait for it."""
+_LOOK_SECONDS = 0.001
 _DIGEST_BYTES = 16
 _NOTHING = bytes(_DIGEST_BYTES)
 """In place of a digest: the rank could not read the piece."""
@@ -68,8 +70,8 @@ class Source(Protocol):
     is_remote: bool
     is_networked: bool
     is_cached: bool
-    num_workers: int
-    """Reads that are worth having in flight."""
+    ahead_bytes: int
+    """Bytes that each rank has in flight if it reads by itself."""
     is_verified: bool
     """Whether the file has digests of its bytes."""
 
@@ -152,8 +154,8 @@ class Deal:
 
     def _run_team(self, ranks: Ranks, windows: Sequence[list[_Piece]], memories: list[Buffer], count: Count) -> None:
         own = iter([piece for window in windows for piece in window if piece.reader == self.coordinator.rank])
-        most = _AHEAD_BYTES // max(piece.num_bytes for window in windows for piece in window)
-        num_ahead = max(1, min(most, max(piece.source.num_workers for window in windows for piece in window)))
+        most = min(_AHEAD_BYTES, max(piece.source.ahead_bytes for window in windows for piece in window))
+        num_ahead = max(1, most // max(piece.num_bytes for window in windows for piece in window))
         ahead: deque[Future[Buffer]] = deque()
         with ThreadPoolExecutor(num_ahead, "titan_ckpt-ahead", cuda.as_here()) as pool:
 
@@ -194,6 +196,8 @@ class Deal:
     def _receive(self, ranks: Ranks, sent: Sequence[_Sent], count: Count) -> None:
         with _unbroken(ranks):
             for piece in sent:
+                while not piece.work.is_completed():  # unlike in `wait`, signals are heard
+                    time.sleep(_LOOK_SECONDS)
                 piece.work.wait()
         if sent:
             run_workers(sent, lambda piece: piece.fill(count), min(num_copy_workers(), len(sent)))
@@ -201,11 +205,23 @@ class Deal:
 
 @contextmanager
 def _unbroken(ranks: Ranks) -> Iterator[None]:
-    """Say of an error of gloo which ranks were connected."""
+    """Say of an error of gloo which ranks were connected, and how long this one has waited."""
+    began = time.monotonic()
     try:
         yield
     except RuntimeError as error:
-        raise ExchangeBroken(f"reading together with ranks {', '.join(map(str, ranks))} broke off: {error}") from error
+        what = f"reading together with ranks {', '.join(map(str, ranks))} broke off: {error}"
+        raise ExchangeBroken(what, time.monotonic() - began) from error
+
+
+def awaited(waited: Mapping[int, float], timeout_seconds: float) -> list[int]:
+    """Return for which ranks the others have waited until the exchange broke off.
+
+    `waited`: by rank the seconds after which it broke off there. A rank that was late did not wait for anybody.
+    """
+    if max(waited.values()) < timeout_seconds / 4:
+        return []
+    return [rank for rank, seconds in waited.items() if seconds < max(waited.values()) / 2]
 
 
 class _Sent(NamedTuple):
@@ -263,6 +279,25 @@ def is_dear(*, is_remote: bool, is_networked: bool, is_cached: bool) -> bool:
     return is_remote or (is_networked and not is_cached)
 
 
+def said(*, is_on: bool, dear: int, together: int, read: int) -> str:
+    """Return the log's line: how many bytes of those that are dear ranks read together, this one how many; or why not.
+
+    `is_on`: the setting.
+    """
+    alone = "load: each rank reads by itself what it wants"
+    if not is_on:
+        return f"{alone}, because checkpoint.resume.share_reads is false"
+    if not dear:
+        return f"{alone}: nothing to share is in a bucket, or on a network's file system and not in the page cache"
+    store = f"{dear / 1e6:.0f} MB that are in a bucket, or on a network's file system and not in the page cache"
+    if not together:
+        return f"{alone}: of {store}, it wants less than {LEAST_BYTES >> 20} MiB together with the same ranks"
+    return (
+        f"load: of {store}, {together / 1e6:.0f} MB are read together with other ranks: {read / 1e6:.0f} MB by this "
+        f"one, and {(together - read) / 1e6:.0f} MB are received"
+    )
+
+
 def warn_of(sender: int, path: str, window: Run) -> None:
     """Warn of bytes that did not arrive as they were read."""
     logger.warning(
@@ -317,8 +352,22 @@ def share_reads(tag: str, fills: Sequence[Fill], coordinator: Coordinator, *, is
         return None, {"": bool(named)} | {name: source.runs for name, (source, _) in named.items()}
 
     _, distinct = coordinator.exchange_distinct(tag, post)
-    if not any(distinct.pop("").values()):
-        return found
+    if any(distinct.pop("").values()):
+        _share(coordinator, named, distinct)
+    if coordinator.world_size > 1:
+        dear = sum(stop - start for source, _ in named.values() for start, stop in source.runs)
+        deals = {id(deal): deal for _, deal in named.values()}.values()
+        together, read = (sum(getattr(deal, name) for deal in deals) for name in ("num_bytes", "num_read"))
+        logger.info("%s", said(is_on=is_on, dear=dear, together=together, read=read))
+    return found
+
+
+def _share(
+    coordinator: Coordinator,
+    named: Mapping[str, tuple[Source, Deal]],
+    distinct: Mapping[str, Mapping[Ranks, Sequence[Run]]],
+) -> None:
+    """Deal what several ranks want among those that can connect. Collective."""
     alone: dict[str, list[Run]] = {name: [] for name in named}
     teams: dict[Ranks, list[tuple[str, Run]]] = {}
     for name in sorted(named):
@@ -337,13 +386,6 @@ def share_reads(tag: str, fills: Sequence[Fill], coordinator: Coordinator, *, is
                 alone[name].append(run)
     for name, runs_alone in alone.items():
         named[name][0].keep(joined(runs_alone))
-    deals = [deal for deal in {id(deal): deal for _, deal in named.values()}.values() if deal.teams]
-    logger.info(
-        "load: %.0f MB are read together with other ranks, %.0f MB of them by this one; the others are received",
-        sum(deal.num_bytes for deal in deals) / 1e6,
-        sum(deal.num_read for deal in deals) / 1e6,
-    )
-    return found
 
 
 def _runs(of_ranks: Mapping[Ranks, Sequence[Run]], rank: int) -> Iterator[tuple[Run, Ranks]]:
@@ -375,7 +417,8 @@ def _deal(ranks: Ranks, runs: Sequence[tuple[Source, Deal, Run]]) -> None:
     """Cut a team's runs into pieces, and give each to the rank that has least to read."""
     least, most = _PIECE_BYTES
     share = sum(stop - start for _, _, (start, stop) in runs) // len(ranks)
-    size = min(most, _WINDOW_BYTES // len(ranks), max(least, round_up(share, least)))
+    whole = _WINDOW_BYTES // len(ranks) // ALIGNMENT * ALIGNMENT  # no piece ends within an element
+    size = min(most, whole, max(least, round_up(share, least)))
     loads = dict.fromkeys(ranks, 0)
     for source, deal, run in runs:
         for window in source.cut(run, size):

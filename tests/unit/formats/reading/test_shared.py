@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 
 from titan_ckpt.disk.direct import FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.reading import shared
 from titan_ckpt.formats.reading.engine import Blocks, SliceReader
-from titan_ckpt.formats.reading.shared import Deal, is_dear, joined
+from titan_ckpt.formats.reading.shared import Deal, awaited, is_dear, joined, said
 from titan_ckpt.formats.reading.slices import Slice
 
 
@@ -63,6 +64,24 @@ def test_ranks_of_a_team_read_like_shares_in_pieces_that_fit_the_windows() -> No
         assert all(sum(piece.num_bytes for piece in window) <= shared._WINDOW_BYTES for window in windows)
 
 
+@pytest.mark.parametrize("num_ranks", [9, 10, 11, 12, 14])
+def test_no_element_is_cut_whatever_the_number_of_ranks(num_ranks: int, tmp_path: Path) -> None:
+    """Values that are cast arrive in their places though the ranks cannot share a window evenly."""
+    values = torch.arange(15 << 20, dtype=torch.int32).view(torch.float32)
+    values.numpy().tofile(tmp_path / "file")
+    into = torch.zeros(values.numel(), dtype=torch.float64)
+    reader = SliceReader(
+        FileReader(tmp_path / "file"), None, [Slice("x", 0, (values.numel(),), torch.float32, None, into)]
+    )
+    deal, ranks = Deal(Coordinator(0, 1, None, "", 1.0)), tuple(range(num_ranks))
+    shared._deal(ranks, [(reader, deal, run) for run in reader.runs])
+    content = memoryview((tmp_path / "file").read_bytes())
+    for _, (start, stop), reader_rank in deal.teams[ranks]:
+        data = content[start:stop]
+        reader.put((start, stop), data, xxhash.xxh3_128_digest(data), reader_rank)
+    assert torch.equal(into, values.double())
+
+
 def test_only_what_is_dear_to_read_is_read_together() -> None:
     """A bucket, and a network's file system that is not in the page cache."""
     on = [
@@ -73,6 +92,29 @@ def test_only_what_is_dear_to_read_is_read_together() -> None:
         if is_dear(is_remote=is_remote, is_networked=is_networked, is_cached=is_cached)
     ]
     assert on == [(False, True, False), *((True, a, b) for a in (False, True) for b in (False, True))]
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"is_on": False, "dear": 9 << 20}, "because checkpoint.resume.share_reads is false"),
+        ({"dear": 0}, "nothing to share is in a bucket"),
+        (
+            {"dear": 9 << 20},
+            "of 9 MB that are in a bucket, or on a network's file system",
+        ),
+        ({"dear": 90 << 20, "together": 80 << 20, "read": 20 << 20}, "84 MB are read together with other ranks: 21 MB"),
+    ],
+)
+def test_the_log_says_whether_and_why_ranks_read_together(given: dict[str, Any], text: str) -> None:
+    assert text in said(**{"is_on": True, "together": 0, "read": 0, **given})
+
+
+def test_a_rank_that_did_not_wait_is_the_one_that_was_late() -> None:
+    """Not where all have waited, as for a network that is gone, or none."""
+    assert awaited({0: 2.1, 1: 2.0, 2: 0.0}, 4.0) == [2]
+    assert awaited({0: 2.1, 1: 2.0, 3: 1.9}, 4.0) == []
+    assert awaited({0: 0.2, 1: 0.0}, 4.0) == []
 
 
 def test_a_piece_is_a_block_at_least(tmp_path: Path) -> None:

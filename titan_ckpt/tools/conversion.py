@@ -290,7 +290,11 @@ def merge_adapters(base: Place, adapters: Sequence[Place], target: Place, option
             (name,) = table.config["architectures"]
             part = f"{base} is merged as the {name} that the adapter is of, without its rest"
         settle_tables(merges, [merge.other_tables(tensors) for merge in merges])
-        notes = (*_about_config(reader, options.config), *filter(None, [part]), *(_about_base(adapter, recorded) for adapter in readers))
+        notes = (
+            *_about_config(reader, options.config),
+            *filter(None, [part]),
+            *(_about_base(adapter, recorded) for adapter in readers),
+        )
         changed = set().union(*(merge.changes for merge in merges))
         merged: dict[str, Any] = dict(tensors)
         for merge in merges:

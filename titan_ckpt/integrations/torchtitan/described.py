@@ -117,12 +117,17 @@ def _decoder(model: Any, layer: Any) -> dict[str, Any]:
 def _heads(attention: Any, head_dim: int) -> dict[str, Any]:
     """Return the heads as the attention names them and as its projections compute them. `head_dim`: as it is named."""
     qkv = attention.qkv_linear
-    num_kv = qkv.n_kv_heads if hasattr(qkv, "n_kv_heads") else qkv.wkv.out_features // qkv.head_dim
+    num_kv = qkv.n_kv_heads if hasattr(qkv, "n_kv_heads") else _number(qkv.wkv.out_features, qkv.head_dim)
     return {
-        "num_attention_heads": _one((attention.n_heads, attention.wo.in_features // qkv.head_dim)),
+        "num_attention_heads": _one((attention.n_heads, _number(attention.wo.in_features, qkv.head_dim))),
         "num_key_value_heads": _one((attention.n_kv_heads or attention.n_heads, num_kv)),
         "head_dim": _one((head_dim, qkv.head_dim, attention.rope.dim)),
     }
+
+
+def _number(rows: int, size: int) -> float:
+    """Return how many parts of a size the rows are; a fraction if the last part is not whole."""
+    return rows / size if rows % size else rows // size
 
 
 def _sizes(model: Any) -> dict[str, Any]:
@@ -212,9 +217,9 @@ def _deepseek_v3(model: Any) -> dict[str, Any]:
         heads = _one(
             (
                 attention.n_heads,
-                queries / (content + rotary),
-                attention.wkv_b.out_features / (content + attention.v_head_dim),
-                attention.wo.in_features / attention.v_head_dim,
+                _number(queries, content + rotary),
+                _number(attention.wkv_b.out_features, content + attention.v_head_dim),
+                _number(attention.wo.in_features, attention.v_head_dim),
             )
         )
         return {

@@ -30,7 +30,7 @@ class ExchangeOrder(Item):
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
-        self._wrapped: list[Any] = [*filter(rounds_by_order, wrappers_of(models))]
+        self._wrapped: list[Any] = [*filter(rounds_by_order, wrappers_of(models, 3))]
         self._found: dict[int, list[str]] = {}
 
     @property
@@ -44,7 +44,7 @@ class ExchangeOrder(Item):
     def check_wrapped(self) -> None:
         """Check after the first step that no model was wrapped later. Raises: StateEncodingError."""
         known = {id(ddp) for ddp in self._wrapped}
-        if late := [ddp for ddp in wrappers_of(self._models) if rounds_by_order(ddp) and id(ddp) not in known]:
+        if late := [ddp for ddp in wrappers_of(self._models, 3) if rounds_by_order(ddp) and id(ddp) not in known]:
             raise StateEncodingError(
                 f"DistributedDataParallel was put around {class_name(late[0].module)} after the CheckpointManager was "
                 "made, so no step would hold the order in which three or more ranks sum gradients: wrap the model first"

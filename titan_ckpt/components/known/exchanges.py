@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup, is_initialized
+from torch.distributed import ProcessGroup, get_world_size, is_initialized
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_ckpt.components.unsaved_state import class_name, unless_allowed
+from titan_ckpt.gc_paused import instances_of
 from titan_ckpt.rng import used_by
 
 _EXACT = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -42,9 +43,12 @@ def exchange_faults(wrapped: Collection[DistributedDataParallel], allow: Collect
             yield from unless_allowed(f"DDP's communication hook {name}", name, _REASON, allow)
 
 
-def wrappers_of(models: Collection[nn.Module]) -> list[DistributedDataParallel]:
-    """Return the wrappers of DDP around parameters of models, in the order of these: a model may not know its own."""
-    if not is_initialized():
+def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[DistributedDataParallel]:
+    """Return the wrappers of DDP around parameters of models, in the order of these: a model may not know its own.
+
+    `min_ranks`: with fewer, nobody asks, because all objects of the process are looked at.
+    """
+    if not is_initialized() or get_world_size() < min_ranks:
         return []
     found = _around(models)
     if len({place for place, _ in found}) < len(found):
@@ -56,7 +60,7 @@ def wrappers_of(models: Collection[nn.Module]) -> list[DistributedDataParallel]:
 
 def _around(models: Collection[nn.Module]) -> list[tuple[int, DistributedDataParallel]]:
     places = {id(p): place for place, p in enumerate(p for model in models for p in model.parameters())}
-    wrappers = [value for value in gc.get_objects() if issubclass(type(value), DistributedDataParallel)]
+    wrappers = instances_of(DistributedDataParallel)
     first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in wrappers]
     return [(place, ddp) for place, ddp in zip(first, wrappers, strict=True) if place is not None]
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
-from titan_ckpt.converters.lora.copies import Follower, SomeCopied
+from titan_ckpt.converters.lora.copies import Follower, SomeCopied, TrainedCopy
 from titan_ckpt.converters.lora.layers import LoRAEmbedding, LoRALinear
 from titan_ckpt.errors import ConverterError
 
@@ -37,17 +37,19 @@ class ConvertedParallel(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         parts = dict(module.named_children())
-        if not isinstance(module, nn.Linear | nn.Embedding) or not parts:
+        is_copied = isinstance(module, SomeCopied | TrainedCopy | Follower)  # the last one has no child modules
+        if not isinstance(module, nn.Linear | nn.Embedding) or not (parts or is_copied):
             return self.style._apply(module, device_mesh)  # noqa: SLF001 - the method that every style has
         adapted = isinstance(module, LoRALinear | LoRAEmbedding)
         if adapted and not isinstance(self.style, ColwiseParallel | RowwiseParallel):
             raise ConverterError(f"an adapted {type(module).__name__} cannot be cut by {type(self.style).__name__}")
         if isinstance(module, LoRALinear) and module.adapter.rows:
             raise ConverterError("tensor parallelism would cut across the parts of a fused weight's adapter")
-        if isinstance(module, SomeCopied | Follower) or (isinstance(module, LoRALinear) and module.adapter.bias):
+        if is_copied or (isinstance(module, LoRALinear) and module.adapter.bias):
             raise ConverterError(
                 f"a {type(module).__name__} cannot be cut: tensor parallelism has no form for trained biases, rows of "
-                "tables, frozen copies and modules that follow a tied table; use FSDP2 alone, or leave them out"
+                "tables, trained and frozen copies of modules, and modules that follow a tied table; use FSDP2 alone, "
+                "or leave them out"
             )
         for name in parts:  # a style shards everything below a module in the same way
             delattr(module, name)

@@ -11,15 +11,18 @@ from typing import Any
 import peft
 import pytest
 import torch
-from transformers import TrainerCallback
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers.distributed import DistributedConfig
 
 from tests import world
 from tests.integrations.peft_runs import CONFIG, TARGETS, WITH_BASE, adamw, adapted, seed_all, trainer_of
-from tests.integrations.trainer_runs import model
+from tests.integrations.trainer_runs import SHAPE, model
 from tests.test_changed_weights import before_each_copy
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.errors import ConfigError, SaveError
 from titan_ckpt.integrations.transformers import attach
+from titan_ckpt.testing import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns of layers without bias and of its own settings
 
@@ -109,6 +112,51 @@ def test_adapters_that_are_merged_after_a_save_are_in_no_part_of_it(tmp_path: Pa
             manager.wait()
         manager.load(1)
     assert all(torch.equal(value, wanted[name]) for name, value in network.state_dict().items())
+
+
+OVER_TENSOR_RANKS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "all biases": {"bias": "all"},
+    "biases of adapted modules": {"bias": "lora_only"},
+    "biases of B": {"lora_bias": True},
+    "a norm": {"modules_to_save": ["norm"]},
+    "embeddings": {"target_modules": [*TARGETS, "embed_tokens"]},
+}
+"""What PEFT 0.21 trains under tensor parallelism; it raises an error of its own for rows, heads and DoRA."""
+
+
+def over_tensor_ranks(folder: Path, base: Path, own: dict[str, Any], seed: int, until: int) -> dict[str, Any]:
+    """Train to a step with the matrices of the base divided over two ranks; return all weights, whole."""
+    network = LlamaForCausalLM.from_pretrained(base, distributed_config=DistributedConfig(tp_size=2))
+    torch.manual_seed(seed)
+    network = adapted(network, "LORA", own)
+    optimizer, batch = adamw(network), torch.arange(16).view(2, 8)
+    with world.manager(folder, network, optimizer) as manager:
+        for step in range(manager.load().step + 1, until + 1):
+            network(input_ids=batch, labels=batch.roll(step, 1)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            manager.save(step)
+    return {name: world.whole(value) for name, value in network.state_dict().items()}
+
+
+@distributed(nproc=2, timeout_seconds=300)
+def resume_over_tensor_ranks(folder: Path) -> None:
+    if dist.get_rank() == 0:
+        config: Any = LlamaConfig
+        torch.manual_seed(0)
+        LlamaForCausalLM(config(**SHAPE, attention_bias=True)).save_pretrained(folder / "base")
+    dist.barrier()
+    for name, own in OVER_TENSOR_RANKS.items():
+        whole = over_tensor_ranks(folder / name / "whole", folder / "base", own, 0, STEPS)
+        over_tensor_ranks(folder / name / "resumed", folder / "base", own, 0, RESUMED_AT)
+        resumed = over_tensor_ranks(folder / name / "resumed", folder / "base", own, 1, STEPS)
+        assert world.differing(whole, resumed) == [], name
+
+
+def test_adapters_over_tensor_parallelism_go_on(tmp_path: Path) -> None:
+    """Trained biases, norms and embeddings too, which each rank holds whole beside its part of the matrices."""
+    resume_over_tensor_ranks(tmp_path)
 
 
 class Acting(TrainerCallback):

@@ -153,6 +153,33 @@ def test_tensors_that_are_not_those_of_config_json_are_not_converted(
         assert not (tmp_path / "target").exists()
 
 
+def test_a_config_json_of_another_model_with_the_same_tensors_is_refused_or_said(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Mistral has Llama's tensors and may have a window: a source that leads to its own config.json is not one."""
+    change = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 4}
+    (tmp_path / "mistral").mkdir()
+    config = json.loads((root / "hf/config.json").read_text()) | change
+    (tmp_path / "mistral/config.json").write_text(json.dumps(config))
+    other, target = ("--config", tmp_path / "mistral"), tmp_path / "target"
+    for words in (
+        ("convert", root / "hf", target, "--to", "native"),
+        ("convert", root / "hf", target, "--to", "hf"),
+        ("convert", root / "peft1", target, "--to", "native"),
+        ("merge", root / "hf", root / "peft1", target),
+    ):
+        assert call(*words, *other) == 2
+        said = " ".join(capsys.readouterr().err.split())
+        assert "its model is a llama, as " in said and "that of --config is a mistral" in said, said
+        assert not target.exists()
+    assert call("convert", root / "hf", tmp_path / "alone", "--to", "native", "--model", "hf") == 0
+    assert "nothing in" not in capsys.readouterr().out
+    assert call("convert", tmp_path / "alone", target, "--to", "hf", *other) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "alone shows that it is of the mistral in --config" in said, said
+    assert json.loads((target / "config.json").read_text())["sliding_window"] == 4
+
+
 MINE = """
 from titan_ckpt.models.registry import ARCHITECTURES
 

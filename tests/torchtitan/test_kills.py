@@ -31,7 +31,8 @@ Case = dict[str, Any]
 
 def _config(assets: Path, folder: Path, case: Case) -> Any:
     stop = StopConfig(grace_seconds=1.0)  # the other ranks of a killed one wait for it this long
-    return config(assets, folder, steps=STEPS, layers=2, interval=1, keep_latest_k=2, stop=stop, **case)
+    flavour, settings = case.get("flavour", "llama3_debugmodel"), {k: v for k, v in case.items() if k != "flavour"}
+    return config(assets, folder, flavour, steps=STEPS, layers=2, interval=1, keep_latest_k=2, stop=stop, **settings)
 
 
 def _whole(assets: Path, folder: Path, case: Case) -> None:
@@ -96,12 +97,19 @@ LAYOUTS: dict[str, Case] = {
     "hsdp": {"degrees": _shards(2, data_parallel_replicate=2), "async_mode": "async"},
     "pp-fsdp": {"degrees": _shards(2, pipeline_parallel=2), "async_mode": "async_with_pinned_mem"},
     "cp-fsdp": {"degrees": _shards(2, context_parallel=2), "async_mode": "disabled"},
+    "experts": {
+        "degrees": _shards(2, expert_parallel=2),
+        "async_mode": "async_with_pinned_mem",
+        "flavour": "qwen3_debugmodel_moe_param_groups",
+    },
 }
+OFTEN = ("pp", "cp", "hsdp")
+"""Layouts that every run of the tests kills; a full run and a soak kill all."""
 
 
 @pytest.mark.timeout(14400 if KILLS > 2 else 600)
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.full if name.endswith("-fsdp") else ()) for name in LAYOUTS]
+    "name", [pytest.param(name, marks=() if name in OFTEN else pytest.mark.full) for name in LAYOUTS]
 )
 def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_bits(
     assets: Path, tmp_path: Path, name: str

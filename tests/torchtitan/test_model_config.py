@@ -19,6 +19,7 @@ from titan_ckpt.errors import ConfigError, KeyMapError, LoadMismatchError
 from titan_ckpt.integrations.torchtitan import model_config
 from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map
 from titan_ckpt.integrations.torchtitan.described import described
+from titan_ckpt.integrations.torchtitan.gpt_oss import with_experts
 from titan_ckpt.integrations.torchtitan.model_config import NO_EFFECT, check_folder, config_json
 
 ROPE_31 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -163,6 +164,18 @@ def test_a_key_that_is_not_there_is_what_transformers_takes_for_it(name: str) ->
         assert ours == theirs, key
     bare = AutoConfig.for_model(kind)
     assert model_config._flat({"model_type": kind})["rope_parameters.rope_theta"] == bare.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_head_without_rows_is_refused_by_its_name(name: str) -> None:
+    """The adapter's table is made of positions, and an empty tensor has none."""
+    spec = _small(name)
+    spec.model.lm_head.out_features = 0
+    with torch.device("meta"):
+        shapes = {fqn: tuple(value.shape) for fqn, value in spec.model.build().state_dict().items()}
+    tied = {"tok_embeddings.weight": "lm_head.weight"} if spec.model.enable_weight_tying else {}
+    with pytest.raises(KeyMapError, match=r"lm_head.weight: its shape is \[0, \d+\], which has no elements"):
+        find_key_map(with_experts(spec.state_dict_adapter(spec.model, None)), shapes, tied, [])
 
 
 def _swap_rope(name: str) -> Any:
@@ -322,6 +335,13 @@ CONTRADICTIONS: dict[str, tuple[str, str, Any, str]] = {
     "head_dim": ("gpt-oss", "attention.head_dim", 32, "head_dim is 32 and 64 in parts"),
     "rotary": ("llama3", "attention.rope.dim", 17, "head_dim is 16 and 17 in parts"),
     "heads of DeepSeek": ("deepseek", "attention.n_heads", 8, "num_attention_heads is 8 and 16 in parts"),
+    "keys of DeepSeek": ("deepseek", "attention.wkv_b.out_features", 2048, "num_attention_heads is 16 and 8 in parts"),
+    "queries of DeepSeek": ("deepseek", "attention.wq.out_features", 1536, "num_attention_heads is 16 and 8 in parts"),
+    "half a head": ("gpt-oss", "attention.wo.in_features", 4064, "num_attention_heads is 64 and 63.5 in parts"),
+    "latent of DeepSeek": ("deepseek", "attention.wkv_a.out_features", 320, "kv_lora_rank is 512 and 256 in parts"),
+    "no heads": ("deepseek", "attention.v_head_dim", 0, "DeepSeekV3Model.Config: a number of heads or ex"),
+    "no experts": ("deepseek", "moe.routed_experts.inner_experts.hidden_dim", 0, "or the size of one, is 0"),
+    "no width of heads": ("llama3", "attention.qkv_linear.head_dim", 0, "or the size of one, is 0"),
     "chosen experts": ("qwen3-moe", "moe.routed_experts.token_dispatcher.top_k", 4, "num_experts_per_tok is 8 and 4"),
     "experts": ("gpt-oss", "moe.num_experts", 4, "num_experts is 4 and 8 in parts"),
     "bias": ("gpt-oss", "attention.wo.bias", False, "attention_bias is False and True in parts"),

@@ -52,6 +52,7 @@ from titan_ckpt.tools.models import (
     ModelTable,
     find_config,
     find_table,
+    own_config,
     require_config,
     require_table,
     tables_of,
@@ -92,7 +93,7 @@ class Written:
     merged: int = 0
     """Number of weights that adapters changed."""
     notes: tuple[str, ...] = ()
-    """The facts that are known about the base of each merged adapter."""
+    """The facts that are known about the base of each merged adapter, and what only --config says."""
 
 
 def convert_checkpoint(source: Place, target: Place, to: Target, options: Options) -> Written:
@@ -114,6 +115,7 @@ def convert_checkpoint(source: Place, target: Place, to: Target, options: Option
                 + listed(faults, "\n  ")
                 + "\n  Name the folder of the model's own config.json with --config"
             )
+        notes = _about_config(reader, options.config) if table is not None or to == "hf" else ()
         assets = find_config(reader, options.config) if to == "hf" else None
     hf_config = None if assets is None else read_config_json(assets) if table is None else table.config
     if to == "torch":
@@ -129,7 +131,7 @@ def convert_checkpoint(source: Place, target: Place, to: Target, options: Option
             dtype=options.dtype,
             max_shard_bytes=options.max_shard_bytes,
         )
-    return _written(target, to, table)
+    return _written(target, to, table, notes=notes)
 
 
 def _check_target(target: Place, sources: Sequence[Place]) -> None:
@@ -156,6 +158,7 @@ def _convert_adapter(reader: TensorReader, target: Place, to: Target, options: O
     if "peft" in (reader.format, to):
         names = None if reader.format == "peft" else adapted_weights(reader)
         table = require_table(reader, options.config, names, options.architecture)
+    notes = () if table is None else _about_config(reader, options.config)
     adapter = open_adapter(reader, table)
     if to in ("native", "peft"):
         adapter = with_settings(adapter, reader.path, options.settings, table)
@@ -172,7 +175,7 @@ def _convert_adapter(reader: TensorReader, target: Place, to: Target, options: O
             write_torch_file(target, tensors)
     except OSError as error:
         raise ExportError(f"{reader.path} could not be converted to {target}: {error}") from error
-    return _written(target, to, None if to == reader.format else table)
+    return _written(target, to, None if to == reader.format else table, notes=notes)
 
 
 def _write_peft(target: Place, adapter: Adapter, table: ModelTable, options: Options, source: str) -> None:
@@ -197,6 +200,32 @@ def _table(reader: TensorReader, names: list[str] | None, to: Target, options: O
     if reader.format == "hf" and options.architecture is None and find_config(reader, options.config) is None:
         return None  # the names in the folder stay
     return find_table(require_config(reader, options.config), names, options.architecture)
+
+
+def _about_config(reader: TensorReader, given: Place | None) -> tuple[str, ...]:
+    """Return a note if --config alone says of which class the tensors are: other classes have the same names.
+
+    Raises: LoadMismatchError if the checkpoint leads to a config.json of another class.
+    """
+    if given is None:
+        return ()
+    config, own = read_config_json(require_config(reader, given)), own_config(reader)
+    kind = config.get("model_type")
+    if own is None:
+        return (f"nothing in {reader.path} shows that it is of the {kind} in --config: other models have its names",)
+    theirs = read_config_json(own)
+    stored = theirs.get("model_type")
+    if None in (kind, stored) or kind in _model_types(theirs) or stored in _model_types(config):
+        return ()
+    raise LoadMismatchError(
+        f"{reader.path}: its model is a {stored}, as {own / CONFIG} says, and that of --config is a {kind}, which may "
+        "compute something else with tensors of the same names: leave --config out"
+    )
+
+
+def _model_types(config: Mapping[str, Any]) -> set[Any]:
+    """Return the model_type of a config and of its parts, such as the language model in a composite one."""
+    return {part.get("model_type") for part in (config, *config.values()) if isinstance(part, Mapping)}
 
 
 def _write_torch(source: Place, target: Place, table: ModelTable | None, options: Options) -> None:
@@ -261,7 +290,11 @@ def merge_adapters(base: Place, adapters: Sequence[Place], target: Place, option
             (name,) = table.config["architectures"]
             part = f"{base} is merged as the {name} that the adapter is of, without its rest"
         settle_tables(merges, [merge.other_tables(tensors) for merge in merges])
-        notes = (*filter(None, [part]), *(_about_base(adapter, recorded) for adapter in readers))
+        notes = (
+            *_about_config(reader, options.config),
+            *filter(None, [part]),
+            *(_about_base(adapter, recorded) for adapter in readers),
+        )
         changed = set().union(*(merge.changes for merge in merges))
         merged: dict[str, Any] = dict(tensors)
         for merge in merges:

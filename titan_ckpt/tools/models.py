@@ -160,17 +160,24 @@ def _builders(
 
 
 def find_config(reader: TensorReader, given: Place | None) -> Place | None:
-    """Return the folder with the config.json of a checkpoint's model; None if none is known.
+    """Return the folder with the config.json of a checkpoint's model, the given one or `own_config`; None without one.
 
-    It is the given one, the checkpoint's own, that of the base that it names, or that of an export of the same run.
     Raises: NotACheckpointError if the given one has none.
     """
-    if given is not None:
-        folder: Place = given.parent if given.name == CONFIG else given
-        folder = store_of(folder).seen(folder)
-        if not (folder / CONFIG).is_file():
-            raise NotACheckpointError(f"--config {given}: holds no {CONFIG}; name the folder of the model's {CONFIG}")
-        return folder
+    if given is None:
+        return own_config(reader)
+    folder: Place = given.parent if given.name == CONFIG else given
+    folder = store_of(folder).seen(folder)
+    if not (folder / CONFIG).is_file():
+        raise NotACheckpointError(f"--config {given}: holds no {CONFIG}; name the folder of the model's {CONFIG}")
+    return folder
+
+
+def own_config(reader: TensorReader) -> Place | None:
+    """Return the folder with a config.json that a checkpoint has or leads to; None without one.
+
+    It is the checkpoint's own, that of the base that it names, or that of an export of the same run.
+    """
     local, base, revision = local_path(reader.path), None, None
     path: Place = reader.path if local is None else local.absolute()
     if isinstance(reader, NativeReader) and reader.manifest is not None:

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import Qwen3MoeConfig
+from torch.distributed.tensor.parallel import ColwiseParallel
+from transformers import LlamaConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from titan_ckpt.converters import LoRAConfig, ModelConvertersContainer, build
+from titan_ckpt.converters.parallel import ConvertedParallel
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import blocks_of
+from titan_ckpt.models import hf
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 
@@ -104,3 +107,30 @@ def test_a_module_whose_forward_was_replaced_is_refused() -> None:
     module.forward = lambda x: x
     with pytest.raises(ConverterError, match="m: its forward was replaced on the module itself"):
         trained(module)
+
+
+UNCUT: dict[str, tuple[dict[str, Any], bool, str]] = {
+    "biases": ({"bias": "all"}, False, "model.layers.0.self_attn.k_proj"),
+    "a bias of B": ({"lora_bias": True}, False, "model.layers.0.self_attn.q_proj"),
+    "rows": ({"trainable_token_indices": {"embed_tokens": (3,)}}, False, "model.embed_tokens"),
+    "rows of a tied table": ({"trainable_token_indices": {"embed_tokens": (3,)}}, True, "lm_head"),
+    "a trained copy": ({"modules_to_save": ("lm_head",)}, False, "lm_head"),
+    "a frozen copy": ({"frozen_copies": ("lm_head",)}, False, "lm_head"),
+    "a tied adapter": ({"target_modules": ("embed_tokens",), "ensure_weight_tying": True}, True, "lm_head"),
+    "a tied copy": ({"modules_to_save": ("embed_tokens",), "ensure_weight_tying": True}, True, "lm_head"),
+}
+"""Settings of LoRA, whether the model's head is tied, and a module that tensor parallelism would cut."""
+
+
+@pytest.mark.parametrize("case", UNCUT)
+def test_tensor_parallelism_refuses_what_it_cannot_cut(case: str) -> None:
+    """A plan that names such a module is one error before the first step, and none within it."""
+    settings, tied, name = UNCUT[case]
+    config: Any = LlamaConfig
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1}
+    shape = config(**sizes, num_attention_heads=2, attention_bias=True, tie_word_embeddings=tied)
+    model = hf.build(shape.to_dict())
+    build([LoRAConfig(**{"target_modules": ("q_proj",), "rank": 2, **settings})]).convert(model)
+    mesh: Any = None  # refused before it is looked at
+    with pytest.raises(ConverterError, match="cannot be cut: tensor parallelism has no form for trained biases"):
+        ConvertedParallel(ColwiseParallel())._apply(model.get_submodule(name), mesh)

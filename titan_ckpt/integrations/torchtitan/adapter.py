@@ -44,13 +44,14 @@ def find_key_map(
     `tied`: alias -> name in `shapes` of the same tensor. `buffers`: names that the adapter may drop, and that are
     nameless in the table then; exports leave the others in float32, as transformers holds DeepSeek-V3's expert bias.
     Reads no values; memory is that of a layer's largest tensor.
-    Raises: KeyMapError listing each parameter that the adapter drops, and each name that it arranges in a way that is
-    no permutation or split.
+    Raises: KeyMapError listing each parameter that is empty or that the adapter drops, and each name that it arranges
+    in a way that is no permutation or split.
     """
     rules: list[KeyRule] = []
-    problems: list[str] = []
+    empty = {fqn: list(shape) for fqn, shape in shapes.items() if 0 in shape}
+    problems = [f"{fqn}: its shape is {shape}, which has no elements" for fqn, shape in empty.items()]
     nameless: set[str] = set()
-    for layer in _layers(shapes).values():
+    for layer in () if empty else _layers(shapes).values():
         probes = _probes({fqn: shapes[fqn] for fqn in layer})
         made = [_call(adapter, "to_hf", probe) for probe in probes]
         if differing := {key for other in made for key in other.keys() ^ made[0].keys()}:

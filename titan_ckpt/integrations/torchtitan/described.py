@@ -9,6 +9,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
+from titan_ckpt.errors import ConfigError
+
 ROPE = "rope_parameters"
 _OWN = (
     "torchtitan.components.", "torchtitan.config.", "torchtitan.models.common.", "torchtitan.overrides.",
@@ -24,9 +26,13 @@ def described(model: Any) -> dict[str, Any]:
     """Return config.json as transformers 5 writes it; empty for a model whose args are not known.
 
     A setting that differs between layers, which config.json cannot say, is a tuple of its values.
+    Raises: ConfigError for a size of 0, by which others are divided.
     """
     known = _known_class(model)
-    return {} if known is None else _MODELS[known](model)
+    try:
+        return {} if known is None else _MODELS[known](model)
+    except ZeroDivisionError as error:
+        raise ConfigError([f"{known}: a number of heads or experts, or the size of one, is 0"]) from error
 
 
 def _known_class(model: Any) -> str | None:
@@ -111,12 +117,17 @@ def _decoder(model: Any, layer: Any) -> dict[str, Any]:
 def _heads(attention: Any, head_dim: int) -> dict[str, Any]:
     """Return the heads as the attention names them and as its projections compute them. `head_dim`: as it is named."""
     qkv = attention.qkv_linear
-    num_kv = qkv.n_kv_heads if hasattr(qkv, "n_kv_heads") else qkv.wkv.out_features // qkv.head_dim
+    num_kv = qkv.n_kv_heads if hasattr(qkv, "n_kv_heads") else _number(qkv.wkv.out_features, qkv.head_dim)
     return {
-        "num_attention_heads": _one((attention.n_heads, attention.wo.in_features // qkv.head_dim)),
+        "num_attention_heads": _one((attention.n_heads, _number(attention.wo.in_features, qkv.head_dim))),
         "num_key_value_heads": _one((attention.n_kv_heads or attention.n_heads, num_kv)),
         "head_dim": _one((head_dim, qkv.head_dim, attention.rope.dim)),
     }
+
+
+def _number(rows: int, size: int) -> float:
+    """Return how many parts of a size the rows are; a fraction if the last part is not whole."""
+    return rows / size if rows % size else rows // size
 
 
 def _sizes(model: Any) -> dict[str, Any]:
@@ -200,15 +211,25 @@ def _deepseek_v3(model: Any) -> dict[str, Any]:
 
     def of_layer(layer: Any) -> dict[str, Any]:
         attention = layer.attention
-        heads = _one((attention.n_heads, attention.wo.in_features // attention.v_head_dim))
+        content, rotary = attention.qk_nope_head_dim, attention.qk_rope_head_dim
+        low_rank = attention.q_lora_rank or None
+        queries = (attention.wq_b if low_rank else attention.wq).out_features
+        heads = _one(
+            (
+                attention.n_heads,
+                _number(queries, content + rotary),
+                _number(attention.wkv_b.out_features, content + attention.v_head_dim),
+                _number(attention.wo.in_features, attention.v_head_dim),
+            )
+        )
         return {
             "num_attention_heads": heads,
             "num_key_value_heads": heads,
-            "q_lora_rank": attention.q_lora_rank or None,
-            "kv_lora_rank": attention.kv_lora_rank,
-            "qk_nope_head_dim": attention.qk_nope_head_dim,
-            "qk_rope_head_dim": attention.qk_rope_head_dim,
-            "head_dim": _one((attention.qk_rope_head_dim, attention.rope.dim)),
+            "q_lora_rank": _one((low_rank, attention.wq_a.out_features)) if low_rank else None,
+            "kv_lora_rank": _one((attention.kv_lora_rank, attention.wkv_a.out_features - rotary)),
+            "qk_nope_head_dim": content,
+            "qk_rope_head_dim": rotary,
+            "head_dim": _one((rotary, attention.rope.dim)),
             "v_head_dim": attention.v_head_dim,
             "rms_norm_eps": _eps((layer.attention_norm, layer.ffn_norm, model.norm)),
             "max_position_embeddings": attention.rope.max_seq_len,

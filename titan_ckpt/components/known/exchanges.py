@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
-from torch.distributed import ProcessGroup, is_initialized
+from torch.distributed import ProcessGroup, get_world_size, is_initialized
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_ckpt.components.unsaved_state import class_name, unless_allowed
+from titan_ckpt.gc_paused import instances_of
 from titan_ckpt.rng import used_by
 
 _EXACT = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
@@ -21,6 +22,11 @@ _REASON = (
 
 _STATIC = (
     "three or more ranks round sums by the order of its first step in a process, which no step holds: leave it out"
+)
+
+_SPARSE = (
+    "on three or more ranks of DDP nobody can read the order of its exchange, which a resume needs: use "
+    "sparse=False, or find_unused_parameters=True"
 )
 
 _HOOKED = (
@@ -34,7 +40,10 @@ def exchange_faults(wrapped: Collection[DistributedDataParallel], allow: Collect
     for module in wrapped:
         if module.static_graph and module.process_group.size() > 2:
             yield from unless_allowed("DDP's static_graph", class_name(module), _STATIC, allow)
-        if (hooked := _hooked(module)) and module.process_group.size() > 2 and not module.find_unused_parameters:
+        is_ordered = module.process_group.size() > 2 and not module.find_unused_parameters
+        if is_ordered and (sparse := _sparse(module)):
+            yield from unless_allowed(f"sparse gradients of {sparse[0]}", class_name(module), _SPARSE, allow)
+        if is_ordered and (hooked := _hooked(module)):
             yield from unless_allowed(f"hooks on gradients of {hooked[0]}", class_name(module), _HOOKED, allow)
     for hook, state in (each for module in wrapped for each in module._comm_hooks):  # noqa: SLF001 - without a public name
         if not (_is_exact(hook) and (state is None or isinstance(state, ProcessGroup))):
@@ -42,9 +51,12 @@ def exchange_faults(wrapped: Collection[DistributedDataParallel], allow: Collect
             yield from unless_allowed(f"DDP's communication hook {name}", name, _REASON, allow)
 
 
-def wrappers_of(models: Collection[nn.Module]) -> list[DistributedDataParallel]:
-    """Return the wrappers of DDP around parameters of models, in the order of these: a model may not know its own."""
-    if not is_initialized():
+def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[DistributedDataParallel]:
+    """Return the wrappers of DDP around parameters of models, in the order of these: a model may not know its own.
+
+    `min_ranks`: with fewer, nobody asks, because all objects of the process are looked at.
+    """
+    if not is_initialized() or get_world_size() < min_ranks:
         return []
     found = _around(models)
     if len({place for place, _ in found}) < len(found):
@@ -56,7 +68,7 @@ def wrappers_of(models: Collection[nn.Module]) -> list[DistributedDataParallel]:
 
 def _around(models: Collection[nn.Module]) -> list[tuple[int, DistributedDataParallel]]:
     places = {id(p): place for place, p in enumerate(p for model in models for p in model.parameters())}
-    wrappers = [value for value in gc.get_objects() if issubclass(type(value), DistributedDataParallel)]
+    wrappers = instances_of(DistributedDataParallel)
     first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in wrappers]
     return [(place, ddp) for place, ddp in zip(first, wrappers, strict=True) if place is not None]
 
@@ -66,7 +78,7 @@ def rounds_by_order(ddp: DistributedDataParallel) -> bool:
 
     Two ranks round alike in any order; DDP that looks for unused parameters keeps its first one.
     """
-    is_ordered = not (ddp.find_unused_parameters or ddp.static_graph or _hooked(ddp))
+    is_ordered = not (ddp.find_unused_parameters or ddp.static_graph or _hooked(ddp) or _sparse(ddp))
     return ddp.process_group.size() > 2 and is_ordered
 
 
@@ -74,6 +86,11 @@ def _hooked(ddp: DistributedDataParallel) -> list[str]:
     """Return the parameters whose gradients have hooks beside DDP's."""
     named = ddp.named_parameters()
     return [name for name, p in named if p._post_accumulate_grad_hooks or p._backward_hooks]  # noqa: SLF001 - without a public name
+
+
+def _sparse(ddp: DistributedDataParallel) -> list[str]:
+    """Return the modules whose gradients are sparse."""
+    return [name for name, module in ddp.named_modules() if getattr(module, "sparse", False)]
 
 
 def _is_exact(hook: Any) -> bool:

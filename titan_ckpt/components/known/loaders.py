@@ -5,7 +5,6 @@ Owns the way from a loader to its samplers, and the samplers whose order torchda
 
 from __future__ import annotations
 
-import gc
 import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, stored_by_code_of, unless_allowed
+from titan_ckpt.gc_paused import instances_of
 
 _DRAWN_ANEW = frozenset(
     {
@@ -72,9 +72,9 @@ def seed_workers_apart(loader: Any) -> None:
 
 def seed_evaluations_apart() -> None:
     """Do so for every DataLoader of this process that has not begun, but those whose position a step holds."""
-    for value in gc.get_objects():
-        if issubclass(type(value), DataLoader) and value not in POSITIONED and value._iterator is None:  # noqa: SLF001 - as above
-            seed_workers_apart(value)
+    for loader in instances_of(DataLoader):
+        if loader not in POSITIONED and loader._iterator is None:  # noqa: SLF001 - as above
+            seed_workers_apart(loader)
 
 
 def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:

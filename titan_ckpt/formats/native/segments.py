@@ -46,7 +46,7 @@ class Places:
 
     starts: tuple[int, ...]
     sizes: tuple[int, ...]
-    dtypes: tuple[torch.dtype, ...]
+    dtypes: list[torch.dtype]
     packs: tuple[tuple[int, int], ...]
 
     @classmethod
@@ -60,7 +60,7 @@ class Places:
                 packs.append((first, last))
             first = last
         starts = tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
-        return cls(starts, tuple(sizes), tuple(dtype for dtype, _ in kinds), tuple(packs))
+        return cls(starts, tuple(sizes), [dtype for dtype, _ in kinds], tuple(packs))
 
 
 class Segments:
@@ -71,8 +71,10 @@ class Segments:
 
     def __init__(self, places: Places, tensors: Sequence[torch.Tensor]) -> None:
         self._starts, self._sizes, self._dtypes, self._tensors = places.starts, places.sizes, places.dtypes, tensors
-        plain = [t.is_cpu and t.dtype is dtype for t, dtype in zip(tensors, places.dtypes, strict=True)]
         on_host = [tensor.is_cpu for tensor in tensors]
+        plain, dtypes = on_host, [tensor.dtype for tensor in tensors]
+        if dtypes != places.dtypes:
+            plain = [here and own is other for here, own, other in zip(on_host, dtypes, places.dtypes, strict=True)]
         self._elsewhere = [i for i, here in enumerate(on_host) if not here]
         self.devices = list({tensors[i].device: None for i in self._elsewhere if tensors[i].is_cuda})
         """CUDA devices, which copy while this thread goes on. Copies from other devices are waited for one by one."""

@@ -39,6 +39,8 @@ from titan_ckpt.geometry.chunks import (
 )
 from titan_ckpt.stores.store import Place
 
+_Kinds = tuple[list[torch.dtype], list[torch.Size]]
+
 
 @dataclass(frozen=True, slots=True)
 class WritePlan:
@@ -50,10 +52,11 @@ class WritePlan:
     replicas: Mapping[tuple[int, ...], tuple[str, ...]]
     """Group of ranks -> the tensors whose values this rank and the others of the group hold in common."""
     file_name: str
-    _planned: Sequence[tuple[str, torch.Size, torch.dtype, Sharding | None]]
+    _names: Sequence[str]
     """The tensors that the plan is for."""
-    _is_sharded: bool
-    """Whether any of them is a DTensor."""
+    _kinds: _Kinds
+    _shardings: Sequence[Sharding | None]
+    """Theirs; empty if none of them is a DTensor."""
     _casts: Mapping[torch.dtype, torch.dtype]
 
     @classmethod
@@ -103,8 +106,9 @@ class WritePlan:
                 Places.of([(s.info.dtype, s.chunk.sizes) for s in shares]),
                 division.replicas,
                 rank_file_name(coordinator.rank),
-                [(fqn, v.shape, v.dtype, sharding_of(v)) for fqn, v in tensors.items()],
-                any(isinstance(value, DTensor) for value in tensors.values()),
+                [*tensors],
+                _kinds_of(tensors),
+                [*map(sharding_of, tensors.values())] if _any_sharded(tensors) else (),
                 casts,
             )
 
@@ -112,11 +116,11 @@ class WritePlan:
 
     def fits(self, tensors: Mapping[str, torch.Tensor], casts: Mapping[torch.dtype, torch.dtype]) -> bool:
         """Return whether these are the planned tensors. Fast, because every save calls it."""
-        if len(tensors) != len(self._planned) or casts != self._casts:
+        if casts != self._casts or [*tensors] != self._names or _kinds_of(tensors) != self._kinds:
             return False
-        for (fqn, value), (name, shape, dtype, sharding) in zip(tensors.items(), self._planned, strict=True):
-            if fqn != name or value.dtype is not dtype or value.shape != shape:
-                return False
+        if not self._shardings:
+            return not _any_sharded(tensors)
+        for value, sharding in zip(tensors.values(), self._shardings, strict=True):
             if isinstance(value, DTensor):
                 if sharding is None or value.placements != sharding.placements or value.device_mesh != sharding.mesh:
                     return False
@@ -127,7 +131,7 @@ class WritePlan:
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the live memory of all shares."""
         bound = [tensors[share.fqn] for share in self.shares]
-        if self._is_sharded:
+        if self._shardings:
             bound = [local_tensor(value) for value in bound]
         return [v if s.index is None else v[s.index] for v, s in zip(bound, self.shares, strict=True)]
 
@@ -235,6 +239,14 @@ class StagedFile:
             self._process.close()
             self._process = None
         self._arena.close()
+
+
+def _kinds_of(tensors: Mapping[str, torch.Tensor]) -> _Kinds:
+    return [value.dtype for value in tensors.values()], [value.shape for value in tensors.values()]
+
+
+def _any_sharded(tensors: Mapping[str, torch.Tensor]) -> bool:
+    return any(issubclass(kind, DTensor) for kind in {*map(type, tensors.values())})
 
 
 def _check(tensors: Mapping[str, torch.Tensor]) -> None:

@@ -53,6 +53,25 @@ class RandomState:
         torch.manual_seed(seed)
 
 
+class SeededBatch(list[Any]):
+    """The indices of a batch that a worker process makes. When it arrives there, it seeds the process's generators.
+
+    So what the batch draws depends on no batch that the same worker has made before.
+    """
+
+    def __init__(self, indices: list[Any], seed: int) -> None:
+        super().__init__(indices)
+        self._seed = seed
+
+    def __reduce__(self) -> tuple[Callable[[list[Any], int], list[Any]], tuple[list[Any], int]]:
+        return _arrived, (list(self), self._seed)
+
+
+def _arrived(indices: list[Any], seed: int) -> list[Any]:
+    RandomState().reseed(seed)
+    return indices
+
+
 def process_state() -> bytes:
     """Return bytes that are others when the process has drawn a random number on the CPU."""
     of_numpy = np.random.get_state()  # noqa: NPY002 - the legacy global generator is what libraries draw from

@@ -31,16 +31,10 @@ def gc_paused() -> Iterator[None]:
 def instances_of(kind: type[_Kind]) -> list[_Kind]:
     """Return all objects of a class in this process; some may be garbage that was not collected yet.
 
-    A process has few classes, so they are looked at first: to ask each of 10^6 objects takes a second. The collector
-    hides what gc.freeze() has set aside, so that comes back for this moment.
+    A process has few classes, so they are looked at first: to ask each of 10^6 objects takes a second. What gc.freeze()
+    has set aside, which the collector hides, is the collector's again.
     """
-    is_frozen = gc.get_freeze_count() > 0
-    if is_frozen:
-        gc.unfreeze()
-    try:
-        objects = gc.get_objects()
-    finally:
-        if is_frozen:
-            gc.freeze()
+    gc.unfreeze()
+    objects = gc.get_objects()
     kinds = {own for own in {*map(type, objects)} if issubclass(own, kind)}
     return [value for value in objects if type(value) in kinds] if kinds else []

@@ -58,7 +58,7 @@ def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[Distr
     """
     if not is_initialized() or get_world_size() < min_ranks:
         return []
-    found = _around(models)
+    found = _around(models) or (_around(models, frozen=True) if get_world_size() > 2 else [])
     if len({place for place, _ in found}) < len(found):
         del found
         gc.collect()  # the wrapper of a cell that ran before may wait for that, on some ranks alone
@@ -66,9 +66,9 @@ def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[Distr
     return [ddp for _, ddp in sorted(found, key=lambda pair: pair[0])]
 
 
-def _around(models: Collection[nn.Module]) -> list[tuple[int, DistributedDataParallel]]:
+def _around(models: Collection[nn.Module], *, frozen: bool = False) -> list[tuple[int, DistributedDataParallel]]:
     places = {id(p): place for place, p in enumerate(p for model in models for p in model.parameters())}
-    wrappers = instances_of(DistributedDataParallel)
+    wrappers = instances_of(DistributedDataParallel, frozen=frozen)
     first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in wrappers]
     return [(place, ddp) for place, ddp in zip(first, wrappers, strict=True) if place is not None]
 

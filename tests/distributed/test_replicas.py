@@ -131,6 +131,23 @@ class Showing(nn.Module):
             {f"{prefix}mean": state[f"{prefix}mean"].clone()}))  # fmt: skip
 
 
+@distributed(nproc=4)
+def test_buffers_of_a_stage_go_to_no_rank_that_has_another_one(tmp_path: Path) -> None:
+    """Two stages on two ranks each: the ranks of the one load the other's, and have the buffers of its lowest rank."""
+    rank = dist.get_rank()
+    for swapped in (0, 1):
+        model = nn.ModuleDict({f"stage{rank // 2 ^ swapped}": nn.BatchNorm1d(4)})
+        statistic = next(value for name, value in model.named_buffers() if name.endswith("running_mean"))
+        if not swapped:
+            statistic.fill_(rank)
+            with manager(tmp_path, model, async_mode="disabled") as m:
+                m.save(1)
+            continue
+        with manager(tmp_path, model, save=None) as m:
+            m.load()
+        assert statistic.tolist() == [2.0 * (1 - rank // 2)] * 4
+
+
 @distributed(nproc=2)
 def test_sharded_buffers_and_extra_state_that_differ_are_each_rank_s_own(tmp_path: Path) -> None:
     """Buffers that are DTensors by the part that a rank holds; those that the model's own code makes are refused."""

@@ -55,10 +55,10 @@ class ExchangeOrder(Item):
 
     def check_wrapped(self, allow: Collection[str]) -> None:
         """Check after the first step that no model was wrapped later, and got no hook. Raises: StateEncodingError."""
-        if faults := self.faults(allow):
-            raise StateEncodingError("registered after the CheckpointManager was made: " + "\n".join(faults))
-        known = {id(ddp) for ddp in self._wrapped}
-        if late := [ddp for ddp in wrappers_of(self._models, 3) if rounds_by_order(ddp) and id(ddp) not in known]:
+        wrapped, known = wrappers_of(self._models), {id(ddp) for ddp in self._wrapped}
+        if faults := [*exchange_faults(wrapped, allow)]:
+            raise StateEncodingError("new since the CheckpointManager was made: " + "\n".join(faults))
+        if late := [ddp for ddp in wrapped if rounds_by_order(ddp) and id(ddp) not in known]:
             raise StateEncodingError(
                 f"DistributedDataParallel was put around {class_name(late[0].module)} after the CheckpointManager was "
                 "made, so no step would hold the order in which three or more ranks sum gradients: wrap the model first"

@@ -29,6 +29,11 @@ _SPARSE = (
     "sparse=False, or find_unused_parameters=True"
 )
 
+_TWICE = (
+    "each wrapper finds an order of its own, and three or more ranks round sums by that: delete the one that is not "
+    "called, with all that holds it, before the CheckpointManager is made"
+)
+
 _HOOKED = (
     "on three or more ranks of DDP a resume makes the order of its exchange by a pass of zeros, on which they would be "
     "called: call them from the loop, or use find_unused_parameters=True"
@@ -37,6 +42,11 @@ _HOOKED = (
 
 def exchange_faults(wrapped: Collection[DistributedDataParallel], allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each hook of DDP, or of gradients that it sums, by which a resumed run may differ."""
+    around = [module.module for module in wrapped if module.process_group.size() > 2]
+    for module in {id(inner): inner for inner in around if sum(inner is other for other in around) > 1}.values():
+        yield from unless_allowed(
+            f"several wrappers of DDP around {class_name(module)}", class_name(module), _TWICE, allow
+        )
     for module in wrapped:
         if module.static_graph and module.process_group.size() > 2:
             yield from unless_allowed("DDP's static_graph", class_name(module), _STATIC, allow)

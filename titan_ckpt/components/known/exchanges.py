@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -42,11 +43,9 @@ _HOOKED = (
 
 def exchange_faults(wrapped: Collection[DistributedDataParallel], allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each hook of DDP, or of gradients that it sums, by which a resumed run may differ."""
-    around = [module.module for module in wrapped if module.process_group.size() > 2]
-    for module in {id(inner): inner for inner in around if sum(inner is other for other in around) > 1}.values():
-        yield from unless_allowed(
-            f"several wrappers of DDP around {class_name(module)}", class_name(module), _TWICE, allow
-        )
+    around = Counter(module.module for module in wrapped if module.process_group.size() > 2)
+    for what in (class_name(inner) for inner, count in around.items() if count > 1):
+        yield from unless_allowed(f"several wrappers of DDP around {what}", what, _TWICE, allow)
     for module in wrapped:
         if module.static_graph and module.process_group.size() > 2:
             yield from unless_allowed("DDP's static_graph", class_name(module), _STATIC, allow)

@@ -53,23 +53,22 @@ class RandomState:
         torch.manual_seed(seed)
 
 
-class SeededBatch(list[Any]):
-    """The indices of a batch that a worker process makes. When it arrives there, it seeds the process's generators.
+class Seeded:
+    """An entry of a sampler on its way to a worker process, where its arrival seeds the generators.
 
-    So what the batch draws depends on no batch that the same worker has made before.
+    So what a batch draws depends on no batch that the same worker has made before.
     """
 
-    def __init__(self, indices: list[Any], seed: int) -> None:
-        super().__init__(indices)
-        self._seed = seed
+    def __init__(self, entry: Any, seed: int) -> None:
+        self._entry, self._seed = entry, seed
 
-    def __reduce__(self) -> tuple[Callable[[list[Any], int], list[Any]], tuple[list[Any], int]]:
-        return _arrived, (list(self), self._seed)
+    def __reduce__(self) -> tuple[Callable[[Any, int], Any], tuple[Any, int]]:
+        return _arrived, (self._entry, self._seed)
 
 
-def _arrived(indices: list[Any], seed: int) -> list[Any]:
+def _arrived(entry: Any, seed: int) -> Any:
     RandomState().reseed(seed)
-    return indices
+    return entry
 
 
 def process_state() -> bytes:

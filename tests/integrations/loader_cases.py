@@ -173,6 +173,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "a worker, a sampler with a state": lambda: DataLoader(Plain(10), 2, sampler=Giving(), **KEPT),
     "noise of workers": lambda: DataLoader(Numbers(), 2, shuffle=True, num_workers=2),
     "noise of a worker that is kept": lambda: DataLoader(Numbers(), 2, shuffle=True, **KEPT),
+    "noise of a worker, without batches": lambda: DataLoader(Numbers(), None, shuffle=True, num_workers=1),
     "noise of a worker, stateful": lambda: StatefulDataLoader(Numbers(), 2, sampler=Around(), num_workers=1),
     "a stream": lambda: DataLoader(Stream(), 2),
     "a stream with a length": lambda: DataLoader(Sized(), 2),

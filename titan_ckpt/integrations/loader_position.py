@@ -34,7 +34,7 @@ from titan_ckpt.components.known.streams import begin_once, functions_of, is_shu
 from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, unless_allowed
 from titan_ckpt.errors import ConfigError, LoadMismatchError, counted
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
-from titan_ckpt.rng import RandomState, SeededBatch, get_random, held_generators, set_random
+from titan_ckpt.rng import RandomState, Seeded, get_random, held_generators, set_random
 
 _log = logging.getLogger(__name__)
 _END, _UNREAD = object(), object()
@@ -257,8 +257,7 @@ class PositionedLoader:
             self._random.load_state_dict(resumed["now"]["random"])
         of_epoch = _seed_of(self.epoch, self.dp_rank, self._start["random"]["torch"].tolist())
         for number, entry in enumerate(watch.watched(order, self._allow), skipped):
-            is_sent = self.inner.num_workers and type(entry) is list
-            yield SeededBatch(entry, _seed_of(of_epoch, number)) if is_sent else entry
+            yield Seeded(entry, _seed_of(of_epoch, number)) if self.inner.num_workers else entry
 
     # its position
 

@@ -127,8 +127,11 @@ class Showing(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.full((3,), float(dist.get_rank())))
-        self.register_state_dict_post_hook(lambda module, state, prefix, local: state.update(
-            {f"{prefix}mean": state[f"{prefix}mean"].clone()}))  # fmt: skip
+        self.register_state_dict_post_hook(_copy_mean)  # type: ignore[no-untyped-call]
+
+
+def _copy_mean(module: nn.Module, state: dict[str, Any], prefix: str, local: Any) -> None:
+    state[f"{prefix}mean"] = state[f"{prefix}mean"].clone()
 
 
 @distributed(nproc=4)

@@ -52,7 +52,7 @@ def _measure(name: str, state: StateDict, options: Options) -> dict[str, Any]:
         posix.fsync_folder(folder)
 
     def checked(mode: Literal["sampled", "full"]) -> Case:
-        return lambda: check_replicas(state, plan.replicas, (), line, mode, next(steps))
+        return lambda: check_replicas(state, plan.replicas, line, mode, next(steps))
 
     cases: dict[str, Case] = {"the save alone": save} | {mode: checked(mode) for mode in MODES}
     times = alternate(cases, options.pairs, lambda _: clean_folder(folder))

@@ -280,7 +280,8 @@ class CheckpointManager:
         saved = False
         due = force or policy.is_due(step, self.config.save, last_step)
         if self._saver is not None and not self._content.is_settled:
-            self._coordinator.together("first step", lambda: self._run.check_stepped(step, is_saved=due))
+            allow = self.config.allow
+            self._coordinator.together("first step", lambda: self._run.check_stepped(step, allow, is_saved=due))
             if not self._knows_folder and not self.config.external:  # load() was never called
                 self._base.record_current()
             self._content.settle()
@@ -470,6 +471,8 @@ class CheckpointManager:
         )
 
         self._is_last_save = due.last
+        if mark is None:  # else an exchange may be under way, and the mark has the order
+            self._run.order.settle()
         with self.telemetry.failing(event), event.phase("blocking"), gc_paused():
             snapshot = self._coordinator.together("snapshot", lambda: self._snapshot(step, mark, model_only))
             self._saver.save(request, snapshot, event)

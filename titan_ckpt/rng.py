@@ -53,6 +53,24 @@ class RandomState:
         torch.manual_seed(seed)
 
 
+class Seeded:
+    """An entry of a sampler on its way to a worker process, where its arrival seeds the generators.
+
+    So what a batch draws depends on no batch that the same worker has made before.
+    """
+
+    def __init__(self, entry: Any, seed: int) -> None:
+        self._entry, self._seed = entry, seed
+
+    def __reduce__(self) -> tuple[Callable[[Any, int], Any], tuple[Any, int]]:
+        return _arrived, (self._entry, self._seed)
+
+
+def _arrived(entry: Any, seed: int) -> Any:
+    RandomState().reseed(seed)
+    return entry
+
+
 def process_state() -> bytes:
     """Return bytes that are others when the process has drawn a random number on the CPU."""
     of_numpy = np.random.get_state()  # noqa: NPY002 - the legacy global generator is what libraries draw from

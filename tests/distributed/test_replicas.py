@@ -13,11 +13,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests import world
 from tests.world import Value, heard, manager
 from titan_ckpt.errors import LoadMismatchError, ReplicaMismatchError, SaveError
+from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.testing import distributed
 
 
@@ -99,6 +100,81 @@ def test_buffers_that_differ_are_each_rank_s_own(tmp_path: Path) -> None:
     assert [{name for name in file if name.startswith("states.")} for file in files] == [
         {"states.own buffers.rank-0.mean"}, set()
     ]  # fmt: skip
+
+
+class Counted(nn.Module):
+    """Statistics of each rank in buffers that are DTensors, one whole and one in shards, and in extra state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.count = nn.Parameter(torch.ones(4)), 0
+        mesh, rank = init_device_mesh("cpu", (2,)), float(dist.get_rank())
+        for name, placement in (("mean", Replicate()), ("parts", Shard(0))):
+            value = DTensor.from_local(torch.full((3,), rank), mesh, [placement], run_check=False)
+            self.register_buffer(name, value)
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"count": self.count, "seen": torch.full((2,), self.count)}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        assert state["seen"].tolist() == [state["count"]] * 2
+        self.count = state["count"]
+
+
+class Showing(nn.Module):
+    """Returns a copy of its buffer as its state, and takes it back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.full((3,), float(dist.get_rank())))
+        self.register_state_dict_post_hook(_copy_mean)  # type: ignore[no-untyped-call]
+
+
+def _copy_mean(module: nn.Module, state: dict[str, Any], prefix: str, local: Any) -> None:
+    state[f"{prefix}mean"] = state[f"{prefix}mean"].clone()
+
+
+@distributed(nproc=4)
+def test_buffers_of_a_stage_go_to_no_rank_that_has_another_one(tmp_path: Path) -> None:
+    """Two stages on two ranks each: the ranks of the one load the other's, and have the buffers of its lowest rank."""
+    rank = dist.get_rank()
+    for swapped in (0, 1):
+        model = nn.ModuleDict({f"stage{rank // 2 ^ swapped}": nn.BatchNorm1d(4)})
+        statistic = next(value for name, value in model.named_buffers() if name.endswith("running_mean"))
+        if not swapped:
+            statistic.fill_(rank)
+            with manager(tmp_path, model, async_mode="disabled") as m:
+                m.save(1)
+            continue
+        with manager(tmp_path, model, save=None) as m:
+            m.load()
+        assert statistic.tolist() == [2.0 * (1 - rank // 2)] * 4
+
+
+@distributed(nproc=2)
+def test_sharded_buffers_and_extra_state_that_differ_are_each_rank_s_own(tmp_path: Path) -> None:
+    """Buffers that are DTensors by the part that a rank holds; those that the model's own code makes are refused."""
+    model, rank = Counted(), dist.get_rank()
+    model.count = 5 + rank
+    with manager(tmp_path / "own", model, async_mode="disabled") as m:
+        m.save(1)
+    other = Counted()
+    for value in other.buffers():
+        local_tensor(value).fill_(9)
+    with manager(tmp_path / "own", other, save=None) as m:
+        m.load()
+    assert other.count == 5 + rank
+    assert [local_tensor(value).tolist() for value in other.buffers()] == [[float(rank)] * 3] * 2
+    stored = load_file(tmp_path / "own/checkpoints/step-1/rank-00000.safetensors")
+    assert stored["model.mean"].tolist() == [0.0] * 3, "the lowest rank's"
+    assert {name for name in stored if name.startswith("states.")} == {
+        "states.own buffers.rank-0.mean", "states.own buffers.rank-0._extra_state.seen"
+    }  # fmt: skip
+    with (
+        manager(tmp_path / "made", Showing(), async_mode="disabled") as m,
+        pytest.raises(SaveError, match=r"mean: rank \d of 2 ranks.*returns it as it is"),
+    ):
+        m.save(1)
 
 
 def statistics() -> nn.Module:

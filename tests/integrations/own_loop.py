@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator
+from datetime import timedelta
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,10 +25,11 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.integrations.accelerate_runs import Late
 from tests.integrations.phases import die_at
+from tests.world import Value, heard
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
 from titan_ckpt.components.items.exchange_order import ExchangeOrder
 from titan_ckpt.components.known.exchanges import wrappers_of
-from titan_ckpt.errors import ConfigError, StateEncodingError
+from titan_ckpt.errors import CheckpointError, ConfigError, StateEncodingError
 from titan_ckpt.integrations.lightning import fabric_manager
 
 STEPS, SAMPLES = 14, 24
@@ -109,6 +112,8 @@ def run_summed(folder: str, way: str) -> None:
             manager = fabric_manager(fabric, config, model=network, optimizers=[optimizer], base_folder=folder)
         else:
             network = DistributedDataParallel(inner := network)
+            if way == "frozen objects":
+                gc.freeze()
             parts = [network if way == "ddp" else inner]
             manager = CheckpointManager(config, model_parts=parts, optimizers=[optimizer], base_folder=folder)
         with manager:
@@ -119,7 +124,62 @@ def run_summed(folder: str, way: str) -> None:
                     optimizer.step()
                     manager.save(1)
         found.append([parameter.grad.clone() for parameter in network.parameters()])
+    gc.unfreeze()
     assert all(map(torch.equal, *found))
+
+
+def run_older(folder: str) -> None:
+    """Go on from a step of a version that held no order: the log says that sums may round otherwise."""
+    dist.init_process_group("gloo")
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    for is_told in (False, dist.get_rank() == 0):
+        network = DistributedDataParallel(Late())
+        optimizer = torch.optim.AdamW(network.parameters())
+        with (
+            heard("titan_ckpt.loading.restore") as lines,
+            CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager,
+        ):
+            step = manager.load().step
+            assert any("does not hold the order in which DDP sums gradients" in line for line in lines) is is_told
+            if not step:
+                manager._run.items.remove(manager._run.order)
+                network(torch.ones(2, 4)).sum().backward()
+                optimizer.step()
+                manager.save(1)
+
+
+def run_failing(folder: str, where: str) -> None:
+    """Fail on rank 0 in the way to or from a step: the others are told, and wait for no gradient of that rank."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=15))
+    config, state = CheckpointConfig(save=SaveConfig(interval=1)), Value()
+    for is_resumed in (False, True):
+        network = DistributedDataParallel(Late())
+        optimizer = torch.optim.AdamW(network.parameters())
+        manager = CheckpointManager(
+            config, model_parts=[network], optimizers=[optimizer], states={"own": state}, base_folder=folder
+        )
+        error: Any = ValueError if dist.get_rank() == 0 and where == "load" else CheckpointError
+        if is_resumed and where == "load":
+            if dist.get_rank() == 0:
+                state.load_state_dict = raising  # type: ignore[method-assign]
+            with pytest.raises(error, match=r"no state|stopped on all ranks|lost the store"):
+                manager.load()
+            return
+        manager.load()
+        network(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        if where == "save":
+            if dist.get_rank() == 0:
+                state.value = ValueError("no state")
+            with pytest.raises(error, match=r"no state|stopped on all ranks|lost the store"):
+                manager.save(1)
+            return
+        manager.save(1)
+        manager.close()
+
+
+def raising(state_dict: dict[str, Any]) -> None:
+    raise ValueError("no state")
 
 
 class Made(TorchDispatchMode):
@@ -167,6 +227,34 @@ def run_order(folder: str) -> None:
     with pytest.raises(ConfigError, match=r"hooks on gradients of module\.first\.weight.*find_unused_parameters=True"):
         CheckpointManager(config, model_parts=[late], base_folder=folder)
     handle.remove()
+    with CheckpointManager(config, model_parts=[late], base_folder=f"{folder}/hooks") as manager:
+        late.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+        with pytest.raises(StateEncodingError, match=r"hooks on gradients of module\.first\.weight"):
+            manager.load()
+    twice = nn.Linear(4, 1)
+    wrappers = [DistributedDataParallel(twice) for _ in range(2)]
+    with pytest.raises(ConfigError, match=r"several wrappers of DDP around .*Linear: .*delete the one"):
+        CheckpointManager(config, model_parts=[twice], base_folder=folder)
+    del wrappers
+    sparse = nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True), nn.Linear(4, 1))
+    network = DistributedDataParallel(sparse)
+    with pytest.raises(ConfigError, match=r"sparse gradients of module\.0.*find_unused_parameters=True"):
+        CheckpointManager(config, model_parts=[sparse], base_folder=folder)
+
+
+def run_hooked_late(folder: str) -> None:
+    """See a hook that keeps errors of its compression refused, which two ranks register after the manager is made."""
+    dist.init_process_group("gloo")
+    network = DistributedDataParallel(Late())
+    optimizer = torch.optim.AdamW(network.parameters())
+    config = CheckpointConfig(save=SaveConfig(interval=1))
+    with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
+        manager.load()
+        network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+        network(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+        with pytest.raises(StateEncodingError, match=r"(?s)new since the CheckpointManager was made.*powerSGD_hook"):
+            manager.save(1)
 
 
 def run_evaluated(folder: str, way: str) -> None:

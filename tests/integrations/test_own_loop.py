@@ -54,7 +54,7 @@ def test_a_killed_loop_reads_the_samples_of_an_uninterrupted_one(way: str, tmp_p
     assert together["7"] != together["1"], "another order in each epoch"
 
 
-@pytest.mark.parametrize("way", ["ddp", "its model", "fabric"])
+@pytest.mark.parametrize("way", ["ddp", "its model", "fabric", "frozen objects"])
 def test_three_ranks_of_ddp_sum_gradients_in_the_order_of_the_whole_run(way: str, tmp_path: Path) -> None:
     """The manager finds DDP around the model by itself, in a loop of one's own and in Fabric."""
     assert play("tests.integrations.own_loop", [Phase("run_summed", str(tmp_path), 3, (way,))]) == [[0] * 3]
@@ -63,6 +63,20 @@ def test_three_ranks_of_ddp_sum_gradients_in_the_order_of_the_whole_run(way: str
 def test_the_order_of_ddp_needs_no_memory_and_is_refused_where_it_cannot_be_given_back(tmp_path: Path) -> None:
     """A wrapper that comes after the manager, and hooks that the pass of zeros would call."""
     assert play("tests.integrations.own_loop", [Phase("run_order", str(tmp_path), 3)]) == [[0] * 3]
+
+
+@pytest.mark.parametrize("where", ["save", "load"])
+def test_no_rank_waits_for_the_order_of_one_that_has_failed(where: str, tmp_path: Path) -> None:
+    """A state that fails on one rank is named on all, before any of them waits in an exchange of DDP's."""
+    assert play("tests.integrations.own_loop", [Phase("run_failing", str(tmp_path), 3, (where,))]) == [[0] * 3]
+
+
+def test_a_step_without_the_order_of_ddp_is_resumed_with_a_warning(tmp_path: Path) -> None:
+    assert play("tests.integrations.own_loop", [Phase("run_older", str(tmp_path), 3)]) == [[0] * 3]
+
+
+def test_hooks_of_ddp_are_looked_at_again_after_the_first_step(tmp_path: Path) -> None:
+    assert play("tests.integrations.own_loop", [Phase("run_hooked_late", str(tmp_path), 2)]) == [[0] * 2]
 
 
 @pytest.mark.parametrize("way", ["own", "fabric"])

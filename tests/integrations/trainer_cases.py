@@ -416,7 +416,7 @@ class Looking(TrainerCallback):
 
 
 class Still(Tokens):
-    """Sequences that are read without drawing, as worker processes may read them."""
+    """Sequences that are read without drawing, as the workers of an evaluation may read them."""
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return {"input_ids": self.ids[index], "labels": self.ids[index]}
@@ -452,7 +452,7 @@ KEPT: dict[str, Any] = {"dataloader_num_workers": 1, "dataloader_persistent_work
 
 def evaluated(folder: Path) -> Trainer:
     """Return a Trainer that evaluates after each step, by workers that it keeps."""
-    trainer = plain(folder, data=partial(Still, 18), **KEPT, **_EVALUATED)
+    trainer = plain(folder, data=partial(Tokens, 18), **KEPT, **_EVALUATED)
     trainer.eval_dataset = Still(4)
     return trainer
 
@@ -481,7 +481,7 @@ OWN: dict[str, Case] = {
         UNDIVIDED, data=partial(stream, 18, shuffled=True), callbacks=[Looking]
     ),
     "a callback that looks at the data": partial(plain, callbacks=[Looking], data=partial(Still, 18)),
-    "a look at the data of kept workers": partial(plain, callbacks=[Looking], data=partial(Still, 18), **KEPT),
+    "a look at the data of kept workers": partial(plain, callbacks=[Looking], data=partial(Tokens, 18), **KEPT),
     "evaluations by workers that are kept": evaluated,
     "batch_rebalance, two ranks": partial(
         plain, data=partial(Uneven, 18), train_sampling_strategy="batch_rebalance", logging_steps=5

@@ -6,12 +6,13 @@ writer (saving) and the reader (loading/origin.py) both use this module. It open
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 import xxhash
+from torch.distributed.tensor import DTensor
 
 from titan_ckpt.components.items.item import STATES, Item
 from titan_ckpt.components.items.states import OWN_BUFFERS
@@ -19,6 +20,8 @@ from titan_ckpt.components.snapshot import DATA_RANK, LAYOUT, Snapshot
 from titan_ckpt.distributed.replicas import digest_of
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.encoding.strict_json import Json
+from titan_ckpt.errors import StateEncodingError, listed
+from titan_ckpt.geometry.chunks import local_chunks, local_tensor
 from titan_ckpt.geometry.nested import names_of, rename_tensors, take_tensors
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.stored_names import MODEL
@@ -71,27 +74,31 @@ def run_parts(snapshot: Snapshot) -> dict[str, Json]:
         if key not in parts:
             of_tensors = [digest_of(tensor) for tensor in _plain_tensors(value, snapshot.tensors).values()]
             parts[key] = xxhash.xxh3_128_hexdigest(typed_json.dumps(value, key) + "".join(of_tensors).encode())
-    parts[OWN_BUFFERS] = {name: digest_of(snapshot.tensors[name]) for name in sorted(snapshot.own_buffers)}
+    own = sorted(snapshot.own_buffers) if snapshot.has_own else ()
+    parts[OWN_BUFFERS] = {_place(name, snapshot): digest_of(snapshot.tensors[name]) for name in own}
     return parts
 
 
 def divided(snapshot: Snapshot, differing: Mapping[str, Sequence[Json]], rank: int) -> Snapshot:
     """Return the snapshot with each differing value merged over the ranks or moved to the rank's own values.
 
-    Buffers that differ are there once more, as the rank's own. The tensors of a value that is moved get names of this
-    rank. `differing`: key -> the distinct values of `run_parts`, those of lower ranks first.
+    Buffers and extra state of modules that differ are there once more, as the rank's own. The tensors of a value that
+    is moved get names of this rank. `differing`: key -> the distinct values of `run_parts`, those of lower ranks first.
+    Raises: StateEncodingError for other values of the model that differ.
     """
     run, own = dict(snapshot.run), dict(snapshot.rank)
     names: dict[str, str] = {}
     more: StateDict = {}
+    apart: dict[str, Any] = {}
     for key, values in differing.items():
+        of_ranks: Any = values
         if key == OWN_BUFFERS:
-            digests: Any = values
-            of_names = {name: {of[name] for of in digests if name in of} for name in snapshot.own_buffers}
-            apart = [name for name, distinct in sorted(of_names.items()) if len(distinct) > 1]
-            buffers = {name.removeprefix(MODEL): snapshot.tensors[name] for name in apart}
-            own |= {key: take_tensors(buffers, f"{key}.rank-{rank}", more)} if buffers else {}
+            places = _apart(of_ranks)
+            moved = sorted(name for name in snapshot.own_buffers if _place(name, snapshot) in places)
+            apart |= {name.removeprefix(MODEL): local_tensor(snapshot.tensors[name]) for name in moved}
         elif key in snapshot.merge:
+            if key == "model" and snapshot.has_own:
+                apart |= _own_extra_state(run.get(key, {}), _apart(of_ranks))
             run[key] = snapshot.merge[key]([typed_json.decode(value, key) for value in values if value is not None])
         elif key in run:
             for name in _plain_tensors(run[key], snapshot.tensors):
@@ -100,9 +107,35 @@ def divided(snapshot: Snapshot, differing: Mapping[str, Sequence[Json]], rank: i
                     renamed += "'"
                 names[name] = renamed
             own[key] = rename_tensors(run.pop(key), names)
+    if apart:
+        own[OWN_BUFFERS] = take_tensors(apart, f"{OWN_BUFFERS}.rank-{rank}", more)
     tensors = {names.get(name, name): value for name, value in snapshot.tensors.items()} | more
     volatile = frozenset(names.get(name, name) for name in snapshot.volatile) | more.keys()
     return replace(snapshot, run=run, rank=own, tensors=tensors, volatile=volatile)
+
+
+def _place(name: str, snapshot: Snapshot) -> str:
+    """Return the name of a buffer with the part of it that this rank holds; ranks compare what is of one part."""
+    value = snapshot.tensors[name]
+    return f"{name} {[chunk for chunk, _ in local_chunks(value)]}" if isinstance(value, DTensor) else name
+
+
+def _apart(of_ranks: Sequence[Mapping[str, Any] | None]) -> set[str]:
+    """Return the names whose values are not equal on all ranks that have them."""
+    first: dict[str, Any] = {}
+    held = ((name, value) for of_rank in of_ranks for name, value in (of_rank or {}).items())
+    return {name for name, value in held if first.setdefault(name, value) != value}
+
+
+def _own_extra_state(values: Mapping[str, Any], apart: Collection[str]) -> dict[str, Any]:
+    """Return this rank's extra state of modules, of what differs. Raises: StateEncodingError for other values."""
+    if others := sorted(name for name in apart if name.rpartition(".")[2] != "_extra_state"):
+        raise StateEncodingError(
+            f"values of the model's own state_dict() are not equal on all ranks: {listed(others, ', ', ' ')}. A step "
+            "holds those of one rank: return them by get_extra_state()",
+            others[0],
+        )
+    return {name: value for name, value in values.items() if name in apart}
 
 
 def _plain_tensors(value: Any, tensors: StateDict) -> StateDict:

@@ -147,11 +147,11 @@ class RunState:
         self.order = ExchangeOrder([] if "states" in left_out else model.parts)
         """Is among the items if DDP is around the model."""
         self.items: list[Item] = [
+            *([self.order] if self.order else []),  # first: it waits for other ranks, on which another item may fail
             *filter(None, (self.extra, self.trained)),
             *schedulers,
             *users,
             *positions,
-            *([self.order] if self.order else []),
             *([] if "rng" in left_out else [Generators()]),
         ]
 
@@ -208,7 +208,7 @@ class RunState:
             require_memory(self.model.memory())
             self._shapes = self._shapes_now()
         with generators_kept():
-            _refuse([fault for item in self.items for fault in item.faults(allow)])
+            _refuse([fault for item in dict.fromkeys((self.order, *self.items)) for fault in item.faults(allow)])
 
     @gc_paused()
     def watch_modules(self, allow: Collection[str] = ()) -> None:
@@ -217,13 +217,13 @@ class RunState:
             live = [*self.optimizers, *self._lr_schedulers, *self.states.values(), self._dataloader]
             watch_modules(self.model.parts, allow, self.watch, live)
 
-    def check_stepped(self, step: int, *, is_saved: bool) -> None:
+    def check_stepped(self, step: int, allow: Collection[str] = (), *, is_saved: bool) -> None:
         """Check after the first step that the state of the optimizers can be stored, and that no other has changed.
 
-        `is_saved`: the step is saved next, which finds the same of the state.
+        `allow`: as of `rehearse`. `is_saved`: the step is saved next, which finds the same of the state.
         Raises: StateEncodingError; SaveError.
         """
-        self.order.check_wrapped()
+        self.order.check_wrapped(allow)
         if is_saved:
             return
         self.refuse_changed(step)
@@ -263,8 +263,8 @@ class RunState:
 
         A folder of torchtitan also gives the model to a run that leaves it out of its own steps.
         """
-        is_given = self.extra is None and "model" not in exclude
-        items = [*([ExtraState(self.model)] if is_given else []), OwnBuffers(self.model), *self.items]
+        extra = self.extra or ExtraState(self.model)
+        items = [extra, OwnBuffers(self.model), *(item for item in self.items if item is not extra)]
         return [item for item in items if item.component not in exclude]
 
     def check(self, stored: Stored) -> None:
@@ -319,8 +319,15 @@ class RunState:
         restored = self.restored(stored.exclude)
         warnings = [line for item in restored for line in item.warnings(stored)]
         for item in restored:
-            item.restore(stored, tensors)
+            if not item.is_collective:
+                item.restore(stored, tensors)
         return warnings
+
+    def apply_together(self, stored: Stored, tensors: StateDict) -> None:
+        """Give what waits for other ranks to its owners, when `apply` has succeeded on all of them. Collective."""
+        for item in self.restored(stored.exclude):
+            if item.is_collective:
+                item.restore(stored, tensors)
 
 
 def _refuse(faults: Sequence[str]) -> None:

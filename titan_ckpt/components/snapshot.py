@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_ckpt.components.gradients import Unused
 from titan_ckpt.components.items.item import Item
@@ -63,9 +64,13 @@ class Snapshot:
 
     @property
     def own_buffers(self) -> frozenset[str]:
-        """Return the names of those that may be each rank's own; none in a step of the model alone."""
-        plain = {n for n in self.buffers - self.made if type(self.tensors[n]) is torch.Tensor}
-        return frozenset(plain if self.components != ("model",) else ())
+        """Return the names of those that may be each rank's own."""
+        return frozenset(n for n in self.buffers - self.made if type(self.tensors[n]) in (torch.Tensor, DTensor))
+
+    @property
+    def has_own(self) -> bool:
+        """Return whether ranks store values of their own; a step of the model alone has those of the lowest rank."""
+        return self.components != ("model",)
 
     def frozen_tensors(self) -> StateDict:
         """Return the tensors with copies of the volatile ones; the others do not change until an optimizer steps."""

@@ -9,9 +9,8 @@ a mixture that no rank has trained, and nobody would know.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 import torch
@@ -20,8 +19,6 @@ import xxhash
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ReplicaMismatchError, counted, listed
 from titan_ckpt.geometry.chunks import as_bytes, local_tensor
-
-logger = logging.getLogger(__name__)
 
 SAMPLED_BYTES = 16 << 20
 """About this many bytes of each rank are sampled per save; the part of each tensor changes with the step."""
@@ -37,7 +34,6 @@ Groups = Mapping[tuple[int, ...], tuple[str, ...]]
 def check_replicas(
     tensors: Mapping[str, torch.Tensor],
     groups: Groups,
-    volatile: Collection[str],
     coordinator: Coordinator,
     mode: Literal["sampled", "full"],
     step: int,
@@ -45,8 +41,7 @@ def check_replicas(
     """Compare replicas of the same tensors. Collective.
 
     1. Every rank posts one digest for each group it is in. 2. If members of a group differ, they post one for each
-    tensor. Only `volatile` tensors may differ, with a warning: ranks may keep statistics of their own in buffers. A
-    user state that differs is each rank's own, so that its tensors are no replicas.
+    tensor. What differs and is each rank's own, such as statistics in buffers, is no replica.
     Raises: ReplicaMismatchError naming tensors and ranks.
     """
     total = max(1, sum(map(len, groups.values())))
@@ -70,7 +65,7 @@ def check_replicas(
         if len(posted) > 1:
             lines |= _differences({rank: of_names for ranks, of_names in posted.items() for rank in ranks})
     if lines:
-        _report(lines, volatile, step)
+        _refuse(lines, step)
 
 
 def _differences(of_ranks: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
@@ -85,27 +80,18 @@ def _differences(of_ranks: Mapping[int, Mapping[str, str]]) -> dict[str, str]:
     return lines
 
 
-def _report(lines: Mapping[str, str], volatile: Collection[str], step: int) -> None:
-    """Raise for tensors that differ, or warn if all of them are volatile."""
-    wrong = [name for name in lines if name not in volatile]
-    if not wrong:
-        logger.warning(
-            "step %d: %s not the same on all ranks, and all buffers of a module are saved from one of them: %s",
-            step,
-            counted(len(lines), "buffer is", "buffers are"),
-            listed([*lines.values()]),
-        )
-        return
+def _refuse(lines: Mapping[str, str], step: int) -> None:
     what = counted(
-        len(wrong),
+        len(lines),
         "tensor that ranks hold as copies of each other is not the same",
         "tensors that ranks hold as copies of each other are not the same",
     )
     raise ReplicaMismatchError(
-        f"step {step} is not saved: {what}: {listed([lines[name] for name in wrong])}. Shards must be "
-        "DTensors; copies drift apart where a gradient is not reduced. To save all the same, some "
-        'from one rank and some from another: checkpoint.save.check_replicas = "off"',
-        wrong,
+        f"step {step} is not saved: {what}: {listed([*lines.values()])}. Shards must be "
+        "DTensors; copies drift apart where a gradient is not reduced; and a buffer can be each rank's own only if the "
+        "model's own state_dict() returns it as it is. To save all the same, some from one rank and some from another: "
+        'checkpoint.save.check_replicas = "off"',
+        [*lines],
     )
 
 

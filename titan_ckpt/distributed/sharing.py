@@ -67,7 +67,7 @@ class _Holders:
 def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, buffers: Collection[str] = ()) -> Division:
     """Divide the tensors of all ranks. Collective.
 
-    `buffers`: names of tensors whose replicas may differ. The lowest rank writes them, unless they are DTensors.
+    `buffers`: names of tensors whose replicas may differ. The lowest rank that holds a chunk of one writes it.
 
     1. Every rank lists its names and layouts and posts the list's digest. 2. The lowest rank of each distinct digest
     posts its list. 3. Every rank computes its own shares. 4. All check that the shares make up the tensors.
@@ -247,7 +247,7 @@ class _Sharing:
         for chunk, index in _chunks_of(value):
             nbytes = chunk.numel * value.dtype.itemsize
             dim = _dim_to_cut(chunk, min(len(replicas.ranks), nbytes // MIN_PART_BYTES))
-            if fqn in self._buffers and not isinstance(value, DTensor):
+            if fqn in self._buffers:
                 writers = replicas.give_to_first(nbytes)
             else:
                 writers = replicas.hand_out(nbytes, chunk.sizes[dim] if chunk.sizes else 1)

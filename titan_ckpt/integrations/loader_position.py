@@ -5,8 +5,8 @@ no trainer: a loop of one's own iterates over it as it is, and subclasses do wha
 
 Batches of a map-style dataset are skipped by their indices alone. An IterableDataset, and a loader that has state_dict
 and load_state_dict itself, such as torchdata's StatefulDataLoader, are asked for their own position. A stream of
-datasets whose state leaves its position out is read again from the start of its epoch. Random numbers that worker
-processes draw are not restored.
+datasets whose state leaves its position out is read again from the start of its epoch. Worker processes are seeded anew
+for each batch, so that what they draw for it does not depend on what came before; in a stream they are not.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+import xxhash
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
@@ -30,13 +31,17 @@ from titan_ckpt.components.known.loaders import (
     stateful_faults,
 )
 from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
-from titan_ckpt.components.unsaved_state import LIBRARIES, class_name
+from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, unless_allowed
 from titan_ckpt.errors import ConfigError, LoadMismatchError, counted
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
-from titan_ckpt.rng import RandomState, get_random, held_generators, set_random
+from titan_ckpt.rng import RandomState, Seeded, get_random, held_generators, set_random
 
 _log = logging.getLogger(__name__)
 _END, _UNREAD = object(), object()
+_COPIED = (
+    "each worker process draws from a copy of its own, which no step holds: draw from the process's random numbers, "
+    "which workers get anew for each batch, or use no workers"
+)
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
 
@@ -250,7 +255,9 @@ class PositionedLoader:
             pass
         if resumed and skipped and resumed["now"]["random"] is not None:
             self._random.load_state_dict(resumed["now"]["random"])
-        yield from watch.watched(order, self._allow)
+        of_epoch = _seed_of(self.epoch, self.dp_rank, self._start["random"]["torch"].tolist())
+        for number, entry in enumerate(watch.watched(order, self._allow), skipped):
+            yield Seeded(entry, _seed_of(of_epoch, number)) if self.inner.num_workers else entry
 
     # its position
 
@@ -406,6 +413,11 @@ class PositionedLoader:
             yield from stateful_faults(self.inner, self._allow)
         else:
             yield from sampler_faults(samplers_of(self.inner), self._allow)
+        in_workers = getattr(self.inner, "num_workers", 0) > 0
+        is_copied = in_workers and not isinstance(data, IterableDataset) and not has_state(data)
+        for generator in self._of_data if is_copied else ():
+            name = class_name(generator)
+            yield from unless_allowed(f"data: it draws from a {name}", name, _COPIED, self._allow)
 
     def _fault(self) -> str | None:
         if has_state(self.inner) or self._read_again:
@@ -489,6 +501,10 @@ def generators_of(loader: Any) -> list[Any]:
     data = getattr(loader, "dataset", None)
     found += held_generators([data, *functions_of(data), getattr(loader, "collate_fn", None)])
     return [*{id(generator): generator for generator in found}.values()]
+
+
+def _seed_of(*facts: Any) -> int:
+    return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
 
 
 def _divides(sampler: Any) -> bool:

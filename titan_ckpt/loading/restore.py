@@ -265,6 +265,7 @@ class Restorer:
             return self._run.apply(state.stored, state.tensors)
 
         of_ranks = self._coordinator.gather_results("load-apply", act)
+        self._coordinator.together("load-apply-together", lambda: self._run.apply_together(state.stored, state.tensors))
         if self._coordinator.rank == 0:
             for line in dict.fromkeys(line for lines in of_ranks for line in lines):
                 logger.warning("%s", line)

@@ -124,7 +124,7 @@ class Saver:
         if mode != "off" and self._coordinator.world_size > 1:
             own = snapshot.own_buffers
             held = {ranks: tuple(name for name in names if name not in own) for ranks, names in plan.replicas.items()}
-            check_replicas(snapshot.tensors, held, snapshot.volatile, self._coordinator, mode, request.step)
+            check_replicas(snapshot.tensors, held, self._coordinator, mode, request.step)
         self._event = event
         commit = self._telemetry.ending(event)(partial(self._commit, event, request, snapshot, state, plan))
         changed = snapshot.watched.changed

@@ -32,7 +32,7 @@ def read(
     line = Coordinator(0, 1, None, "", 1.0)
     with monkeypatch.context() as patch:
         patch.setattr(replicas, "_pieces", watched)
-        replicas.check_replicas(tensors, {(0, 1): tuple(sorted(tensors))}, (), line, mode, step)
+        replicas.check_replicas(tensors, {(0, 1): tuple(sorted(tensors))}, line, mode, step)
     return taken
 
 

@@ -8,7 +8,8 @@ Source: torch 2.13, nn/parallel/distributed.py `_pre_forward` and csrc/distribut
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -16,10 +17,16 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, Stored
-from titan_ckpt.components.known.exchanges import rounds_by_order, wrappers_of
+from titan_ckpt.components.known.exchanges import exchange_faults, rounds_by_order, wrappers_of
 from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.types import StateDict
+
+_UNKNOWN = (
+    "the step does not hold the order in which DDP sums gradients here: an earlier version has saved it, or a run with "
+    "other ranks or other trained parameters. On three or more ranks sums may round otherwise than in the run that was "
+    "not stopped"
+)
 
 
 class ExchangeOrder(Item):
@@ -27,6 +34,7 @@ class ExchangeOrder(Item):
 
     component = "states"
     is_required = False
+    is_collective = True
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
@@ -41,40 +49,57 @@ class ExchangeOrder(Item):
         """Return whether any of the models has an order to save."""
         return bool(self._wrapped)
 
-    def check_wrapped(self) -> None:
-        """Check after the first step that no model was wrapped later. Raises: StateEncodingError."""
-        known = {id(ddp) for ddp in self._wrapped}
-        if late := [ddp for ddp in wrappers_of(self._models, 3) if rounds_by_order(ddp) and id(ddp) not in known]:
+    def faults(self, allow: Collection[str]) -> list[str]:
+        """Return why a resumed run may differ by its hooks, of which some may be new since the manager was made."""
+        return [*exchange_faults(wrappers_of(self._models), allow)]
+
+    def check_wrapped(self, allow: Collection[str]) -> None:
+        """Check after the first step that no model was wrapped later, and got no hook. Raises: StateEncodingError."""
+        wrapped, known = wrappers_of(self._models), {id(ddp) for ddp in self._wrapped}
+        if faults := [*exchange_faults(wrapped, allow)]:
+            raise StateEncodingError("new since the CheckpointManager was made: " + "\n".join(faults))
+        if late := [ddp for ddp in wrapped if rounds_by_order(ddp) and id(ddp) not in known]:
             raise StateEncodingError(
                 f"DistributedDataParallel was put around {class_name(late[0].module)} after the CheckpointManager was "
                 "made, so no step would hold the order in which three or more ranks sum gradients: wrap the model first"
             )
 
-    def value(self, tensors: StateDict) -> list[list[str]]:
-        """Return the names of each model's parameters in their order; none for one that has no final order yet."""
+    def settle(self) -> None:
+        """Let DDP make its final buckets, as its next forward pass would. Collective over its ranks.
+
+        A save calls it before anything that a single rank may refuse, or the others would wait for that rank.
+        """
         for i, ddp in enumerate(self._wrapped):
             if i not in self._found:
                 ddp._has_rebuilt_buckets |= ddp.reducer._rebuild_buckets()  # noqa: SLF001 - as the next forward pass would
                 if ddp._has_rebuilt_buckets:  # noqa: SLF001 - as above
                     self._found[i] = _order_of(ddp)
+
+    def value(self, tensors: StateDict) -> list[list[str]]:
+        """Return the names of each model's parameters in their order; none for one that has no final order yet."""
+        self.settle()
         return [self._found.get(i, []) for i in range(len(self._wrapped))]
 
+    def warnings(self, stored: Stored) -> list[str]:
+        """Return one line if a model gets no order, and will sum its next gradients by one that it finds anew."""
+        if all(order is not None for _, order in self._orders(stored)):
+            return []
+        return [_UNKNOWN]
+
     def restore(self, stored: Stored, tensors: StateDict) -> None:
-        """Give each model its order, unless this process has computed a step, or trains other parameters."""
-        for ddp, order in zip(self._wrapped, stored.values.get(self.key, ()), strict=False):
-            named = dict(ddp.module.named_parameters())
-            if ddp._has_rebuilt_buckets or sorted(order) != sorted(_order_of(ddp)):  # noqa: SLF001 - as above
-                continue
-            before = {name: named[name].grad for name in order}
-            for name in order:
-                named[name].grad = None
-            ddp.reducer.prepare_for_forward()
-            ddp.reducer.prepare_for_backward([])
-            for name in order:
-                torch.autograd.backward([named[name]], [torch.zeros_like(named[name])])
-            ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()  # noqa: SLF001 - as above
-            for name, grad in before.items():
-                named[name].grad = grad
+        """Give each model its order by a pass of zeros, unless it has that already."""
+        for ddp, order in self._orders(stored):
+            if order and not (ddp._has_rebuilt_buckets and order == _order_of(ddp)):  # noqa: SLF001 - as above
+                _give(ddp, order)
+        self._found = {}
+
+    def _orders(self, stored: Stored) -> Iterator[tuple[Any, list[str] | None]]:
+        """Yield each model with its order: none if its first backward pass is to find it, None if that is unknown."""
+        orders = stored.values.get(self.key, [])
+        for ddp, order in zip_longest(self._wrapped, orders[: len(self._wrapped)]):
+            fits = order is not None and rounds_by_order(ddp) and sorted(order) == sorted(_order_of(ddp))
+            is_first = order == [] and not ddp._has_rebuilt_buckets  # noqa: SLF001 - as above
+            yield ddp, order if fits or is_first else None
 
     def leaves(self) -> Leaves:
         """Yield nothing: torchtitan stores no order."""
@@ -82,6 +107,22 @@ class ExchangeOrder(Item):
 
     def from_torchtitan(self, folder: FlatFolder) -> None:
         """Return None, for the same reason."""
+
+
+def _give(ddp: Any, order: Sequence[str]) -> None:
+    """Let a wrapper make its buckets as after a backward pass in which gradients came in this order. Collective."""
+    named = dict(ddp.module.named_parameters())
+    before = {name: named[name].grad for name in order}
+    for name in order:
+        named[name].grad = None
+    ddp.reducer._reset_state()  # noqa: SLF001 - as above
+    ddp.reducer.prepare_for_forward()
+    ddp.reducer.prepare_for_backward([])
+    for name in order:
+        torch.autograd.backward([named[name]], [torch.zeros_like(named[name])])
+    ddp._has_rebuilt_buckets = ddp.reducer._rebuild_buckets()  # noqa: SLF001 - as above
+    for name, grad in before.items():
+        named[name].grad = grad
 
 
 class _WithoutMemory(TorchDispatchMode):

@@ -85,6 +85,8 @@ class Item:
     """Whether a checkpoint without it is refused."""
     is_stepped: ClassVar[bool] = False
     """Whether an optimizer's step alone changes it, as it changes weights; other items may change at any time."""
+    is_collective: ClassVar[bool] = False
+    """Whether `restore` waits for other ranks: it is called when all of them have restored the other items."""
 
     @property
     def key(self) -> str:

@@ -21,7 +21,7 @@ from titan_ckpt.errors import (
     counted,
     listed,
 )
-from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.chunks import TensorInfo, local_tensor
 from titan_ckpt.geometry.nested import give_tensors, names_of, take_tensors, unlike_plain
 from titan_ckpt.rng import RandomState
 from titan_ckpt.types import StateDict, Stateful
@@ -71,7 +71,10 @@ class ExtraState(Item):
 
 
 class OwnBuffers(Item):
-    """The buffers that differ between ranks, such as the statistics of BatchNorm. files.py finds and stores them."""
+    """Buffers that differ between ranks, such as the statistics of BatchNorm, and extra state of modules that does.
+
+    files.py finds and stores them.
+    """
 
     component = "model"
     is_required = False
@@ -84,15 +87,21 @@ class OwnBuffers(Item):
         return OWN_BUFFERS
 
     def destinations(self, stored: Stored, available: Mapping[str, TensorInfo]) -> tuple[StateDict, list[str]]:
-        wanted = names_of(stored.values.get(self.key, {}))
-        return {key: _room_for(available[key], None) for key in wanted}, []
+        """Return new tensors. Raises: CorruptCheckpointError for tensors that are not stored."""
+        return {key: _room_for(available[key], None) for key in _stored_names(stored, self.key, available)}, []
 
     @torch.no_grad()
     def restore(self, stored: Stored, tensors: StateDict) -> None:
-        """Set them, over those of one rank that every rank has by now."""
-        live = self._model.buffers()
-        for fqn, value in give_tensors(stored.values.get(self.key, {}), tensors).items():
-            live[fqn].copy_(value)
+        """Set them, over those of one rank that every rank has by now.
+
+        Those of parts that another layout of ranks gives to other ranks stay as they are.
+        """
+        live = {fqn: local_tensor(value) for fqn, value in self._model.buffers().items()}
+        own = give_tensors(stored.values.get(self.key, {}), tensors)
+        for fqn, value in own.items():
+            if fqn in live and live[fqn].shape == value.shape:
+                live[fqn].copy_(value)
+        self._model.load_extra_state(own)
 
     def from_torchtitan(self, folder: FlatFolder) -> None:
         """Return None: torchtitan stores no such buffers."""
@@ -140,9 +149,7 @@ class UserState(Item):
 
     def destinations(self, stored: Stored, available: Mapping[str, TensorInfo]) -> tuple[StateDict, list[str]]:
         """Return new tensors, sharded as the live ones are. Raises: CorruptCheckpointError for tensors not stored."""
-        wanted = list(names_of(stored.values[self.key]))
-        if lost := [key for key in wanted if key not in available]:
-            raise CorruptCheckpointError(f"state {self.name!r}: its tensors {listed(lost, ', ', ' ')} are not stored")
+        wanted = _stored_names(stored, self.key, available)
         live: StateDict = {}
         if wanted:
             self.value(live)
@@ -196,6 +203,15 @@ class Generators(Item):
     def leaves(self) -> Leaves:
         """Yield nothing: torchtitan stores no generators."""
         yield from ()
+
+
+def _stored_names(stored: Stored, key: str, available: Mapping[str, TensorInfo]) -> list[str]:
+    """Return the names of a state's tensors. Raises: CorruptCheckpointError for those that are not stored."""
+    wanted = list(names_of(stored.values.get(key, {})))
+    if lost := [name for name in wanted if name not in available]:
+        what = f"state {key.removeprefix(STATES)!r}"
+        raise CorruptCheckpointError(f"{what}: its tensors {listed(lost, ', ', ' ')} are not stored")
+    return wanted
 
 
 def _room_for(info: TensorInfo, live: torch.Tensor | None) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -24,6 +25,16 @@ _STATIC = (
     "three or more ranks round sums by the order of its first step in a process, which no step holds: leave it out"
 )
 
+_SPARSE = (
+    "on three or more ranks of DDP nobody can read the order of its exchange, which a resume needs: use "
+    "sparse=False, or find_unused_parameters=True"
+)
+
+_TWICE = (
+    "each wrapper finds an order of its own, and three or more ranks round sums by that: delete the one that is not "
+    "called, with all that holds it, before the CheckpointManager is made"
+)
+
 _HOOKED = (
     "on three or more ranks of DDP a resume makes the order of its exchange by a pass of zeros, on which they would be "
     "called: call them from the loop, or use find_unused_parameters=True"
@@ -32,10 +43,16 @@ _HOOKED = (
 
 def exchange_faults(wrapped: Collection[DistributedDataParallel], allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each hook of DDP, or of gradients that it sums, by which a resumed run may differ."""
+    around = Counter(module.module for module in wrapped if module.process_group.size() > 2)
+    for what in (class_name(inner) for inner, count in around.items() if count > 1):
+        yield from unless_allowed(f"several wrappers of DDP around {what}", what, _TWICE, allow)
     for module in wrapped:
         if module.static_graph and module.process_group.size() > 2:
             yield from unless_allowed("DDP's static_graph", class_name(module), _STATIC, allow)
-        if (hooked := _hooked(module)) and module.process_group.size() > 2 and not module.find_unused_parameters:
+        is_ordered = module.process_group.size() > 2 and not module.find_unused_parameters
+        if is_ordered and (sparse := _sparse(module)):
+            yield from unless_allowed(f"sparse gradients of {sparse[0]}", class_name(module), _SPARSE, allow)
+        if is_ordered and (hooked := _hooked(module)):
             yield from unless_allowed(f"hooks on gradients of {hooked[0]}", class_name(module), _HOOKED, allow)
     for hook, state in (each for module in wrapped for each in module._comm_hooks):  # noqa: SLF001 - without a public name
         if not (_is_exact(hook) and (state is None or isinstance(state, ProcessGroup))):
@@ -50,7 +67,7 @@ def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[Distr
     """
     if not is_initialized() or get_world_size() < min_ranks:
         return []
-    found = _around(models)
+    found = _around(models) or (_around(models, frozen=True) if get_world_size() > 2 else [])
     if len({place for place, _ in found}) < len(found):
         del found
         gc.collect()  # the wrapper of a cell that ran before may wait for that, on some ranks alone
@@ -58,9 +75,9 @@ def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[Distr
     return [ddp for _, ddp in sorted(found, key=lambda pair: pair[0])]
 
 
-def _around(models: Collection[nn.Module]) -> list[tuple[int, DistributedDataParallel]]:
+def _around(models: Collection[nn.Module], *, frozen: bool = False) -> list[tuple[int, DistributedDataParallel]]:
     places = {id(p): place for place, p in enumerate(p for model in models for p in model.parameters())}
-    wrappers = instances_of(DistributedDataParallel)
+    wrappers = instances_of(DistributedDataParallel, frozen=frozen)
     first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in wrappers]
     return [(place, ddp) for place, ddp in zip(first, wrappers, strict=True) if place is not None]
 
@@ -70,7 +87,7 @@ def rounds_by_order(ddp: DistributedDataParallel) -> bool:
 
     Two ranks round alike in any order; DDP that looks for unused parameters keeps its first one.
     """
-    is_ordered = not (ddp.find_unused_parameters or ddp.static_graph or _hooked(ddp))
+    is_ordered = not (ddp.find_unused_parameters or ddp.static_graph or _hooked(ddp) or _sparse(ddp))
     return ddp.process_group.size() > 2 and is_ordered
 
 
@@ -78,6 +95,11 @@ def _hooked(ddp: DistributedDataParallel) -> list[str]:
     """Return the parameters whose gradients have hooks beside DDP's."""
     named = ddp.named_parameters()
     return [name for name, p in named if p._post_accumulate_grad_hooks or p._backward_hooks]  # noqa: SLF001 - without a public name
+
+
+def _sparse(ddp: DistributedDataParallel) -> list[str]:
+    """Return the modules whose gradients are sparse."""
+    return [name for name, module in ddp.named_modules() if getattr(module, "sparse", False)]
 
 
 def _is_exact(hook: Any) -> bool:

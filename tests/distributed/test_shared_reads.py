@@ -39,7 +39,7 @@ from tests.world import Run, convert, flip_bit, gathered, heard, llama, misplace
 from tests.world import manager as manager_of
 from titan_ckpt.config import ExportConfig, InitialLoadConfig, ResumeConfig
 from titan_ckpt.disk.direct import FileReader
-from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.distributed.coordinator import HAS_LEFT, Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, PeerGroups
 from titan_ckpt.errors import CorruptCheckpointError, PeerError
 from titan_ckpt.formats.dcp.filling import ChunkSource
@@ -423,7 +423,8 @@ def test_a_signal_is_heard_while_a_rank_waits_for_another(tmp_path: Path) -> Non
 
 RANKS, SECONDS = 4, 4.0
 FAULTS = ("kill", "stop", "raise", "late", "flip")
-SEEDS = 100 if SOAK else 10
+SEEDS = range(100) if SOAK else (*range(10), 28)
+"""In the last one a rank is late by more than the others wait."""
 
 
 class Moments:
@@ -491,7 +492,7 @@ def stored(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, in
     return made
 
 
-@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_rank_that_fails_while_they_read_together_is_named(
     seed: int, tmp_path: Path, stored: dict[str, tuple[Path, int]]
 ) -> None:
@@ -539,6 +540,7 @@ def test_a_rank_that_fails_while_they_read_together_is_named(
         assert all(told[:2] == ["ok", 1] for told, *_ in of_ranks.values()), of_ranks
     else:
         for ended, named, why in others:
-            assert (ended, named) == ("PeerError", [victim]), why
+            assert (ended, named[0]) == ("PeerError", victim), why
             assert f"rank {victim}" in why
+            assert named == [victim] or HAS_LEFT in why  # who has raised before others looked
     assert [path.name for path in folder.glob("*/step-*")] == ["step-1"]

@@ -70,9 +70,8 @@ def test_no_element_is_cut_whatever_the_number_of_ranks(num_ranks: int, tmp_path
     values = torch.arange(15 << 20, dtype=torch.int32).view(torch.float32)
     values.numpy().tofile(tmp_path / "file")
     into = torch.zeros(values.numel(), dtype=torch.float64)
-    reader = SliceReader(
-        FileReader(tmp_path / "file"), None, [Slice("x", 0, (values.numel(),), torch.float32, None, into)]
-    )
+    part = Slice("x", 0, (values.numel(),), torch.float32, None, into)
+    reader: Any = SliceReader(FileReader(tmp_path / "file"), None, [part])
     deal, ranks = Deal(Coordinator(0, 1, None, "", 1.0)), tuple(range(num_ranks))
     shared._deal(ranks, [(reader, deal, run) for run in reader.runs])
     content = memoryview((tmp_path / "file").read_bytes())

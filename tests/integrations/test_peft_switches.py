@@ -12,8 +12,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
-from transformers.distributed.configuration_utils import DistributedConfig
+from transformers import DistributedConfig, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from tests import world
 from tests.integrations.peft_runs import CONFIG, TARGETS, WITH_BASE, adamw, adapted, seed_all, trainer_of

@@ -12,8 +12,7 @@ import peft
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
-from transformers.distributed import DistributedConfig
+from transformers import DistributedConfig, LlamaConfig, LlamaForCausalLM, TrainerCallback
 
 from tests import world
 from tests.integrations.peft_runs import CONFIG, TARGETS, WITH_BASE, adamw, adapted, seed_all, trainer_of
@@ -115,7 +114,6 @@ def test_adapters_that_are_merged_after_a_save_are_in_no_part_of_it(tmp_path: Pa
 
 
 OVER_TENSOR_RANKS: dict[str, dict[str, Any]] = {
-    "plain": {},
     "all biases": {"bias": "all"},
     "biases of adapted modules": {"bias": "lora_only"},
     "biases of B": {"lora_bias": True},

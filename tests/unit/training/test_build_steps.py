@@ -179,7 +179,8 @@ def test_d1_a_data_transform_of_ones_own_is_not_answered_from_the_cache_of_anoth
 
     def first_tokens(trainer: Trainer) -> list[int]:
         with trainer.setup() as trainer.ranks:
-            trainer.model, trainer.tokenizer = trainer.build_model(), trainer.build_assets()
+            trainer.model = trainer.build_model()
+            trainer.tokenizer = trainer.build_assets()
             trainer.encode = trainer.build_data_transform()
             made = trainer.build_dataset()
             assert isinstance(made, PackedDataset)

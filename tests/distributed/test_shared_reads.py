@@ -540,7 +540,7 @@ def test_a_rank_that_fails_while_they_read_together_is_named(
         assert all(told[:2] == ["ok", 1] for told, *_ in of_ranks.values()), of_ranks
     else:
         for ended, named, why in others:
-            assert (ended, named[0]) == ("PeerError", victim), why
+            assert (ended, named[:1]) == ("PeerError", [victim]), why
             assert f"rank {victim}" in why
             assert named == [victim] or HAS_LEFT in why  # who has raised before others looked
     assert [path.name for path in folder.glob("*/step-*")] == ["step-1"]

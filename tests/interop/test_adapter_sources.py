@@ -265,3 +265,14 @@ def test_names_that_the_model_has_itself_are_no_converters(tmp_path: Path) -> No
         loads = tuple(InitialLoadConfig(str(path)) for path in sources)
         world.load(world.manager(tmp_path / "second", second, initial_load=loads))
         assert all(torch.equal(value, values[name]) for name, value in second.state_dict().items())
+
+
+def test_an_adapter_of_other_names_is_answered_with_targets_and_names(tmp_path: Path, base: Path) -> None:
+    """No converter is missing: its targets differ, or its names are those of another architecture."""
+    trained(tmp_path, base, target_modules=["wq"])
+    other = LoraRun.build(base, target_modules=["w2"])
+    world.load_fails(
+        other.manager(tmp_path / "other", [base, tmp_path / "run/checkpoints/step-4"]),
+        LoadMismatchError,
+        "compare target_modules.*titan-ckpt convert",
+    )

@@ -6,6 +6,7 @@ import re
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,15 @@ from tests import world
 from tests.interop.folders import disturb
 from tests.zoo.model_runs import Outcome, lora_outcomes, write_base
 from tests.zoo.tiny_models import species, tiny_config
-from titan_ckpt import CheckpointManager, ExportConfig, InitialLoadConfig
+from titan_ckpt import (
+    CheckpointConfig,
+    CheckpointManager,
+    ExportConfig,
+    InitialLoadConfig,
+    SaveConfig,
+    StateDictTransforms,
+)
+from titan_ckpt.converters import LoRAConfig, LoRAConverter, ModelConvertersContainer
 from titan_ckpt.converters.lora.placement import misplaced
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.huggingface.peft import PREFIX
@@ -158,6 +167,30 @@ def test_an_adapter_that_peft_would_ignore_is_refused_before_training(name: str,
         run.manager(ExportConfig("peft"))
     assert torch.equal(torch.get_rng_state(), state)
     run.manager(ExportConfig("hf")).close()
+
+
+class OtherKind(LoRAConverter):
+    """A converter whose adapter other tools would know by another kind than LoRA."""
+
+    def state_dict_adapter(self) -> Any:
+        adapter: Any = super().state_dict_adapter()
+        return SimpleNamespace(key_map=adapter.key_map, file_config=lambda base: {"peft_type": "IA3"})
+
+
+def test_an_adapter_of_another_kind_is_refused_before_training(tmp_path: Path) -> None:
+    """A user's adapter that PEFT does not read as LoRA costs no run: its export is refused when the manager is made."""
+    converter = ModelConvertersContainer([OtherKind(LoRAConfig(("up",), rank=2))])
+    model = nn.Sequential()
+    model.add_module("up", nn.Linear(4, 4))
+    converter.convert(model)
+    with pytest.raises(ExportError, match=r"checkpoint.export: peft: peft_type is 'IA3', expected 'LORA'.*merged"):
+        CheckpointManager(
+            CheckpointConfig(save=SaveConfig(interval=1), export=(ExportConfig("peft"),)),
+            model_parts=[model],
+            model_converters=converter,
+            sd_transforms=StateDictTransforms(KeyMap(identity=True)),
+            base_folder=tmp_path,
+        )
 
 
 def test_tensors_that_peft_drops_without_a_word_are_named() -> None:

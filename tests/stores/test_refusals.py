@@ -162,6 +162,9 @@ def test_credentials_that_are_not_there_are_named_as_the_cause(
         text = f"Error performing token request: Error performing POST https://oauth2.example/token - {reason}"
         refusal_of = store_error(RuntimeError(text), "list", "gs://b/a", 1.0)
         assert advice in str(refusal_of) and refusal_of.is_final is is_final
+    for url, variable in (("s3://b/a", "AWS_ENDPOINT_URL"), ("az://b/a", "AZURE_STORAGE_ENDPOINT")):
+        unreached = store_error(RuntimeError("HTTP error: error sending request"), "list", url, 1.0)
+        assert f"checkpoint.store.endpoint, or {variable} in the environment" in str(unreached)
     with pytest.raises(ConfigError, match=r"Account must be specified\. .* the environment AZURE_STORAGE_ACCOUNT_NAME"):
         Bucket("az", "box", StoreConfig())
     monkeypatch.setenv("GOOGLE_SERVICE_ACCOUNT", str(tmp_path / "none.json"))

@@ -10,12 +10,16 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import ConverterError, ExportError, ExportSettingError, counted, listed
 from titan_ckpt.exporting.exporter import Exporter, quantizer_of
+from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.publish.run import FolderExport
+from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.stores.settings import split_url
 from titan_ckpt.types import PlacesTensors
 
@@ -38,19 +42,23 @@ def check_exports(exporter: Exporter, configs: Sequence[ExportConfig]) -> None:
 
 def _check_placement(exporter: Exporter) -> None:
     """Check that other tools will find a place for every tensor of an adapter. Collective: stages hold parts."""
+    converter, key_map = exporter.model.converter, exporter.transforms.key_map
 
     def shapes() -> dict[str, list[int]]:
-        groups = exporter.transforms.to_file(exporter.model.owned_state_dict(), exporter.model.converter, None)
+        groups = exporter.transforms.to_file(exporter.model.owned_state_dict(), converter, None)
         return {key: list(info.shape) for group in groups for key, info in group.infos.items()}
 
     of_ranks = exporter.coordinator.gather_results("export-shapes", shapes)
 
     def check() -> None:
-        adapter: object = None if exporter.model.converter is None else exporter.model.converter.state_dict_adapter()
-        if not isinstance(adapter, PlacesTensors):
-            return
+        adapter = None if converter is None else converter.state_dict_adapter()
+        assert adapter is not None, "_check comes first"
         everywhere = {key: shape for of_rank in of_ranks for key, shape in of_rank.items()}
-        if faults := adapter.misplaced(exporter.transforms.key_map, everywhere, exporter.transforms.hf_config):
+        infos = {key: TensorInfo(tuple(shape), torch.float32) for key, shape in everywhere.items()}
+        faults = PeftFormat(adapter.file_config(key_map)).faults(infos)
+        if isinstance(adapter, PlacesTensors):
+            faults = adapter.misplaced(key_map, everywhere, exporter.transforms.hf_config) or faults
+        if faults:
             raise ExportError(
                 f"checkpoint.export: peft: {'; '.join(faults)}. Leave these modules out of target_modules, or "
                 'export merged weights (format = "hf")'

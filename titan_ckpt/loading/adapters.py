@@ -156,10 +156,15 @@ def check_fits(
         return
     if not any(map(model.owns, owned)):
         theirs, ours = (", ".join(_by_kind(descriptions)) for descriptions in (saved, running))
+        advice = f"{ours or 'no converters'}: add the [[converters]] it was trained with"
+        if ours and theirs in (ours, ""):
+            advice = (
+                f"{ours} on other names: compare target_modules, write it by the names of this run's model "
+                '(titan-ckpt convert, with --model hf if model.name is "hf")'
+            )
         raise LoadMismatchError(
             f"{path} holds {counted(len(owned), 'tensor')} of converters ({theirs}), such as {min(owned)}, and this "
-            f"run has {ours or 'no converters'}: add the [[converters]] it was trained with, start from the export "
-            "of its run, in which they are merged, or leave them out (ignore)"
+            f"run has {advice}, start from the export of its run, in which they are merged, or leave them out (ignore)"
         )
     if manifest is None:
         logger.warning("load: %s says no rank, alpha and base of its adapter; this run's [[converters]] count", path)

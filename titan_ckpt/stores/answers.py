@@ -61,6 +61,7 @@ _VARIABLES = {
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
     "az": "AZURE_STORAGE_ACCOUNT_NAME, and AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN",
 }
+_ENDPOINTS = {"s3": "AWS_ENDPOINT_URL", "az": "AZURE_STORAGE_ENDPOINT"}
 
 
 class StoreError(OSError):
@@ -131,7 +132,13 @@ def _meaning(error: BaseException, verb: str, url: str) -> tuple[int, bool, str]
         return errno.EINVAL, True, "Such an object is not one of titan_ckpt: move it away, or choose another folder"
     if status:
         return errno.EIO, False, "Raise checkpoint.store.retry_seconds"
-    return errno.EIO, False, "Is the endpoint right, and can this machine reach it?"
+    return errno.EIO, False, f"Is the endpoint right, and can this machine reach it? It is {_endpoint_of(url)}"
+
+
+def _endpoint_of(url: str) -> str:
+    """Say where the endpoint of a bucket is set; a command has no settings of a run."""
+    variable = _ENDPOINTS.get(url.partition(":")[0])
+    return "checkpoint.store.endpoint" + (f", or {variable} in the environment" if variable else "")
 
 
 def lacks_bucket(error: BaseException) -> bool:

@@ -301,11 +301,18 @@ class PeftFormat(FolderFormat):
         return {WEIGHTS: sorted(infos)}
 
     def companions(self, files: ExportFiles) -> dict[str, bytes | Place]:
-        public = {**_DEFAULTS, **{name: value for name, value in self.config.items() if not name.startswith(OWN)}}
         own = {name: value for name, value in self.config.items() if name.startswith(OWN)}
-        if faults := list(_config_faults(public)) or check_adapter(files.infos, public):
+        if faults := self.faults(files.infos):
             raise ExportError(listed(faults))
-        return {CONFIG: to_json(public), **({RECORD: to_json(own)} if own else {})}
+        return {CONFIG: to_json(self._public()), **({RECORD: to_json(own)} if own else {})}
+
+    def faults(self, infos: Mapping[str, TensorInfo]) -> list[str]:
+        """Return one line for each setting or tensor that PEFT would not read as intended."""
+        public = self._public()
+        return list(_config_faults(public)) or check_adapter(infos, public)
+
+    def _public(self) -> dict[str, Any]:
+        return {**_DEFAULTS, **{name: value for name, value in self.config.items() if not name.startswith(OWN)}}
 
     def open(self, folder: Place, *, dequantize: bool) -> PeftReader:
         return PeftReader(folder)

@@ -56,7 +56,7 @@ def fault(words: list[str]) -> str | None:
         case ["pip", "install", package] if package.startswith("titan-ckpt"):
             extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
             return f"{package}" if set(re.findall(r"\w+", package.partition("[")[2])) - extras.keys() else None
-        case ["pip" | "transformers" | "curl" | "touch" | "aws" | "gcloud", *_]:
+        case ["pip" | "transformers" | "curl" | "touch" | "aws" | "gcloud" | "export" | "moto_server", *_]:
             return None
         case _:
             return f"nothing here can check {words[0]}"

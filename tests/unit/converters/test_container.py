@@ -84,7 +84,7 @@ def test_a3_wrong_order_is_answered_with_the_right_one() -> None:
         build([LoRAConfig(("up",)), Float8Config(emulate=True)])
 
 
-def test_right_order_keeps_the_adapters() -> None:
+def test_a3_right_order_keeps_the_adapters() -> None:
     """Quantization first and LoRA last leaves both: fake-quantized modules with adapter keys."""
     m = model()
     converters = build([QATConfig("int8_weight_only"), LoRAConfig(("up",), rank=2)])

@@ -283,6 +283,7 @@ def test_a_hook_of_ddp_that_may_keep_more_than_gradients_is_refused(hook: Any, s
     wrapped = object.__new__(DistributedDataParallel)
     torch.nn.Module.__init__(wrapped)
     wrapped._comm_hooks, wrapped.static_graph = [(hook, state)], False
+    wrapped.process_group = SimpleNamespace(size=lambda: 2)
     lines = [*exchange_faults([wrapped], ())]
     assert ["DDP's communication hook" in line for line in lines] == [True] * is_refused
     assert [*exchange_faults([wrapped], (class_name(hook),))] == []

@@ -23,6 +23,7 @@ ELSEWHERE = ("training", "cli", "tools", "testing", "converters", "integrations"
 """Rooms whose messages no run of torchtitan reaches, but for integrations/torchtitan."""
 UNREACHABLE = {
     "config.py": "rules of run files, and of settings that TitanCheckpointer does not have",
+    "formats/reading/shared.py:share_reads": "TitanCheckpointer lets ranks share what they read",
     "loading/external.py": "torchtitan's steps hold the model",
     "loading/partial.py": "TitanCheckpointer sets no initialize and no ignore",
     "loading/sources.py:set cast": "TitanCheckpointer lets every initial load convert",

@@ -280,10 +280,11 @@ def test_what_ddp_does_not_average_is_not_unfrozen(is_frozen: bool) -> None:
 )
 def test_a_hook_of_ddp_that_may_keep_more_than_gradients_is_refused(hook: Any, state: Any, is_refused: bool) -> None:
     """PowerSGD's errors and the step counts of others are in no step."""
+    two: Any = SimpleNamespace(size=lambda: 2)
     wrapped = object.__new__(DistributedDataParallel)
     torch.nn.Module.__init__(wrapped)
     wrapped._comm_hooks, wrapped.static_graph = [(hook, state)], False
-    wrapped.process_group = SimpleNamespace(size=lambda: 2)
+    wrapped.process_group = two
     lines = [*exchange_faults([wrapped], ())]
     assert ["DDP's communication hook" in line for line in lines] == [True] * is_refused
     assert [*exchange_faults([wrapped], (class_name(hook),))] == []

@@ -104,7 +104,7 @@ def test_the_messages_of_the_troubleshooting_page_are_the_products() -> None:
 
 
 FOR_ROOMS = {"ConverterConfig", "kinds", "lora", "updates"}
-"""What titan_ckpt.converters offers to the other rooms alone."""
+"""titan_ckpt.converters offers these to the other rooms alone."""
 
 
 def test_the_api_page_has_every_public_name() -> None:

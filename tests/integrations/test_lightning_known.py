@@ -290,6 +290,20 @@ def test_a_hook_of_ddp_that_may_keep_more_than_gradients_is_refused(hook: Any, s
     assert [*exchange_faults([wrapped], (class_name(hook),))] == []
 
 
+def test_a_part_that_is_called_sparse_has_no_sparse_gradients() -> None:
+    """DDP asks tables of embeddings alone, so other modules may call anything so."""
+    three: Any = SimpleNamespace(size=lambda: 3)
+    wrapped = object.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(wrapped)
+    wrapped._comm_hooks, wrapped.static_graph, wrapped.find_unused_parameters = [], False, False
+    wrapped.process_group, wrapped.module = three, torch.nn.ModuleDict({"part": torch.nn.Linear(1, 1)})
+    wrapped.module["part"].sparse = torch.nn.Linear(1, 1)
+    assert [*exchange_faults([wrapped], ())] == []
+    wrapped.module["table"] = torch.nn.Embedding(2, 2, sparse=True)
+    (line,) = exchange_faults([wrapped], ())
+    assert line.startswith("sparse gradients of module.table")
+
+
 def test_lightning_and_fabric_look_at_the_hooks_of_ddp(tmp_path: Path) -> None:
     assert play("tests.integrations.lightning_runs", [Phase("run_compressed", str(tmp_path), 1)]) == [[0]]
 

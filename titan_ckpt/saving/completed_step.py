@@ -15,7 +15,7 @@ from titan_ckpt.saving.saver import DueSave, Saver
 
 
 class SavesSteps(Protocol):
-    """What a CompletedStep needs of the manager, whose subclasses may extend it."""
+    """A CompletedStep calls these of the manager, whose subclasses may extend them."""
 
     def save_step(self, due: DueSave) -> bool: ...
 

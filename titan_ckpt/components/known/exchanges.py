@@ -99,7 +99,8 @@ def _hooked(ddp: DistributedDataParallel) -> list[str]:
 
 def _sparse(ddp: DistributedDataParallel) -> list[str]:
     """Return the modules whose gradients are sparse."""
-    return [name for name, module in ddp.named_modules() if getattr(module, "sparse", False)]
+    tables = ((n, m) for n, m in ddp.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+    return [name for name, table in tables if table.sparse]  # as DDP asks
 
 
 def _is_exact(hook: Any) -> bool:

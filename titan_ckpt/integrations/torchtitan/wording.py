@@ -40,7 +40,7 @@ WORDS: Mapping[str, str] = {
     # adapters
     r"add \[\[converters\]\] kind = \"lora\"": "add a LoRA converter to the model's registry",
     r"add the converter it belongs to, such as \[\[converters\]\] kind = \"lora\"": "add its LoRA converter",
-    r"add the \[\[converters\]\] (it was trained with.*?), or leave them out \(ignore\)": r"add the converters \1",
+    r", (start from the export of its run, in which they are merged), or leave them out \(ignore\)": r", or \1",
     r"the \[\[converters\]\] table": "the LoRA converter",
     r"\[\[converters\]\]": "converters",
     r', merge the adapter \(load = "merge"\), or take its base': ", or take its base",

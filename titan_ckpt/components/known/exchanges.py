@@ -9,11 +9,13 @@ from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup, get_world_size, is_initialized
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_ckpt.components.unsaved_state import class_name, unless_allowed
 from titan_ckpt.gc_paused import instances_of
 from titan_ckpt.rng import used_by
+from titan_ckpt.weights.names import named_modules
 
 _EXACT = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
 _REASON = (
@@ -76,8 +78,10 @@ def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[Distr
 
 
 def _around(models: Collection[nn.Module], *, frozen: bool = False) -> list[tuple[int, DistributedDataParallel]]:
-    places = {id(p): place for place, p in enumerate(p for model in models for p in model.parameters())}
-    wrappers = instances_of(DistributedDataParallel, frozen=frozen)
+    modules = (module for model in models for _, module in named_modules(model))
+    parameters = enumerate(p for module in modules for p in module._parameters.values())  # noqa: SLF001 - a hot path
+    places = {id(p): n for n, p in parameters if p is not None and not isinstance(p, DTensor)}  # DDP takes no DTensor
+    wrappers = instances_of(DistributedDataParallel, frozen=frozen) if places else []
     first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in wrappers]
     return [(place, ddp) for place, ddp in zip(first, wrappers, strict=True) if place is not None]
 

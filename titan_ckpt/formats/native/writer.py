@@ -30,7 +30,6 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import (
     Block,
     LazyTensor,
-    Sharding,
     TensorInfo,
     dtype_name,
     info_of,
@@ -38,8 +37,6 @@ from titan_ckpt.geometry.chunks import (
     sharding_of,
 )
 from titan_ckpt.stores.store import Place
-
-_Kinds = tuple[list[torch.dtype], list[torch.Size]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +51,10 @@ class WritePlan:
     file_name: str
     _names: Sequence[str]
     """The tensors that the plan is for."""
-    _kinds: _Kinds
-    _shardings: Sequence[Sharding | None]
-    """Theirs; empty if none of them is a DTensor."""
+    _kinds: Sequence[object]
+    """Theirs, see `_kinds_of`."""
+    _is_sharded: bool
+    """Whether any is a DTensor."""
     _casts: Mapping[torch.dtype, torch.dtype]
 
     @classmethod
@@ -108,7 +106,7 @@ class WritePlan:
                 rank_file_name(coordinator.rank),
                 [*tensors],
                 _kinds_of(tensors),
-                [*map(sharding_of, tensors.values())] if _any_sharded(tensors) else (),
+                any(isinstance(value, DTensor) for value in tensors.values()),
                 casts,
             )
 
@@ -116,22 +114,12 @@ class WritePlan:
 
     def fits(self, tensors: Mapping[str, torch.Tensor], casts: Mapping[torch.dtype, torch.dtype]) -> bool:
         """Return whether these are the planned tensors. Fast, because every save calls it."""
-        if casts != self._casts or [*tensors] != self._names or _kinds_of(tensors) != self._kinds:
-            return False
-        if not self._shardings:
-            return not _any_sharded(tensors)
-        for value, sharding in zip(tensors.values(), self._shardings, strict=True):
-            if isinstance(value, DTensor):
-                if sharding is None or value.placements != sharding.placements or value.device_mesh != sharding.mesh:
-                    return False
-            elif sharding is not None:
-                return False
-        return True
+        return casts == self._casts and [*tensors] == self._names and _kinds_of(tensors) == self._kinds
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the live memory of all shares."""
         bound = [tensors[share.fqn] for share in self.shares]
-        if self._shardings:
+        if self._is_sharded:
             bound = [local_tensor(value) for value in bound]
         return [v if s.index is None else v[s.index] for v, s in zip(bound, self.shares, strict=True)]
 
@@ -241,12 +229,10 @@ class StagedFile:
         self._arena.close()
 
 
-def _kinds_of(tensors: Mapping[str, torch.Tensor]) -> _Kinds:
-    return [value.dtype for value in tensors.values()], [value.shape for value in tensors.values()]
-
-
-def _any_sharded(tensors: Mapping[str, torch.Tensor]) -> bool:
-    return any(issubclass(kind, DTensor) for kind in {*map(type, tensors.values())})
+def _kinds_of(tensors: Mapping[str, torch.Tensor]) -> list[object]:
+    """Return what plans compare: a DTensor's spec is most often the same object in every save."""
+    values = tensors.values()
+    return [v._spec if isinstance(v, DTensor) else (v.dtype, v.shape) for v in values]  # noqa: SLF001 - as local_tensor
 
 
 def _check(tensors: Mapping[str, torch.Tensor]) -> None:

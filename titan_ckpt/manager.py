@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 
 from titan_ckpt import policy
 from titan_ckpt.components.gradients import Gradients
+from titan_ckpt.components.items.exchange_order import exchange_faults, wrappers_of
 from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.known.exchanges import exchange_faults, wrappers_of
 from titan_ckpt.components.known.loaders import seed_evaluations_apart, stateful_faults
 from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.optimizer_content import PROVED, steppers, switches

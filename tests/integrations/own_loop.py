@@ -27,8 +27,7 @@ from tests.integrations.accelerate_runs import Late
 from tests.integrations.phases import die_at
 from tests.world import Value, heard
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
-from titan_ckpt.components.items.exchange_order import ExchangeOrder
-from titan_ckpt.components.known.exchanges import wrappers_of
+from titan_ckpt.components.items.exchange_order import ExchangeOrder, wrappers_of
 from titan_ckpt.errors import CheckpointError, ConfigError, StateEncodingError
 from titan_ckpt.integrations.lightning import fabric_manager
 

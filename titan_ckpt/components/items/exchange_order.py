@@ -2,26 +2,58 @@
 
 DDP puts gradients into buckets in the order of parameters, and after the first backward pass of a process once more, in
 the order in which they came. So a resumed process would compute its first step with other buckets than the whole run.
-Here they are saved, and made before that step by a pass of zeros.
+Here they are saved, and made before that step by a pass of zeros. Hooks by which DDP exchanges gradients, and what
+keeps its order from being given back, are refused.
 Source: torch 2.13, nn/parallel/distributed.py `_pre_forward` and csrc/distributed/c10d/reducer.cpp.
 """
 
 from __future__ import annotations
 
+import gc
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup, get_world_size, is_initialized
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, Stored
-from titan_ckpt.components.known.exchanges import exchange_faults, rounds_by_order, wrappers_of
-from titan_ckpt.components.unsaved_state import class_name
+from titan_ckpt.components.unsaved_state import class_name, unless_allowed
 from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.gc_paused import instances_of
+from titan_ckpt.rng import used_by
 from titan_ckpt.types import StateDict
+from titan_ckpt.weights.names import named_modules
 
+_EXACT = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks"
+_REASON = (
+    "what it keeps between steps, such as the errors of a compression or weights that are each rank's own, is in no "
+    "step: use one of torch's default_hooks, such as bf16_compress_hook, or leave it out"
+)
+
+_STATIC = (
+    "three or more ranks round sums by the order of its first step in a process, which no step holds: leave it out"
+)
+
+_SPARSE = (
+    "on three or more ranks of DDP nobody can read the order of its exchange, which a resume needs: use "
+    "sparse=False, or find_unused_parameters=True"
+)
+
+_TWICE = (
+    "each wrapper finds an order of its own, and three or more ranks round sums by that: delete the one that is not "
+    "called, with all that holds it, before the CheckpointManager is made"
+)
+
+_HOOKED = (
+    "on three or more ranks of DDP a resume makes the order of its exchange by a pass of zeros, on which they would be "
+    "called: call them from the loop, or use find_unused_parameters=True"
+)
 _UNKNOWN = (
     "the step does not hold the order in which DDP sums gradients here: an earlier version has saved it, or a run with "
     "other ranks or other trained parameters. On three or more ranks sums may round otherwise than in the run that was "
@@ -138,3 +170,71 @@ def _order_of(ddp: Any) -> list[str]:
     with _WithoutMemory():  # type: ignore[no-untyped-call]
         buckets = ddp.reducer._get_zeros_like_grad_buckets()  # noqa: SLF001 - no other function names their parameters
     return [names[id(parameter)] for bucket in buckets for parameter in bucket.parameters()]
+
+
+def exchange_faults(wrapped: Collection[DistributedDataParallel], allow: Collection[str]) -> Iterator[str]:
+    """Yield one line for each hook of DDP, or of gradients that it sums, by which a resumed run may differ."""
+    around = Counter(module.module for module in wrapped if module.process_group.size() > 2)
+    for what in (class_name(inner) for inner, count in around.items() if count > 1):
+        yield from unless_allowed(f"several wrappers of DDP around {what}", what, _TWICE, allow)
+    for module in wrapped:
+        for what, reason in _lost_order(module):
+            yield from unless_allowed(what, class_name(module), reason, allow)
+    for hook, state in (each for module in wrapped for each in module._comm_hooks):  # noqa: SLF001 - without a public name
+        if not (_is_exact(hook) and (state is None or isinstance(state, ProcessGroup))):
+            name = class_name(hook)
+            yield from unless_allowed(f"DDP's communication hook {name}", name, _REASON, allow)
+
+
+def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[DistributedDataParallel]:
+    """Return the wrappers of DDP around parameters of models, in the order of these: a model may not know its own.
+
+    `min_ranks`: with fewer, nobody asks, because all objects of the process are looked at.
+    """
+    if not is_initialized() or get_world_size() < min_ranks:
+        return []
+    found = _around(models) or (_around(models, frozen=True) if get_world_size() > 2 else [])
+    if len({place for place, _ in found}) < len(found):
+        del found
+        gc.collect()  # the wrapper of a cell that ran before may wait for that, on some ranks alone
+        found = _around(models)
+    return [ddp for _, ddp in sorted(found, key=lambda pair: pair[0])]
+
+
+def _around(models: Collection[nn.Module], *, frozen: bool = False) -> list[tuple[int, DistributedDataParallel]]:
+    modules = (module for model in models for _, module in named_modules(model))
+    parameters = enumerate(p for module in modules for p in module._parameters.values())  # noqa: SLF001 - a hot path
+    places = {id(p): n for n, p in parameters if p is not None and not isinstance(p, DTensor)}  # DDP takes no DTensor
+    wrappers = instances_of(DistributedDataParallel, frozen=frozen) if places else []
+    first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in wrappers]
+    return [(place, ddp) for place, ddp in zip(first, wrappers, strict=True) if place is not None]
+
+
+def rounds_by_order(ddp: DistributedDataParallel) -> bool:
+    """Return whether sums round by an order that DDP finds in its first backward pass, and a pass of zeros gives back.
+
+    Two ranks round alike in any order; DDP that looks for unused parameters keeps its first one.
+    """
+    return ddp.process_group.size() > 2 and not ddp.find_unused_parameters and not any(_lost_order(ddp))
+
+
+def _lost_order(ddp: DistributedDataParallel) -> Iterator[tuple[str, str]]:
+    """Yield (what it is, the reason) of all by which the order of a wrapper's sums cannot be given back."""
+    if ddp.process_group.size() <= 2:
+        return
+    if ddp.static_graph:
+        yield "DDP's static_graph", _STATIC
+    if not ddp.find_unused_parameters:
+        tables = ((n, m) for n, m in ddp.named_modules() if isinstance(m, nn.Embedding | nn.EmbeddingBag))
+        if sparse := next((name for name, table in tables if table.sparse), None):  # as DDP asks
+            yield f"sparse gradients of {sparse}", _SPARSE
+        parameters = ddp.named_parameters()
+        if hooked := next((n for n, p in parameters if p._post_accumulate_grad_hooks or p._backward_hooks), None):  # noqa: SLF001
+            yield f"hooks on gradients of {hooked}", _HOOKED
+
+
+def _is_exact(hook: Any) -> bool:
+    """Return whether a hook, and one that it wraps, are torch's own that keep nothing."""
+    return getattr(hook, "__module__", None) == _EXACT and all(
+        _is_exact(inner) for inner in used_by(hook).values() if callable(inner)
+    )

@@ -114,7 +114,7 @@ def _fault(optimizer: Optimizer, *, may_lose: bool) -> str | None:
         read(optimizer)
     except StateEncodingError as error:
         return str(error)
-    if (whole := _stepped_twin(optimizer, _LAST)) is None:
+    if (whole := _stepped_twin(optimizer)) is None:
         return None
     first, other = _tiny(optimizer), _tiny(optimizer)
     _steps(first, 1, 2)
@@ -143,7 +143,7 @@ def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str
     If an optimizer cannot be rehearsed and has no state dict of its own, all counts that its code sets.
     """
     kinds, what = type(optimizer).__mro__, class_name(optimizer)
-    if (first := _stepped_twin(optimizer, _LAST)) is None:
+    if (first := _stepped_twin(optimizer)) is None:
         known = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in kinds}
         held = [("optimizer", optimizer)]
         yield from faults(held, known, allow, live=live, gives_state=speaks_for_itself, watch=watch)
@@ -165,8 +165,8 @@ def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str
         yield from unless_allowed(what, what, reason, allow)
     elif what not in allow:
         names = [name for name in constant if f"self.{name}" not in of_torch]
-        values = partial(_named_attributes, optimizer, names)
         trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
+        values = partial(_named_attributes, optimizer, names)
         watch.add(optimizer, what, what, values, trained, partial(_comes_back, optimizer, fresh))
 
 
@@ -192,11 +192,11 @@ def _comes_back(optimizer: Optimizer, fresh: Optimizer, name: str) -> bool:
     return name.removeprefix("self.") not in _differing(now, fresh)
 
 
-def _stepped_twin(optimizer: Optimizer, steps: int) -> Optimizer | None:
-    """Return a tiny copy after some steps; None if the optimizer cannot be rehearsed."""
+def _stepped_twin(optimizer: Optimizer) -> Optimizer | None:
+    """Return a tiny copy after the last step; None if the optimizer cannot be rehearsed."""
     try:
         twin = _tiny(optimizer)
-        _steps(twin, *range(1, steps + 1))
+        _steps(twin, *range(1, _LAST + 1))
     except Exception as error:  # any error: code that needs more than tiny parameters says nothing about its state
         logger.debug("%s cannot be rehearsed: %s", type(optimizer).__qualname__, error)
         return None
@@ -250,10 +250,10 @@ class _Twins:
             elif kind is list:
                 self._made[id(value)] = made = []
                 made += [self.of(item) for item in value if self._is_here(item)]
-            elif kind is tuple:
-                self._made[id(value)] = tuple(map(self.of, value))
-            elif _is_plain(value):
-                return copy.deepcopy(value)
+            elif kind in (tuple, set, frozenset):
+                self._made[id(value)] = kind(map(self.of, value))
+            elif kind in _ATOMS:
+                return value
             else:
                 raise ValueError(f"a {kind.__qualname__}")
         return self._made[id(value)]
@@ -298,15 +298,6 @@ def _tiny_parameter(parameter: torch.Tensor) -> nn.Parameter:
         raise ValueError("a parameter without memory")
     shape = [min(size, _SIDE) for size in parameter.shape]
     return nn.Parameter(torch.randn(shape).to(local_tensor(parameter).device, parameter.dtype))
-
-
-def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return kind is torch.Tensor and value.numel() <= _MAX_NUMEL
-    if kind in (dict, OrderedDict, defaultdict):
-        return all(map(_is_plain, value.values()))
-    return kind in _ATOMS or (kind in (list, tuple, set, frozenset) and all(map(_is_plain, value)))
 
 
 def _steps(optimizer: Optimizer, *numbers: int) -> None:

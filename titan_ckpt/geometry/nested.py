@@ -48,21 +48,28 @@ def take_tensors(value: Any, path: str, into: StateDict, taken: Taken | None = N
     `taken`.
     Raises: StateEncodingError for a dict that has the placeholder as a key of its own.
     """
-    kind = type(value)
     known = Taken() if taken is None else taken
     if isinstance(value, torch.Tensor):
         if not value.dim() and not isinstance(value, DTensor) and address(value) not in known.repeated:
             return value.detach()
         return placeholder(value, path, into, known)
-    if depth < MAX_DEPTH and kind in _DICTS:
-        if PLACEHOLDER in value:
-            raise StateEncodingError(f"{path}: {PLACEHOLDER!r} cannot be a key of a state; rename it", path)
+    if depth < MAX_DEPTH and type(value) in _DICTS and PLACEHOLDER in value:
+        raise StateEncodingError(f"{path}: {PLACEHOLDER!r} cannot be a key of a state; rename it", path)
+    if depth == MAX_DEPTH:
+        return value
+    return _changed(value, lambda key, item: take_tensors(item, f"{path}.{key}", into, known, depth + 1))
+
+
+def _changed(value: Any, change: Callable[[Any, Any], Any]) -> Any:
+    """Return a copy of a container with `change(key, item)` for each item, and anything else as it is."""
+    kind = type(value)
+    if kind in _DICTS:
         result = copy.copy(value)
-        result.update({k: take_tensors(v, f"{path}.{k}", into, known, depth + 1) for k, v in value.items()})
+        result.update({key: change(key, item) for key, item in value.items()})
         return result
-    if depth < MAX_DEPTH and kind in _LISTS:
-        items = (take_tensors(v, f"{path}.{i}", into, known, depth + 1) for i, v in enumerate(value))
-        return deque(items, value.maxlen) if isinstance(value, deque) else kind(items)
+    if kind in _LISTS:
+        items = (change(i, item) for i, item in enumerate(value))
+        return deque(items, value.maxlen) if kind is deque else kind(items)
     return value
 
 
@@ -172,17 +179,9 @@ def rename_tensors(value: Any, names: Mapping[str, str]) -> Any:
 
 def _replaced(value: Any, replace: Callable[[Mapping[str, Any]], Any]) -> Any:
     """Return a copy of nested state with something else in the place of each placeholder."""
-    kind = type(value)
-    if kind in _DICTS:
-        if set(value) == {PLACEHOLDER}:
-            return replace(value)
-        result = copy.copy(value)
-        result.update({k: _replaced(v, replace) for k, v in value.items()})
-        return result
-    if kind in _LISTS:
-        items = (_replaced(v, replace) for v in value)
-        return deque(items, value.maxlen) if isinstance(value, deque) else kind(items)
-    return value
+    if type(value) in _DICTS and set(value) == {PLACEHOLDER}:
+        return replace(value)
+    return _changed(value, lambda _, item: _replaced(item, replace))
 
 
 def names_of(value: Any) -> Iterator[str]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -21,7 +20,7 @@ from titan_ckpt.components.watched import Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ExportError, LoadMismatchError, StateEncodingError
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
-from titan_ckpt.geometry.nested import MAX_DEPTH
+from titan_ckpt.geometry.nested import tensors_in
 from titan_ckpt.types import StateDict, Stateful
 from titan_ckpt.weights.inner_tensors import is_made_of_others
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -94,7 +93,7 @@ class Optimizers(Item):
         """Estimate this rank's bytes of state: two float32 moments for parameters not yet stepped."""
         total = 0
         for optimizer in self.optimizers:
-            total += sum(_local_bytes(state) for state in optimizer.state.values())
+            total += sum(local_tensor(value).nbytes for s in optimizer.state.values() for value in tensors_in(s))
             for group in optimizer.param_groups:
                 fresh = [p for p in group["params"] if p not in optimizer.state]
                 total += sum(8 * block.data.numel() for p in fresh for block in blocks_of(p))
@@ -277,13 +276,3 @@ class Schedulers(Item):
                 'manager the container that saved it, or checkpoint.resume.exclude = ["lr_scheduler"]'
             )
         return [state] if state else None
-
-
-def _local_bytes(value: Any, depth: int = 0) -> int:
-    """Return the bytes that this rank holds of the tensors in nested state."""
-    if isinstance(value, torch.Tensor):
-        return local_tensor(value).nbytes
-    if depth == MAX_DEPTH:
-        return 0
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    return sum(_local_bytes(item, depth + 1) for item in items)

@@ -81,7 +81,6 @@ class WeightUpdate(ABC):
     def base_shape(self, shapes: Sequence[Shape], weight: Shape) -> Shape:
         """Return the shape of the weight that `tensors` of these shapes are for; `weight`: the shape that it has."""
 
-    @abstractmethod
     def merged(
         self,
         weight: torch.Tensor,
@@ -95,6 +94,13 @@ class WeightUpdate(ABC):
         `weight`: the values of the chunk, in any shape. `factors`: whole, as by the method. `norms`: those of
         `LowRank`, None for any other update. `out`: memory for the result, which need not be used.
         """
+        values = weight.reshape(chunk.sizes).to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+        self.change(values, chunk, factors[0])
+        return values
+
+    def change(self, values: torch.Tensor, chunk: Chunk, own: torch.Tensor) -> None:
+        """Change a chunk of the weight in place, by the whole tensor that the adapter has for it: all that merges."""
+        raise NotImplementedError
 
     def factors(self, *values: torch.Tensor) -> Sequence[torch.Tensor]:
         """Return what `merged` computes with, made of the whole `tensors`."""
@@ -184,17 +190,8 @@ class AddedBias(WeightUpdate):
     def acts(self, values: Sequence[torch.Tensor]) -> bool:
         return self.scaling != 0 and bool(values[0].any())
 
-    def merged(
-        self,
-        weight: torch.Tensor,
-        chunk: Chunk,
-        factors: Sequence[torch.Tensor],
-        norms: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        dtype = torch.promote_types(weight.dtype, torch.float32)
-        added = factors[0][chunk.within(Chunk.whole(factors[0].shape))].to(weight.device, dtype) * self.scaling
-        return weight.reshape(chunk.sizes).to(dtype) + added
+    def change(self, values: torch.Tensor, chunk: Chunk, own: torch.Tensor) -> None:
+        values += own[chunk.within(Chunk.whole(own.shape))].to(values) * self.scaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,20 +215,11 @@ class TrainedRows(WeightUpdate):
         if shapes[self.rows][:1] != (len(self.indices),):
             yield f"{self.rows}: expected {len(self.indices)} rows, found {list(shapes[self.rows])}"
 
-    def merged(
-        self,
-        weight: torch.Tensor,
-        chunk: Chunk,
-        factors: Sequence[torch.Tensor],
-        norms: torch.Tensor | None = None,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        merged = weight.reshape(chunk.sizes).to(torch.promote_types(weight.dtype, torch.float32), copy=True)
+    def change(self, values: torch.Tensor, chunk: Chunk, own: torch.Tensor) -> None:
         (first, column), (count, width) = chunk.offsets, chunk.sizes
         for row, index in enumerate(self.indices):
             if first <= index < first + count:
-                merged[index - first] = factors[0][row, column : column + width].to(merged)
-        return merged
+                values[index - first] = own[row, column : column + width].to(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -410,6 +398,7 @@ class LoRARecord:
     use_dora: bool
     rank_pattern: Mapping[str, int]
     alpha_pattern: Mapping[str, float]
+    # an earlier version does not record the others
     lora_bias: bool = False
     trainable_token_indices: Mapping[str, Sequence[int]] = field(default_factory=dict)
     ensure_weight_tying: bool = False
@@ -418,12 +407,11 @@ class LoRARecord:
     @classmethod
     def of(cls, description: Mapping[str, Any]) -> Self:
         """Read a converter's description. Raises: ValueError naming a setting that is missing or has a wrong type."""
-        values: dict[str, Any] = dict(_LATER) | {
-            name: description[name] for name in cls.__slots__ if description.get(name) is not None
-        }
-        if faults := list(_faults(values)):
+        given = {name: description[name] for name in cls.__slots__ if description.get(name) is not None}
+        record = cls(**{**dict.fromkeys(cls.__slots__[:6]), **given})  # the others have defaults
+        if faults := list(_faults(record)):
             raise ValueError("; ".join(faults))
-        return cls(**values)
+        return record
 
     def trained_rows(self, module: str) -> TrainedRows | None:
         """Return the update that these settings give a table, if they train rows of it."""
@@ -446,15 +434,9 @@ class LoRARecord:
         )  # fmt: skip
 
 
-_LATER: Mapping[str, Any] = {
-    "lora_bias": False, "trainable_token_indices": {}, "ensure_weight_tying": False, "frozen_copies": (),
-}  # fmt: skip
-"""Settings that an earlier version does not record, with what it did."""
-
-
-def _faults(values: Mapping[str, Any]) -> Iterator[str]:
+def _faults(record: LoRARecord) -> Iterator[str]:
     """Yield a line for each setting that no run would have recorded."""
-    values = {name: values.get(name) for name in LoRARecord.__slots__}
+    values: dict[str, Any] = {name: getattr(record, name) for name in record.__slots__}
     numbers = {name: values[name] for name in ("rank", "alpha")}
     for name in ("rank_pattern", "alpha_pattern"):
         if isinstance(table := values[name], Mapping):

@@ -182,12 +182,14 @@ def set_random(generator: Any, state: Any) -> None:
 
 
 @contextmanager
-def generators_kept() -> Iterator[RandomState]:
-    """Put the generators back after a block that draws from them or sets them."""
+def generators_kept(start: dict[str, Any] | None = None) -> Iterator[None]:
+    """Put the generators back after a block that draws from them. `start`: the state in which the block has them."""
     random_state = RandomState()
     before = random_state.state_dict()
     try:
-        yield random_state
+        if start is not None:
+            random_state.load_state_dict(start)
+        yield
     finally:
         random_state.load_state_dict(before)
 

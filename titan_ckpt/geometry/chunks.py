@@ -198,6 +198,17 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
             block.data.copy_(values[block.chunk.within(whole)])
 
 
+def computed(value: torch.Tensor | LazyTensor, like: torch.Tensor) -> torch.Tensor:
+    """Return the values of a lazy tensor in memory that is sharded like `like`. Collective if the lazy tensor is."""
+    if isinstance(value, torch.Tensor):
+        return value
+    out = torch.empty_like(like, dtype=value.info.dtype, requires_grad=False)
+    places = dict(local_chunks(out)) if isinstance(out, DTensor) else {Chunk.whole(out.shape): ()}
+    for block in value.blocks():
+        local_tensor(out)[places[block.chunk]] = block.data
+    return out
+
+
 def layout_of(value: torch.Tensor | LazyTensor) -> torch.Tensor | tuple[Chunk, ...] | None:
     """Return the `like` of a lazy tensor with the same chunks as this tensor."""
     return value.like if isinstance(value, LazyTensor) else value

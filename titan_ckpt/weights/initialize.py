@@ -258,7 +258,7 @@ def _replay(part: nn.Module, origin: _Origin, own: Sequence[tuple[str, Place]]) 
     if not in_shards and not origin.patterns and _pretrained_class(part) is None and _initializer(part) is None:
         return
     device = tensor_at(own[0][1]).device
-    with _generators(origin), ShardFills(device) if in_shards else WholeTensors(_CPU, building=True) as mode:
+    with generators_kept(origin.random), ShardFills(device) if in_shards else WholeTensors(_CPU, building=True) as mode:
         try:
             again = origin.build()
             mode.building = False
@@ -332,7 +332,7 @@ def _copy_from_rebuilt(origin: _Origin, left: Sequence[tuple[str, Place]]) -> No
         "init_weights() that fills them in place takes one tensor's memory",
         listed([fqn for fqn, _ in left], ", ", " ", _LISTED),
     )
-    with _generators(origin):
+    with generators_kept(origin.random):
         again = origin.build()
         origin.fill(again)
     values = {clean_fqn(fqn): value for fqn, _, value in named_tensors(again)}
@@ -340,14 +340,6 @@ def _copy_from_rebuilt(origin: _Origin, left: Sequence[tuple[str, Place]]) -> No
         if fqn in values:
             fill(tensor_at(place), values[fqn].detach())
             _unmark(place)
-
-
-@contextmanager
-def _generators(origin: _Origin) -> Iterator[None]:
-    """Set the generators to their state when the model was constructed, and back afterwards."""
-    with generators_kept() as random:
-        random.load_state_dict(origin.random)
-        yield
 
 
 def _pretrained_class(model: nn.Module) -> Any:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.nn.parameter import is_lazy
 
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError, listed
-from titan_ckpt.geometry.chunks import LazyTensor, Shape, blocks_of, local_tensor
+from titan_ckpt.geometry.chunks import LazyTensor, Shape, computed, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import WriteRecorder, is_live, is_same
@@ -184,7 +184,7 @@ class HookedSubtree:
         ]
         try:
             for m, name, parameter, value in places:
-                m._parameters[name] = nn.Parameter(_computed(value, parameter), requires_grad=False)  # noqa: SLF001
+                m._parameters[name] = nn.Parameter(computed(value, parameter), requires_grad=False)  # noqa: SLF001
             return self.take(self.prefix, self.module, room=True)
         finally:
             for m, name, parameter, _ in places:
@@ -313,16 +313,6 @@ def _shards(value: torch.Tensor, live: Collection[torch.Tensor]) -> list[Placeme
         if placement.is_replicate() and sources and not any(v.placements[axis].is_replicate() for v in sources)
     ]
     return [Shard(0) if axis in axes else p for axis, p in enumerate(value.placements)] if axes else None
-
-
-def _computed(value: torch.Tensor | LazyTensor, like: torch.Tensor) -> torch.Tensor:
-    """Return the values of a lazy tensor in memory that is sharded like `like`. Collective if the lazy tensor is."""
-    if isinstance(value, torch.Tensor):
-        return value
-    out = torch.empty_like(like, dtype=value.info.dtype)
-    for target, block in zip(blocks_of(out), value.blocks(), strict=True):
-        target.data.copy_(block.data)
-    return out
 
 
 def _differing(loaded: HookedSubtree, after: HookedSubtree) -> list[str]:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from titan_ckpt.disk.memory import bytes_at
 from titan_ckpt.errors import ExportError, listed
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, info_of, layout_of, local_chunks
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, computed, info_of, layout_of
 from titan_ckpt.geometry.keymap import Identity, PermuteRotary, Split
 from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.weights.transforms import FileGroup
@@ -197,16 +197,8 @@ def _whole(value: torch.Tensor | LazyTensor, layout: DTensor | None) -> torch.Te
     if layout is None:
         (block,) = blocks_of(value)
         return block.data
-    if not isinstance(value, LazyTensor):
-        return layout.full_tensor().detach()
-    local = torch.empty_like(layout.to_local(), dtype=value.info.dtype)
-    places = dict(local_chunks(layout))
-    for block in blocks_of(value):
-        local[places[block.chunk]] = block.data
-    sharded = DTensor.from_local(
-        local, layout.device_mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride()
-    )
-    return sharded.full_tensor()
+    sharded: Any = computed(value, layout)
+    return sharded.full_tensor().detach()  # type: ignore[no-any-return]
 
 
 def _row_runs(shares: Sequence[Chunk] | None, shape: Sequence[int], rows: int, unit: int) -> list[tuple[int, int]]:

@@ -149,10 +149,16 @@ def used_by(function: FunctionType, is_wanted: Callable[[Any], bool] = is_random
     defaults, named = function.__defaults__ or (), function.__code__.co_varnames
     found |= dict(zip(named[function.__code__.co_argcount - len(defaults) :], defaults, strict=False))
     found |= function.__kwdefaults__ or {}
-    pending = [function.__code__]
-    for code in pending:
-        pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
+    for code in codes_within(function.__code__):
         found |= {n: function.__globals__[n] for n in _globals_of(code) if is_wanted(function.__globals__.get(n))}
+    return found
+
+
+def codes_within(*codes: CodeType) -> list[CodeType]:
+    """Return code objects, and those of the functions that are defined in them."""
+    found = [*codes]
+    for code in found:
+        found += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
     return found
 
 

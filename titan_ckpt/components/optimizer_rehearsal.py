@@ -144,9 +144,8 @@ def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str
     """
     kinds, what = type(optimizer).__mro__, class_name(optimizer)
     if (first := _stepped_twin(optimizer)) is None:
-        known = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in kinds}
         held = [("optimizer", optimizer)]
-        yield from faults(held, known, allow, live=live, gives_state=speaks_for_itself, watch=watch)
+        yield from faults(held, None, allow, live=live, gives_state=speaks_for_itself, watch=watch)
         return
     other, fresh = _tiny(optimizer), _tiny(optimizer)
     constant = [name for name, value in _kept(first).items() if _equal(value, _kept(fresh).get(name))]

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from titan_ckpt.rng import held_generators, is_random, used_by
+from titan_ckpt.rng import codes_within, held_generators, is_random, used_by
 
 if TYPE_CHECKING:
     from titan_ckpt.components.watched import Watch
@@ -70,7 +70,7 @@ def class_name(value: Any) -> str:
 
 def faults(
     held: Iterable[tuple[str, Any]],
-    known: Mapping[str, str],
+    known: Mapping[str, str] | None,
     allow: Collection[str],
     *,
     live: Iterable[Any] = (),
@@ -82,17 +82,18 @@ def faults(
     """Yield one line for each object whose state a resumed run would lose, as far as that is known.
 
     `held`: (what it is, the object), such as ("callback", EarlyStopping()). `known`: full name of a library's class ->
-    why it is not exact; "" if it was proved exact. `allow`: names that are let through. `live`: modules and other
-    objects that the run saves, which an object may hold. `gives_state`: whether an object of the user's own class
-    returns its state, which the integration saves and restores. `builds`, `begins`: methods that every start calls
-    before and after its load. `watch`: notes what the objects hold now, when the methods of `begins` have been called.
+    why it is not exact; "" if it was proved exact; without the table all are. `allow`: names that are let through.
+    `live`: modules and other objects that the run saves, which an object may hold. `gives_state`: whether an object of
+    the user's own class returns its state, which the integration saves and restores. `builds`, `begins`: methods that
+    every start calls before and after its load. `watch`: notes what the objects hold now, when the methods of `begins`
+    have been called.
     """
     held = list(held)
     saved = {id(part) for root in live for part in parts_of(root)} | {id(value) for _, value in held}
     for role, value in held:
         what, name = f"{role} {class_name(value)}", class_name(value)
         of_library = next((kind for kind in type(value).__mro__ if package_of(kind) in LIBRARIES), None)
-        reason = _listed(type(value), known)
+        reason = None if known is None else _listed(type(value), known)
         if reason is None and of_library is not type(value) and not gives_state(value):
             own = Own(value, of_library, saved, builds, begins)
             if changing := next(own.changing(is_begun=watch is not None), None):
@@ -121,19 +122,18 @@ def function_faults(
     saved = {id(part) for root in live for part in parts_of(root)}
     for role, given in functions:
         function = given.func if isinstance(given, partial) else given
-        if isinstance(given, partial) and watch is not None and class_name(function) not in allow:
-            what, name = f"{role} {class_name(function)}", class_name(function)
-            watch.add(given, what, name, partial(_arguments_of, given), saved)
-        around = held_generators([given.args, given.keywords]) if isinstance(given, partial) else []
-        for generator in (each for each in around if id(each) not in saved):
-            reason = f"it draws from a {type(generator).__qualname__} that it is given, and no step holds that"
-            yield from unless_allowed(f"{role} {class_name(function)}", class_name(function), reason, allow)
+        what, name = f"{role} {class_name(function)}", class_name(function)
+        if isinstance(given, partial):
+            if watch is not None and name not in allow:
+                watch.add(given, what, name, partial(_arguments_of, given), saved)
+            for generator in (g for g in held_generators([given.args, given.keywords]) if id(g) not in saved):
+                reason = f"it draws from a {type(generator).__qualname__} that it is given, and no step holds that"
+                yield from unless_allowed(what, name, reason, allow)
         owner = getattr(function, "__self__", function)
         if owner is not None and not isinstance(owner, nn.Module) and not any(owner is other for other in others):
-            of_libraries = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in type(owner).__mro__}
-            yield from faults([(role, owner)], of_libraries, allow, live=live, watch=watch)
-            for name in _filled(owner) if watch is None else ():
-                reason = f"its code changes {name}, and no step holds it"
+            yield from faults([(role, owner)], None, allow, live=live, watch=watch)
+            for changed in _filled(owner) if watch is None else ():
+                reason = f"its code changes {changed}, and no step holds it"
                 yield from unless_allowed(f"{role} {class_name(owner)}", class_name(owner), reason, allow)
 
 
@@ -230,7 +230,9 @@ class Own:
         where = f" of self{path}" if path else ""
         stored = stored_by_code_of(self._kinds, (*self._builds, *self._begins))
         yield from (f"its code{where} sets {name}" for name in stored)
-        yield from (fault for function in self._functions() for fault in _drawn_by(function, self._saved))
+        around = (pair for function in self._functions() for pair in used_by(function).items())
+        drawn = ((name, value) for name, value in around if is_random(value) and id(value) not in self._saved)
+        yield from (f"it draws from {name}, a {type(value).__qualname__}" for name, value in drawn)
         begun = self._begun() if is_begun else {}
         for name, item in self._attributes().items():
             yield from _changing_item(item, self._saved, f"{path}.{name}", depth + 1, begun.get(name))
@@ -318,20 +320,16 @@ def variables_of(function: FunctionType) -> dict[str, Any]:
 
 @cache
 def _globals_set_by(code: CodeType) -> list[str]:
-    return [i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"]
+    return [name for owner, name in _stores(code) if owner == "global"]
 
 
 def _kept_by(function: FunctionType) -> Iterator[str]:
     """Yield what a function keeps between calls: variables around it and attributes of its own, which its code sets."""
-    code = function.__code__
-    before: Any = None
-    for instruction in dis.get_instructions(code):
-        name = instruction.argval
-        if instruction.opname == "STORE_GLOBAL" or (instruction.opname == "STORE_DEREF" and name in code.co_freevars):
+    for owner, name in _stores(function.__code__):
+        if owner in ("global", "nonlocal"):
             yield f"its code sets {name}, which is outside of it"
-        if instruction.opname == "STORE_ATTR" and before.argval == function.__name__:
-            yield f"its code sets {before.argval}.{name}"
-        before = instruction
+        elif owner == function.__name__:
+            yield f"its code sets {owner}.{name}"
 
 
 def _filled(owner: Any) -> Iterator[str]:
@@ -347,23 +345,13 @@ def _filled(owner: Any) -> Iterator[str]:
 
 def _filled_by(code: CodeType, *loads: str) -> Iterator[str]:
     """Yield the names whose value, once it is loaded, the code changes by a method or by an item."""
-    instructions = [*dis.get_instructions(code)]
-    for i, instruction in enumerate(instructions[:-1]):
-        method, item = instructions[i + 1], instructions[i + 2 : i + 3]
-        by_method = method.opname in ("LOAD_ATTR", "LOAD_METHOD") and method.argval in _CHANGING
-        by_item = any(each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "COPY") for each in item)
-        if instruction.opname in loads and (by_method or by_item):
-            yield instruction.argval
-    for inner in code.co_consts:
-        if isinstance(inner, CodeType):
-            yield from _filled_by(inner, *loads)
-
-
-def _drawn_by(function: FunctionType, saved: Collection[int]) -> Iterator[str]:
-    """Yield the generators around a function, which it draws from, but those that are saved."""
-    for name, value in used_by(function).items():
-        if is_random(value) and id(value) not in saved:
-            yield f"it draws from {name}, a {type(value).__qualname__}"
+    for instructions in ([*dis.get_instructions(each)] for each in codes_within(code)):
+        for i, instruction in enumerate(instructions[:-1]):
+            method, item = instructions[i + 1], instructions[i + 2 : i + 3]
+            by_method = method.opname in ("LOAD_ATTR", "LOAD_METHOD") and method.argval in _CHANGING
+            by_item = any(each.opname in ("STORE_SUBSCR", "DELETE_SUBSCR", "COPY") for each in item)
+            if instruction.opname in loads and (by_method or by_item):
+                yield instruction.argval
 
 
 @cache
@@ -376,11 +364,13 @@ def _stored(method: Any, classes: Collection[str] = ()) -> Iterator[str]:
 
     `classes`: names of the object's classes, whose attributes count too.
     """
-    pending = codes_of(method)
-    owners = {code.co_varnames[0] for code in pending} | {"__class__", *classes}
-    for code in pending:
-        pending += [inner for inner in code.co_consts if isinstance(inner, CodeType)]
-        yield from _stored_by(code, owners)
+    codes = codes_of(method)
+    owners = {code.co_varnames[0] for code in codes} | {"__class__", *classes}
+    for owner, name in (store for code in codes_within(*codes) for store in _stores(code)):
+        if owner == "global":
+            yield f"the global {name}"
+        elif owner in owners:
+            yield f"self.{name}"
 
 
 def codes_of(method: Any) -> list[CodeType]:
@@ -393,18 +383,24 @@ def codes_of(method: Any) -> list[CodeType]:
     return [code for code in codes if isinstance(code, CodeType) and code.co_varnames]
 
 
-def _stored_by(code: CodeType, owners: Collection[str]) -> Iterator[str]:
-    """Yield the same of one code object. The load of the object precedes a store, or the COPY of `self.n += 1`."""
+def _stores(code: CodeType) -> Iterator[tuple[Any, str]]:
+    """Yield (owner, name) of all that code sets or deletes outside of its own variables.
+
+    The owner is the name of the object of an attribute; "global" or "nonlocal" of a variable. The load of the object
+    precedes a store, or the COPY of `self.n += 1`.
+    """
     before: Any = None
     copied: list[Any] = []
     for instruction in dis.get_instructions(code):
+        name = instruction.argval
         if instruction.opname == "STORE_GLOBAL":
-            yield f"the global {instruction.argval}"
+            yield "global", name
+        if instruction.opname == "STORE_DEREF" and name in code.co_freevars:
+            yield "nonlocal", name
         if instruction.opname == "COPY":
             copied.append(before)
         if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
             load = copied.pop() if copied and before.opname == "SWAP" else before
             loaded = load.argval if load is not None else None
-            if loaded in owners or (isinstance(loaded, tuple) and loaded[-1] in owners):
-                yield f"self.{instruction.argval}"
+            yield loaded[-1] if isinstance(loaded, tuple) else loaded, name
         before = instruction

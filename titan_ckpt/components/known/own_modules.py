@@ -19,7 +19,7 @@ from torch import nn
 
 from titan_ckpt.components.unsaved_state import LIBRARIES, Own, codes_of, is_own, is_own_kind, package_of, parts_of
 from titan_ckpt.components.watched import Watch, trace
-from titan_ckpt.rng import generators_kept
+from titan_ckpt.rng import codes_within, generators_kept
 
 _JUDGED = frozenset({"lightning", "pytorch_lightning", "torchmetrics"})
 """Packages whose modules have hooks for their state: the integration with Lightning judges them."""
@@ -130,7 +130,8 @@ def _uses_of(kind: type) -> _Uses:
     codes = [(name, code) for name, method in vars(kind).items() for code in codes_of(method)]
     getters = [(name, attribute) for name, code in codes if (attribute := _returned_by(name, code))]
     names = {name for name, _ in getters}
-    uses = [use for name, code in codes if name not in names for use in _used_by(code)]
+    own = codes_within(*(code for name, code in codes if name not in names))
+    uses = [use for code in own for use in _used_by(code)]
     return _Uses(
         frozenset(name for name, is_carried in uses if not is_carried),
         frozenset(name for name, is_carried in uses if is_carried),
@@ -166,10 +167,5 @@ def _used_by(code: CodeType) -> Iterator[tuple[str, bool]]:
         elif i.opname == "STORE_ATTR" and is_of_self and is_straight:
             first.add(i.argval)
         before = i
-    for value in code.co_consts:
-        if isinstance(value, CodeType):
-            yield from _used_by(value)
-        else:
-            yield from (
-                (name, False) for name in (value if isinstance(value, tuple) else [value]) if isinstance(name, str)
-            )
+    constants = (text for value in code.co_consts for text in (value if isinstance(value, tuple) else [value]))
+    yield from ((text, False) for text in constants if isinstance(text, str))

@@ -35,7 +35,8 @@ from titan_ckpt.errors import LoadMismatchError, SaveError, counted, listed
 from titan_ckpt.geometry.chunks import TensorInfo, info_of, plain
 from titan_ckpt.geometry.nested import address, give_tensors, layouts_of, names_of
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.inner_tensors import is_made_of_others
+from titan_ckpt.weights.live_memory import is_made_of_others
+from titan_ckpt.weights.names import prefix_in
 
 logger = logging.getLogger(__name__)
 
@@ -306,12 +307,9 @@ class OptimizerState:
 
 def parameter_of(key: str, fqns: Collection[str]) -> tuple[str | None, str]:
     """Split a key into the fqn of one of these parameters and a name of its state; both may have dots."""
-    fqn = rest = key.removeprefix(PREFIX)
-    while "." in fqn:
-        fqn = fqn.rpartition(".")[0]
-        if fqn in fqns:
-            return fqn, rest[len(fqn) + 1 :]
-    return None, ""
+    rest = key.removeprefix(PREFIX)
+    fqn = prefix_in(rest.rpartition(".")[0], fqns)
+    return fqn, "" if fqn is None else rest[len(fqn) + 1 :]
 
 
 def _is_room(live: Any, info: TensorInfo, parameter: nn.Parameter, layout: Sequence[str] | None) -> bool:

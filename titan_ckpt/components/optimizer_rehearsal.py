@@ -32,7 +32,7 @@ from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
 from titan_ckpt.geometry.chunks import as_bytes, info_of, local_tensor
 from titan_ckpt.geometry.nested import memory_order
 from titan_ckpt.rng import generators_kept
-from titan_ckpt.weights.inner_tensors import is_made_of_others
+from titan_ckpt.weights.live_memory import is_made_of_others
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.geometry.chunks import TensorInfo, plain
 from titan_ckpt.geometry.nested import Taken, address, memory_order, placeholder, take_tensors, tensors_in
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.inner_tensors import is_made_of_others
+from titan_ckpt.weights.live_memory import is_made_of_others
 
 Group = dict[str, Any]
 """{"classes": as `class_names` returns them, "hyperparameters": ..., "shared": 0-d state that is equal for all its

@@ -21,7 +21,7 @@ from titan_ckpt.errors import LoadMismatchError, StateEncodingError
 from titan_ckpt.geometry.chunks import local_chunks, local_tensor, shard_sizes, sharded_as
 from titan_ckpt.geometry.nested import Taken, placeholder
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.inner_tensors import is_made_of_others
+from titan_ckpt.weights.live_memory import inner_tensors, is_made_of_others
 
 QUANTIZED = "$quantized"
 _TABLE = "qmap"
@@ -55,9 +55,7 @@ def parts(value: torch.Tensor, path: str) -> dict[str, torch.Tensor]:
 
     Raises: StateEncodingError if quantization blocks cross borders of shards.
     """
-    local: Any = local_tensor(value)
-    names, _ = local.__tensor_flatten__()
-    inner = {name: getattr(local, name).detach() for name in names}
+    inner = inner_tensors(value)
     return {name: part if name == _TABLE else _global(value, part, path) for name, part in inner.items()}
 
 

@@ -20,11 +20,13 @@ from torch.distributed.tensor import DTensor
 from titan_ckpt.components.gradients import Unused
 from titan_ckpt.components.items.item import Item
 from titan_ckpt.components.optimizer_content import innermost
+from titan_ckpt.components.optimizer_split import frozen
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import Watched
+from titan_ckpt.weights.names import prefix_in
 from titan_ckpt.weights.own_state import plain_attributes
 from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.wrapper import ModelState, require_memory
@@ -148,7 +150,7 @@ def _volatile(tensors: Collection[str], run_state: RunState, model: ModelState) 
     parameters = {MODEL + fqn for fqn in run_state.model.parameter_names().values()}
     parameters |= {MODEL + fqn for fqn in model.made_of_parameters()}
     stepped = tuple(f"{item.key}." for item in _stepped(run_state))
-    return frozenset(n for n in tensors if not n.startswith(stepped) and not _is_in(n, parameters))
+    return frozenset(n for n in tensors if not n.startswith(stepped) and prefix_in(n, parameters) is None)
 
 
 def take_mark(run_state: RunState, step: int, unused: Unused) -> Mark:
@@ -169,14 +171,9 @@ def take_mark(run_state: RunState, step: int, unused: Unused) -> Mark:
         else:
             large[name] = value, value._version  # noqa: SLF001 - torch has no other name for it
     optimizers = [innermost(optimizer) for optimizer in run_state.optimizers]
-    groups = [(o, [(group, {k: _copied(v) for k, v in group.items()}) for group in o.param_groups]) for o in optimizers]
+    groups = [(o, [(group, {k: frozen(v) for k, v in group.items()}) for group in o.param_groups]) for o in optimizers]
     attributes = plain_attributes(run_state.model.parts)
     return Mark(step, marked, large, _trained(run_state), groups, attributes, unused)
-
-
-def _copied(value: Any) -> Any:
-    """Return a setting of a group as it is now; its list of parameters stays the group's own."""
-    return value.clone() if isinstance(value, torch.Tensor) else value
 
 
 @contextmanager
@@ -240,18 +237,13 @@ def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snap
 
     Raises: SaveError for large state that has changed since.
     """
+    items = [item for item in run_state.items if item.is_stepped or item is run_state.extra]
     with _groups_as_marked(mark):
-        return _snapshot_of_mark(run_state, mark, model)
-
-
-def _snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snapshot:
-    now = take_snapshot(
-        run_state, mark.step, model, [item for item in run_state.items if item.is_stepped or item is run_state.extra]
-    )
+        now, trained = take_snapshot(run_state, mark.step, model, items), _trained(run_state)
     hidden = {MODEL + fqn: value for own in model.own for fqn, value in own.hidden.items()}
     changed = [n for n, (value, version) in mark.large.items() if value._version != version]  # noqa: SLF001
     changed += [n for n, (value, _) in mark.large.items() if hidden.get(n, value) is not value]
-    if (trained := _trained(run_state))[1:] != mark.trained[1:]:
+    if trained[1:] != mark.trained[1:]:
         names = {id(parameter): MODEL + fqn for parameter, fqn in run_state.model.parameter_names().items()}
         pairs = zip(trained[0], zip(*trained[1:3], strict=False), zip(*mark.trained[1:3], strict=False), strict=False)
         moved = [p for p, trace, marked in pairs if trace != marked]
@@ -279,12 +271,3 @@ def _snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Sna
 
 def _named(model: ModelState) -> StateDict:
     return {MODEL + fqn: value for fqn, value in model.tensors.items()}
-
-
-def _is_in(name: str, parameters: Collection[str]) -> bool:
-    """Return whether a tensor is one of these parameters, or inside of one."""
-    while name not in parameters:
-        name, dot, _ = name.rpartition(".")
-        if not dot:
-            return False
-    return True

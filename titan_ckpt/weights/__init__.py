@@ -4,7 +4,6 @@ __all__ = [
     "digest",
     "identity",
     "initialize",
-    "inner_tensors",
     "live_memory",
     "low_rank",
     "names",

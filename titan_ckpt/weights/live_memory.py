@@ -1,4 +1,9 @@
-"""The memory of tensors on this rank: whether two tensors share it or hold the same bits, and what writes to it."""
+"""The memory of tensors on this rank: whether two tensors share it or hold the same bits, and what writes to it.
+
+Weights that are made of other tensors (torchao's quantized weights) are the plain tensors inside them. Owns the names of
+these: `<fqn>.<class>.<inner name>`, so that a weight of one class is not loaded into one of another. The live weight is
+what a load fills, so no class is looked up by a name in a file.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +16,9 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.geometry.chunks import as_bytes, local_tensor
+from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.geometry.chunks import as_bytes, local_tensor, sharded_as
+from titan_ckpt.types import StateDict
 
 
 class WriteRecorder(TorchDispatchMode):
@@ -99,11 +106,9 @@ def is_same(a: Any, b: Any) -> bool:
 
 def _parts(value: torch.Tensor) -> list[torch.Tensor]:
     """Return the plain tensors on this rank that a tensor consists of."""
-    local = local_tensor(value)
-    if is_traceable_wrapper_subclass(local):
-        names, _ = local.__tensor_flatten__()
-        return [part for name in names for part in _parts(getattr(local, name))]
-    return [local]
+    if is_made_of_others(value):
+        return [part for inner in inner_tensors(value).values() for part in _parts(inner)]
+    return [local_tensor(value)]
 
 
 def _ranges(value: object) -> list[tuple[int, int]]:
@@ -115,3 +120,55 @@ def _ranges(value: object) -> list[tuple[int, int]]:
             start = part.data_ptr()
             out.append((start, start + (last + 1) * part.element_size() if part.numel() else start))
     return out
+
+
+def is_made_of_others(value: object) -> bool:
+    """Return whether this rank's part of a tensor is made of other tensors."""
+    if type(value) is torch.Tensor or not isinstance(value, torch.Tensor):  # the usual case, and a hot path
+        return False
+    return is_traceable_wrapper_subclass(local_tensor(value))
+
+
+def inner_tensors(value: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors that this rank's part of a tensor is made of; they alias its memory."""
+    local: Any = local_tensor(value)
+    names, _ = local.__tensor_flatten__()
+    return {name: getattr(local, name).detach() for name in names}
+
+
+def with_inner_tensors(tensors: StateDict) -> StateDict:
+    """Return the state dict with the tensors inside such weights in place of them; they alias live memory.
+
+    Raises: StateEncodingError for a sharded weight whose inner tensors are not sharded by rows as it is.
+    """
+    if not any(map(is_made_of_others, tensors.values())):
+        return tensors
+    out: StateDict = {}
+    for fqn, value in tensors.items():
+        out |= dict(_inner(fqn, value)) if is_made_of_others(value) else {fqn: value}
+    return out
+
+
+def _inner(fqn: str, value: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    for name, inner in inner_tensors(value).items():
+        key = f"{fqn}.{type(local_tensor(value)).__name__}.{name}"
+        whole = _sharded(key, inner, value) if isinstance(value, DTensor) else inner
+        yield from _inner(key, whole) if is_made_of_others(whole) else [(key, whole)]
+
+
+def _sharded(key: str, inner: torch.Tensor, value: DTensor) -> DTensor:
+    """Return an inner tensor as part of a DTensor, if it is sharded as the weight is."""
+    local, placements = local_tensor(value), value.placements
+    shape = (*value.shape[:1], *inner.shape[1:])
+    if inner.shape == local.shape:
+        shape = tuple(value.shape)
+    elif all(placement.is_replicate() for placement in placements):
+        shape = tuple(inner.shape)
+    elif inner.shape[:1] != local.shape[:1] or any(getattr(placement, "dim", 0) for placement in placements):
+        raise StateEncodingError(
+            f"{key}: {list(inner.shape)} values belong to a shard {list(local.shape)} of {list(value.shape)}, and not "
+            "to its rows, so they cannot be saved. Shard rows of weights with a scale for each row, or leave the "
+            "weight whole on every rank (ignored_params of fully_shard)",
+            key,
+        )
+    return sharded_as(value, inner, shape)

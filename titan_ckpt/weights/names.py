@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
@@ -16,6 +16,15 @@ def clean_fqn(name: str) -> str:
     if "_wrapped_module" not in name and "_orig_mod" not in name:  # the usual case, and a hot path
         return name
     return ".".join(part for part in name.split(".") if part not in WRAPPER_SEGMENTS)
+
+
+def prefix_in(name: str, names: Collection[str]) -> str | None:
+    """Return the name or the longest dotted prefix of it that is among others; None without one."""
+    while name not in names:
+        name, dot, _ = name.rpartition(".")
+        if not dot:
+            return None
+    return name
 
 
 def is_compiled(module: nn.Module) -> bool:

@@ -21,15 +21,11 @@ import torch
 from torch import nn
 
 from titan_ckpt.geometry.chunks import Block, Chunk, Shape, blocks_of
-from titan_ckpt.weights.single_device import Seen, WholeTensors, key_of
+from titan_ckpt.weights.single_device import CONSTANT, RANDOM, Seen, WholeTensors, key_of
 
 Step = Callable[[torch.Tensor, torch.Generator], object]
 """(values of a tile, its generator) -> nothing that is used; fills or changes the values in place."""
 
-_RANDOM = frozenset({
-    "normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_",
-})  # fmt: skip
-_CONSTANT = frozenset({"fill_", "zero_"})
 _ELEMENTWISE = frozenset({
     "mul_", "add_", "sub_", "div_", "clamp_", "clamp_min_", "clamp_max_", "abs_", "neg_", "sqrt_", "exp_", "log_",
     "pow_", "erfinv_", "tanh_", "sigmoid_", "reciprocal_",
@@ -110,9 +106,9 @@ class ShardFills(WholeTensors):
             else:
                 name, args = {"constant_": "fill_"}.get(name, name), (*options.values(),)
             options = {}
-        if name in _RANDOM:
+        if name in RANDOM:
             self._fill(record, lambda x, g: getattr(x, name)(*args, **options, generator=g))
-        elif name in _CONSTANT:
+        elif name in CONSTANT:
             record.fill = Fill((lambda x, _: getattr(x, name)(*args, **options),), None)
         elif name in _ELEMENTWISE and record.fill is not None:
             step: Step = lambda x, _: getattr(x, name)(*args, **options)  # noqa: E731 - one of three

@@ -46,10 +46,11 @@ _LIKE = frozenset({
 })  # fmt: skip
 """Functions that make a new tensor of the same kind."""
 _SAME = frozenset({_GET_DATA, _T.detach})
-_OVERWRITES = frozenset({
-    "normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_",
-    "constant_", "ones_", "zeros_", "kaiming_uniform_",
+RANDOM = frozenset({
+    "normal_", "uniform_", "random_", "exponential_", "cauchy_", "log_normal_", "geometric_", "bernoulli_",
 })  # fmt: skip
+CONSTANT = frozenset({"fill_", "zero_"})
+_OVERWRITES = RANDOM | CONSTANT | {"copy_", "constant_", "ones_", "zeros_", "kaiming_uniform_"}
 """Functions that fill their first argument and ignore its values: methods of tensors, functions of nn.init and their
 replacements by transformers."""
 

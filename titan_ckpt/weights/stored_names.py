@@ -126,13 +126,9 @@ def _find_prefix(stored: Mapping[str, TensorInfo], wanted: Collection[str]) -> s
     for key in stored:
         if key.startswith(OTHER_COMPONENTS):
             continue
-        name = key
-        while True:
-            if name in wanted:
-                found[key[: len(key) - len(name)]] += 1
-            _, dot, name = name.partition(".")
-            if not dot:
-                break
+        parts = key.split(".")
+        names = (".".join(parts[start:]) for start in range(len(parts)))
+        found.update(key.removesuffix(name) for name in names if name in wanted)
     most = max(found.values(), default=0)
     best = [prefix for prefix, count in found.items() if count == most]
     if not best or "" in best:

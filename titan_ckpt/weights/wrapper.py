@@ -17,8 +17,7 @@ from titan_ckpt.errors import ConverterError, LoadMismatchError, StateEncodingEr
 from titan_ckpt.geometry.chunks import Shape, blocks_of, info_of, local_tensor
 from titan_ckpt.types import ModelConverter, StateDict, StateDictMode
 from titan_ckpt.weights.digest import Partial, partial_digest
-from titan_ckpt.weights.inner_tensors import is_made_of_others, with_inner_tensors
-from titan_ckpt.weights.live_memory import is_same
+from titan_ckpt.weights.live_memory import is_made_of_others, is_same, with_inner_tensors
 from titan_ckpt.weights.names import WRAPPER_SEGMENTS, is_compiled, named_modules
 from titan_ckpt.weights.own_state import HookedSubtree, extra_state_modules, read_state, refuse_lossy, takes_shape
 

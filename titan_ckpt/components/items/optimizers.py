@@ -22,7 +22,7 @@ from titan_ckpt.errors import ExportError, LoadMismatchError, StateEncodingError
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
 from titan_ckpt.geometry.nested import tensors_in
 from titan_ckpt.types import StateDict, Stateful
-from titan_ckpt.weights.inner_tensors import is_made_of_others
+from titan_ckpt.weights.live_memory import is_made_of_others
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 _PARTS_OF_GROUP: dict[str, type] = {

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from titan_ckpt.components.optimizer_content import innermost
+from titan_ckpt.components.optimizer_content import innermost, parameters_of
 from titan_ckpt.errors import SaveError, counted
 from titan_ckpt.geometry.chunks import local_tensor
 
@@ -66,7 +66,7 @@ class Gradients:
 
     def unused(self) -> Unused:
         """Return the gradients that no step has used; waits for no device."""
-        of_optimizers = [[p for p in _parameters(o) if p.grad is not None] for o in self._optimizers]
+        of_optimizers = [[p for p in parameters_of(o) if p.grad is not None] for o in self._optimizers]
         unused = [[p for p in parameters if not is_used(p.grad)] for parameters in of_optimizers]
         unreduced = dict(_unreduced(self._sharded))
         if not (every := [p for parameters in unused for p in parameters] + [*unreduced]):
@@ -100,7 +100,7 @@ class Gradients:
 
 def note_used(optimizer: Optimizer, *_: Any) -> None:
     """Mark the gradients of an optimizer as used by the step that has ended."""
-    for parameter in _parameters(optimizer):
+    for parameter in parameters_of(optimizer):
         if (grad := parameter.grad) is not None:
             setattr(grad, _USED, _version(grad))
 
@@ -113,10 +113,6 @@ def is_used(grad: Any) -> bool:
 def _version(grad: Any) -> int:
     """Return a number that each change counts up; FSDP2 changes only the part on this rank, inside of a DTensor."""
     return int(grad._version + local_tensor(grad)._version)  # noqa: SLF001 - torch has no other name for it
-
-
-def _parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _unreduced(modules: Sequence[FSDPModule]) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:

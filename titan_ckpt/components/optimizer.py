@@ -269,7 +269,8 @@ class OptimizerState:
             state = self._states(optimizer, matched, by_fqn, tensors)
             beside = give_tensors(_beside_of(groups, matched), tensors)
             contents.give(optimizer, OptimizerContent(state, settings, beside))
-            contents.give_kept(wrapper, beside)
+            if "wrapper" in beside and contents.kept_by(wrapper):
+                wrapper.train_mode = beside["wrapper"]["train_mode"]
 
     def _states(
         self,

@@ -103,17 +103,8 @@ def steppers(optimizers: Sequence[Any]) -> list[Optimizer] | None:
 
 def kept_by(wrapper: Any) -> dict[str, dict[Any, Any]]:
     """Return what schedulefree's wrapper keeps beside the optimizer: whether its weights are those of training."""
-    return {"wrapper": {"train_mode": wrapper.train_mode}} if _has_mode(wrapper) else {}
-
-
-def give_kept(wrapper: Any, beside: Mapping[str, Mapping[Any, Any]]) -> None:
-    """Give a wrapper what it kept."""
-    if _has_mode(wrapper) and "wrapper" in beside:
-        wrapper.train_mode = beside["wrapper"]["train_mode"]
-
-
-def _has_mode(wrapper: Any) -> bool:
-    return not isinstance(wrapper, Optimizer) and hasattr(wrapper, "train_mode")
+    has_mode = not isinstance(wrapper, Optimizer) and hasattr(wrapper, "train_mode")
+    return {"wrapper": {"train_mode": wrapper.train_mode}} if has_mode else {}
 
 
 def speaks_for_itself(optimizer: Optimizer) -> bool:
@@ -138,7 +129,7 @@ def read(optimizer: Optimizer) -> OptimizerContent:
             f"{error} Take an optimizer that returns its state on every rank, such as one over parameters that "
             "fully_shard() has sharded"
         ) from error
-    order = _order(optimizer)
+    order = parameters_of(optimizer)
     groups: Any = own.get("param_groups") if type(own) in _DICTS else None
     if not _lists(groups, optimizer) or type(own.get("state")) not in _DICTS:
         return OptimizerContent({}, [{} for _ in optimizer.param_groups], {"state_dict": {"": own}})
@@ -153,7 +144,7 @@ def read(optimizer: Optimizer) -> OptimizerContent:
 
 
 def _read_directly(optimizer: Optimizer) -> OptimizerContent:
-    parameters = {p for group in optimizer.param_groups for p in group["params"]}
+    parameters = {*parameters_of(optimizer)}
     live: dict[Any, Any] = optimizer.state
     others = {key: value for key, value in live.items() if key not in parameters}
     if lost := [key for key in others if isinstance(key, torch.Tensor)]:
@@ -180,9 +171,10 @@ def give(optimizer: Optimizer, content: OptimizerContent) -> None:
         return
     name = type(optimizer).__qualname__
     beside = content.beside.get("state_dict", {})
-    index = {parameter: i for i, parameter in enumerate(_order(optimizer))}
+    index = {parameter: i for i, parameter in enumerate(parameters_of(optimizer))}
     state: dict[Any, Any] = {index[p]: dict(own) for p, own in content.state.items()}
-    numbered = [{**group, "params": [index[p] for p in live["params"]]} for group, live in _pairs(optimizer, content)]
+    pairs = zip(content.groups, optimizer.param_groups, strict=True)
+    numbered = [{**group, "params": [index[p] for p in live["params"]]} for group, live in pairs]
     whole = {"state": state | content.beside.get("state", {}), "param_groups": numbered} | beside
     try:
         optimizer.load_state_dict(beside.get("", whole))
@@ -198,10 +190,10 @@ def give(optimizer: Optimizer, content: OptimizerContent) -> None:
 
 
 def _give_directly(optimizer: Optimizer, content: OptimizerContent) -> None:
-    for group, live in _pairs(optimizer, content):
+    for group, live in zip(content.groups, optimizer.param_groups, strict=True):
         live.update(group)
     others = content.beside.get("state", {})
-    parameters = {p for group in optimizer.param_groups for p in group["params"]}
+    parameters = {*parameters_of(optimizer)}
     state: dict[Any, Any] = optimizer.state
     for key in [k for k in state if (k not in content.state if k in parameters else k not in others)]:
         del state[key]
@@ -212,18 +204,14 @@ def _give_directly(optimizer: Optimizer, content: OptimizerContent) -> None:
         optimizer.__setstate__({"state": optimizer.state, "param_groups": optimizer.param_groups})
 
 
-def _pairs(optimizer: Optimizer, content: OptimizerContent) -> list[tuple[Mapping[str, Any], dict[str, Any]]]:
-    return list(zip(content.groups, optimizer.param_groups, strict=True))
-
-
-def _order(optimizer: Optimizer) -> list[nn.Parameter]:
+def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
     """Return the parameters in the order by which torch numbers them."""
     return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
 
 
 def _lists(groups: Any, optimizer: Optimizer) -> bool:
     """Return whether these are the live groups with numbers for parameters, as torch's `state_dict` lists them."""
-    index = {parameter: i for i, parameter in enumerate(_order(optimizer))}
+    index = {parameter: i for i, parameter in enumerate(parameters_of(optimizer))}
     numbers = [[index[p] for p in group["params"]] for group in optimizer.param_groups]
     return type(groups) is list and [g.get("params") if type(g) is dict else None for g in groups] == numbers
 

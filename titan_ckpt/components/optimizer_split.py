@@ -75,11 +75,12 @@ class Splitter:
                 continue
             shape, order = parameter.shape, None if isinstance(parameter, DTensor) else parameter.stride()
             for name, value in state.items():
-                if self._is_like(shape, order, name, value):
+                is_named = type(name) is str and "." not in name  # it comes back as this name
+                if is_named and self._is_like(shape, order, value):
                     self._tensors[f"{self._prefix}{fqn}.{name}"] = value
-                elif self._is_scalar(name, value):
+                elif is_named and self._is_scalar(value):
                     scalars.setdefault(name, {})[fqn] = value
-                elif (rest := self._stored(fqn, name, value, parameter)) is not None:
+                elif (rest := self._stored(fqn, name, value, parameter, is_named)) is not None:
                     own.setdefault(fqn, {})[name] = rest
         shared = {}
         for name, values in scalars.items():
@@ -101,7 +102,7 @@ class Splitter:
             "own": own,
         }
 
-    def _is_like(self, shape: torch.Size, order: tuple[int, ...] | None, name: Any, value: Any) -> bool:
+    def _is_like(self, shape: torch.Size, order: tuple[int, ...] | None, value: Any) -> bool:
         """Return whether this is a plain tensor like its plain parameter: a short way to what `_stored` would find."""
         return (
             type(value) is torch.Tensor
@@ -111,19 +112,15 @@ class Splitter:
             and value.layout is torch.strided
             and value.stride() == order
             and not (self._repeated or value.requires_grad or value.is_meta)
-            and type(name) is str
-            and "." not in name
         )
 
-    def _is_scalar(self, name: Any, value: Any) -> bool:
+    def _is_scalar(self, value: Any) -> bool:
         """Return whether the state is a number or the like, which a group may store once for all its parameters."""
-        if type(name) is not str or "." in name:  # a name that would come back as another
-            return False
         if isinstance(value, torch.Tensor):
             return not value.dim() and not isinstance(value, DTensor) and not self._is_repeated(value)
         return not isinstance(value, _CONTAINERS)
 
-    def _stored(self, fqn: str, name: Any, value: Any, parameter: nn.Parameter) -> Any:
+    def _stored(self, fqn: str, name: Any, value: Any, parameter: nn.Parameter, is_named: bool) -> Any:
         """Store one entry of a parameter's state. Return what "own" holds of it; None if a tensor is all that it is."""
         path = f"{self._prefix}{fqn}.{name}"
         if isinstance(value, torch.Tensor) and not is_made_of_others(value):
@@ -131,8 +128,9 @@ class Splitter:
             if value.layout is not torch.strided or value.is_meta:
                 kind = "a tensor without memory" if value.is_meta else f"a tensor of layout {value.layout}"
                 raise StateEncodingError(f"{path}: {kind} cannot be stored as optimizer state; make it dense", path)
-            if self._is_as_new(name, value, parameter):
-                self._tensors[path] = value
+            is_as_new = _is_laid_out_like_new(value, parameter) and placements_unlike(parameter, value) is None
+            if is_named and is_as_new and not self._is_repeated(value):
+                self._tensors[path] = value  # its name and its shape are all that a load needs to make it
                 return None
         self._taken.layout = partial(placements_unlike, parameter)
         if not isinstance(value, torch.Tensor):
@@ -140,12 +138,6 @@ class Splitter:
         if is_made_of_others(value):
             return quantized_state.take(self._optimizer, value, path, self._tensors, self._taken)
         return placeholder(value, path, self._tensors, self._taken)
-
-    def _is_as_new(self, name: Any, value: torch.Tensor, parameter: nn.Parameter) -> bool:
-        """Return whether the name and the shape of a tensor are all that a load needs to make it."""
-        if type(name) is not str or "." in name or self._is_repeated(value):
-            return False
-        return _is_laid_out_like_new(value, parameter) and placements_unlike(parameter, value) is None
 
     def _is_repeated(self, value: torch.Tensor) -> bool:
         return bool(self._repeated) and address(value) in self._repeated

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, get_args
 
 import xxhash
@@ -132,7 +132,10 @@ class RunState:
         self.trained: Optimizers | None = None
         if self.optimizers:
             self.trained = Optimizers(self.optimizers, model, self._lr_schedulers, own_settings, self.watch)
-        if faults := [f"{place} ({class_name(value)})" for place, value in self._stateful() if not _is_stateful(value)]:
+        asked = {f"lr_schedulers[{i}]": scheduler for i, scheduler in enumerate(self._lr_schedulers)}
+        asked |= {f"states[{name!r}]": state for name, state in self.states.items()}
+        asked |= {} if self._dataloader is None else {"dataloader": self._dataloader}
+        if faults := [f"{place} ({class_name(value)})" for place, value in asked.items() if not _is_stateful(value)]:
             raise StateEncodingError(
                 f"no state_dict() and load_state_dict(), by which a checkpoint holds it: {listed(faults)}. Give an "
                 "object that has both, such as titan_ckpt.PositionedLoader(loader) for a DataLoader or torchdata's "
@@ -154,13 +157,6 @@ class RunState:
             *positions,
             *([] if "rng" in left_out else [Generators()]),
         ]
-
-    def _stateful(self) -> Iterator[tuple[str, Any]]:
-        """Yield (place, object) of everything beside optimizers that is asked for its state."""
-        yield from ((f"lr_schedulers[{i}]", scheduler) for i, scheduler in enumerate(self._lr_schedulers))
-        yield from ((f"states[{name!r}]", state) for name, state in self.states.items())
-        if self._dataloader is not None:
-            yield "dataloader", self._dataloader
 
     @property
     def kinds(self) -> Sequence[type[Item]]:

@@ -1,8 +1,8 @@
 """The memory of tensors on this rank: whether two tensors share it or hold the same bits, and what writes to it.
 
-Weights that are made of other tensors (torchao's quantized weights) are the plain tensors inside them. Owns the names of
-these: `<fqn>.<class>.<inner name>`, so that a weight of one class is not loaded into one of another. The live weight is
-what a load fills, so no class is looked up by a name in a file.
+Weights that are made of other tensors (torchao's quantized weights) are the plain tensors inside them. Owns the names
+of these: `<fqn>.<class>.<inner name>`, so that a weight of one class is not loaded into one of another. The live weight
+is what a load fills, so no class is looked up by a name in a file.
 """
 
 from __future__ import annotations

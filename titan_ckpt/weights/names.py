@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
+import torch
 from torch import nn
 
 EXTRA_STATE = "_extra_state"
@@ -49,3 +50,9 @@ def children_in_reverse(prefix: str, module: nn.Module) -> list[tuple[str, nn.Mo
     children = reversed(module._modules.items())  # noqa: SLF001 - named_children leaves aliases out
     own = WRAPPER_SEGMENTS
     return [(prefix if n in own else f"{prefix}{n}.", child) for n, child in children if child is not None]
+
+
+def hidden_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the module's own buffers that no state dict holds."""
+    hidden = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name for what persists
+    return {name: value for name, value in module.named_buffers(recurse=False) if name in hidden} if hidden else {}

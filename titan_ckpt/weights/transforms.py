@@ -27,7 +27,6 @@ from titan_ckpt.geometry.chunks import (
     Block,
     Chunk,
     LazyTensor,
-    Shape,
     TensorInfo,
     blocks_of,
     cast,
@@ -193,11 +192,14 @@ class ReadPlanner:
         """Return how the file's tensors do not fit, or None; note allowed casts in `cast`."""
         in_file = ", ".join(dict.fromkeys(map(str, infos)))
         try:
-            shape = _native_shapes(op, [info.shape for info in infos])[index]
+            shapes = [info.shape for info in infos]
+            native = op.native_shapes(shapes)
+            if list(op.file_shapes(native)) != shapes:
+                raise KeyMapError(f"shapes {[list(s) for s in shapes]} do not fit {op}")
         except KeyMapError as error:
             return Mismatch(fqn, str(expected), f"{in_file}: {error}")
-        if shape != expected.shape:
-            return Mismatch(fqn, str(expected), in_file, shape=shape)
+        if native[index] != expected.shape:
+            return Mismatch(fqn, str(expected), in_file, shape=native[index])
         others = {info.dtype for info in infos} - {expected.dtype}
         castable = expected.dtype in CASTABLE and others <= CASTABLE
         if others and castable and self.may_cast:
@@ -225,14 +227,6 @@ class ReadPlanner:
             ignored=tuple(ignored),
         )
         return ReadPlan(self.requests, report, tuple(self.absent))
-
-
-def _native_shapes(op: TensorOp, shapes: list[Shape]) -> list[Shape]:
-    """Return the native shapes for file shapes. Raises: KeyMapError unless they map back to the same file shapes."""
-    native = op.native_shapes(shapes)
-    if list(op.file_shapes(native)) != shapes:
-        raise KeyMapError(f"shapes {[list(s) for s in shapes]} do not fit {op}")
-    return native
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from torch import nn
 from titan_ckpt.components.unsaved_state import LIBRARIES, Own, codes_of, is_own, is_own_kind, package_of, parts_of
 from titan_ckpt.components.watched import Watch, trace
 from titan_ckpt.rng import codes_within, generators_kept
+from titan_ckpt.weights.names import hidden_buffers
 
 _JUDGED = frozenset({"lightning", "pytorch_lightning", "torchmetrics"})
 """Packages whose modules have hooks for their state: the integration with Lightning judges them."""
@@ -33,7 +34,7 @@ _HOW = (
 def watch_modules(parts: Sequence[nn.Module], allow: Collection[str], watch: Watch, live: Iterable[Any]) -> None:
     """Watch the modules of a model from now on. `live`: other objects whose state steps hold."""
     modules = [found for part in parts for found in _modules(part, "")]
-    unsaved = {id(value) for _, module in modules for value in _hidden(module).values()}
+    unsaved = {id(value) for _, module in modules for value in hidden_buffers(module).values()}
     saved = frozenset(id(value) for root in (*parts, *live) for value in parts_of(root)) - unsaved
     uses = [_uses_of(kind) for kind in {kind for _, module in modules for kind in _kinds(module)}]
     read, carried = set[str]().union(*(u.read for u in uses)), set[str]().union(*(u.carried for u in uses))
@@ -77,17 +78,11 @@ def _gives(module: nn.Module, *methods: str) -> bool:
     return bool(kinds) and any(method in vars(kind) for kind in kinds for method in methods)
 
 
-def _hidden(module: nn.Module) -> dict[str, Any]:
-    """Return the buffers that no state dict holds."""
-    hidden = module._non_persistent_buffers_set  # noqa: SLF001 - it has no public name
-    return {name: value for name, value in module.named_buffers(recurse=False) if name in hidden} if hidden else {}
-
-
 def _values(module: nn.Module, saved: Collection[int], read: Collection[str]) -> dict[str, Any]:
     kinds = [*type(module).__mro__]
     first = kinds.index(_kinds(module)[0])
     of_library = next(kind for kind in kinds[first:] if package_of(kind) in LIBRARIES)
-    values = {f"self.{name}": value for name, value in _hidden(module).items()}
+    values = {f"self.{name}": value for name, value in hidden_buffers(module).items()}
     for name, value in Own(module, of_library, saved).values().items():
         is_output = name.startswith("self.") and name.removeprefix("self.") not in read
         is_function = callable(value) and not (isinstance(value, nn.Module) or is_own_kind(type(value)))

@@ -16,6 +16,7 @@ from titan_ckpt.components import unsaved_state
 from titan_ckpt.components.known.switches import Switches, is_of_peft, modules_of_peft, switches_of
 from titan_ckpt.errors import LoadMismatchError, SaveError, listed
 from titan_ckpt.types import Stateful
+from titan_ckpt.weights.names import hidden_buffers
 
 _CONFIGS = (
     "lora.LoraConfig adalora.AdaLoraConfig adaption_prompt.AdaptionPromptConfig beft.BeftConfig boft.BOFTConfig "
@@ -127,8 +128,7 @@ class AdapterState:
     def _tensors(self) -> dict[str, torch.Tensor]:
         found: dict[str, Any] = {}
         for path, module in self._modules:
-            hidden = module._non_persistent_buffers_set  # noqa: SLF001 - it has no public name
-            own: dict[str, Any] = {n: b for n, b in module.named_buffers(recurse=False) if n in hidden}
+            own: dict[str, Any] = hidden_buffers(module)
             for name, value in vars(module).items():
                 if name not in ("_parameters", "_buffers", "_modules"):
                     items = {f"{name}.{key}": item for key, item in value.items()} if type(value) is dict else {}

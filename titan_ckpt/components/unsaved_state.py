@@ -103,7 +103,7 @@ def faults(
                 if numbers := own.begun():
                     logger.warning("%s: every start sets %s anew, and no step holds it", what, ", ".join(numbers))
         if reason is not None:
-            yield from unless_allowed(what, name, reason, allow)
+            yield from fault_of(role, value, reason, allow)
 
 
 def function_faults(
@@ -122,19 +122,19 @@ def function_faults(
     saved = {id(part) for root in live for part in parts_of(root)}
     for role, given in functions:
         function = given.func if isinstance(given, partial) else given
-        what, name = f"{role} {class_name(function)}", class_name(function)
         if isinstance(given, partial):
+            name = class_name(function)
             if watch is not None and name not in allow:
-                watch.add(given, what, name, partial(_arguments_of, given), saved)
+                watch.add(given, f"{role} {name}", name, partial(_arguments_of, given), saved)
             for generator in (g for g in held_generators([given.args, given.keywords]) if id(g) not in saved):
                 reason = f"it draws from a {type(generator).__qualname__} that it is given, and no step holds that"
-                yield from unless_allowed(what, name, reason, allow)
+                yield from fault_of(role, function, reason, allow)
         owner = getattr(function, "__self__", function)
         if owner is not None and not isinstance(owner, nn.Module) and not any(owner is other for other in others):
             yield from faults([(role, owner)], None, allow, live=live, watch=watch)
             for changed in _filled(owner) if watch is None else ():
                 reason = f"its code changes {changed}, and no step holds it"
-                yield from unless_allowed(f"{role} {class_name(owner)}", class_name(owner), reason, allow)
+                yield from fault_of(role, owner, reason, allow)
 
 
 def _arguments_of(given: partial[Any]) -> dict[str, Any]:
@@ -147,6 +147,11 @@ def unless_allowed(what: str, name: str, reason: str, allow: Collection[str]) ->
         logger.warning("%s: %s; checkpoint.allow lets it run", what, reason)
     else:
         yield f'{what}: {reason}, or allow that a resumed run loses it: checkpoint.allow = ["{name}"]'
+
+
+def fault_of(role: str, value: Any, reason: str, allow: Collection[str]) -> Iterator[str]:
+    """Yield the same for an object, which is allowed by the name of its class, or for a function."""
+    yield from unless_allowed(f"{role} {class_name(value)}", class_name(value), reason, allow)
 
 
 def is_own(value: Any) -> bool:

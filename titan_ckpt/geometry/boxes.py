@@ -86,19 +86,10 @@ def boxes(chunk: Chunk, max_elements: int) -> Iterator[Chunk]:
     dim -= 1  # the first dim along which a row fits
     step = max_elements // row
     offsets, sizes = chunk.offsets, chunk.sizes
-
-    def cut(level: int, fixed: tuple[int, ...]) -> Iterator[Chunk]:
-        if level < dim:
-            for i in range(sizes[level]):
-                yield from cut(level + 1, (*fixed, offsets[level] + i))
-            return
+    for fixed in product(*(range(o, o + n) for o, n in zip(offsets[:dim], sizes[:dim], strict=True))):
         for start in range(0, sizes[dim], step):
-            count = min(step, sizes[dim] - start)
-            yield Chunk(
-                (*fixed, offsets[dim] + start, *offsets[dim + 1 :]), (*(1 for _ in fixed), count, *sizes[dim + 1 :])
-            )
-
-    yield from cut(0, ())
+            place = (*fixed, offsets[dim] + start, *offsets[dim + 1 :])
+            yield Chunk(place, (*(1 for _ in fixed), min(step, sizes[dim] - start), *sizes[dim + 1 :]))
 
 
 def overlap(chunks: Sequence[Chunk]) -> tuple[Chunk, Chunk] | None:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, Stored
-from titan_ckpt.components.unsaved_state import class_name, unless_allowed
+from titan_ckpt.components.unsaved_state import class_name, fault_of, unless_allowed
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.gc_paused import instances_of
 from titan_ckpt.rng import used_by
@@ -182,8 +182,7 @@ def exchange_faults(wrapped: Collection[DistributedDataParallel], allow: Collect
             yield from unless_allowed(what, class_name(module), reason, allow)
     for hook, state in (each for module in wrapped for each in module._comm_hooks):  # noqa: SLF001 - without a public name
         if not (_is_exact(hook) and (state is None or isinstance(state, ProcessGroup))):
-            name = class_name(hook)
-            yield from unless_allowed(f"DDP's communication hook {name}", name, _REASON, allow)
+            yield from fault_of("DDP's communication hook", hook, _REASON, allow)
 
 
 def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[DistributedDataParallel]:

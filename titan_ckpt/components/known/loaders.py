@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, stored_by_code_of, unless_allowed
+from titan_ckpt.components.unsaved_state import LIBRARIES, fault_of, stored_by_code_of
 from titan_ckpt.gc_paused import instances_of
 
 _DRAWN_ANEW = frozenset(
@@ -85,13 +85,12 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     if not is_of_torchdata(loader):
         return
     if isinstance(loader.dataset, IterableDataset):
-        name = class_name(loader.dataset)
         if not (hasattr(loader.dataset, "state_dict") and hasattr(loader.dataset, "load_state_dict")):
             reason = (
                 "it has no state_dict and load_state_dict, and a StatefulDataLoader counts twice what it reads again: "
                 "after a second resume it leaves samples out. Give it both"
             )
-            yield from unless_allowed(f"data: {name}", name, reason, allow)
+            yield from fault_of("data:", loader.dataset, reason, allow)
         if loader.persistent_workers and hasattr(loader.dataset, "_starting_state_dict"):
             yield (
                 "data: persistent_workers: a worker that is kept would begin each later epoch of the stream at the "
@@ -99,7 +98,7 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
             )
         return
     for sampler in samplers_of(loader):
-        kinds, name = type(sampler).__mro__, class_name(sampler)
+        kinds = type(sampler).__mro__
         base = next(kind for kind in kinds if kind.__module__.partition(".")[0] in LIBRARIES or kind is object)
         changes = not hasattr(sampler, "state_dict") and any(
             stored_by_code_of(kinds[: kinds.index(base)], ["set_epoch"])
@@ -109,4 +108,4 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
                 "a StatefulDataLoader does not hold its order, and a resumed run would go on in another one: wrap the "
                 "loader in titan_ckpt.PositionedLoader"
             )
-            yield from unless_allowed(f"sampler {name}", name, reason, allow)
+            yield from fault_of("sampler", sampler, reason, allow)

@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, cached_property, partial
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,11 +36,7 @@ def watch_modules(parts: Sequence[nn.Module], allow: Collection[str], watch: Wat
     modules = [found for part in parts for found in _modules(part, "")]
     unsaved = {id(value) for _, module in modules for value in hidden_buffers(module).values()}
     saved = frozenset(id(value) for root in (*parts, *live) for value in parts_of(root)) - unsaved
-    uses = [_uses_of(kind) for kind in {kind for _, module in modules for kind in _kinds(module)}]
-    read, carried = set[str]().union(*(u.read for u in uses)), set[str]().union(*(u.carried for u in uses))
-    getters = [getter for u in uses for getter in u.getters]
-    for _ in getters:  # one may call another
-        read |= {attribute for name, attribute in getters if name in read}
+    read, carried = _uses_of({kind for _, module in modules for kind in _kinds(module)})
     for path, module in modules:
         if not (kinds := _kinds(module)):
             continue
@@ -109,29 +105,23 @@ def _comes_back(
     return name in outputs
 
 
-class _Uses(NamedTuple):
-    """Names of attributes that code uses."""
+def _uses_of(kinds: Iterable[type]) -> tuple[set[str], set[str]]:
+    """Return the attributes that code of classes loads before it has set them, or may load by their names.
 
-    read: frozenset[str]
-    """Those that it loads before it has set them, or may load by their names."""
-    carried: frozenset[str]
-    """Those that it loads, and sets after that."""
-    getters: list[tuple[str, str]]
-    """Methods that only return an attribute, such as for a plot: they read it where their own name is read."""
-
-
-@cache
-def _uses_of(kind: type) -> _Uses:
-    codes = [(name, code) for name, method in vars(kind).items() for code in codes_of(method)]
-    getters = [(name, attribute) for name, code in codes if (attribute := _returned_by(name, code))]
-    names = {name for name, _ in getters}
-    own = codes_within(*(code for name, code in codes if name not in names))
-    uses = [use for code in own for use in _used_by(code)]
-    return _Uses(
-        frozenset(name for name, is_carried in uses if not is_carried),
-        frozenset(name for name, is_carried in uses if is_carried),
-        getters,
-    )
+    Also those that it loads, and sets after that. A method that only returns an attribute, such as for a plot, reads it
+    where its own name is read.
+    """
+    read, carried = set[str](), set[str]()
+    getters: list[tuple[str, str]] = []
+    for name, codes in ((name, codes_of(method)) for kind in kinds for name, method in vars(kind).items()):
+        if returned := [attribute for code in codes if (attribute := _returned_by(name, code))]:
+            getters += [(name, attribute) for attribute in returned]
+            continue
+        for used, is_carried in (use for code in codes_within(*codes) for use in _used_by(code)):
+            (carried if is_carried else read).add(used)
+    for _ in getters:  # one may call another
+        read |= {attribute for name, attribute in getters if name in read}
+    return read, carried
 
 
 def _returned_by(name: str, code: CodeType) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import IterableDataset
 
-from titan_ckpt.components.unsaved_state import MAX_DEPTH, class_name, function_faults, unless_allowed
+from titan_ckpt.components.unsaved_state import MAX_DEPTH, class_name, fault_of, function_faults
 from titan_ckpt.rng import generators_kept, held_by, held_generators, process_state
 
 _EXACT = (
@@ -89,21 +89,19 @@ def stream_faults(
             if any(seed >> 64 for seed in seeds_of(stream)) and hasattr(part, "generator"):
                 reason = reason or _UNSEEDED
             if reason:
-                yield from unless_allowed(f"data: {name}", name, reason, allow)
+                yield from fault_of("data:", part, reason, allow)
         functions = [part.function for part in parts if hasattr(part, "function")]
         drawn = held_generators([_functions_of(part) for part in parts])
         yield from function_faults([("function of a stream", function) for function in functions], allow, live=drawn)
         for generator in (each for each in drawn if not any(each is other for other in held)):
-            what = f"data: a function of the stream draws from a {class_name(generator)}"
-            yield from unless_allowed(what, class_name(generator), _NOT_HELD, allow)
+            yield from fault_of("data: a function of the stream draws from a", generator, _NOT_HELD, allow)
         read_once = [found for part in parts for found in held_by(_functions_of(part), _is_read_once)]
         for found in read_once:
-            yield from unless_allowed(f"data: {class_name(found)}", class_name(found), _READ_ONCE, allow)
+            yield from fault_of("data:", found, _READ_ONCE, allow)
         for part in _parts(stream, within=False):
-            name = class_name(part)
             own = held_generators([_functions_of(inner) for inner in _below(part)])
-            if _reads_again(part) and not read_once and (name in allow or own or _draws(part)):
-                yield from unless_allowed(f"data: {name}", name, _DRAWS, allow)
+            if _reads_again(part) and not read_once and (class_name(part) in allow or own or _draws(part)):
+                yield from fault_of("data:", part, _DRAWS, allow)
 
 
 def functions_of(data: Any) -> list[Any]:

@@ -504,8 +504,7 @@ class CheckpointManager:
         if mark is None:
             return take_snapshot(self._run, step, self._content.state())
         with as_marked(self._run, mark):
-            model = self._content.state(room=True)
-        return snapshot_of_mark(self._run, mark, model)
+            return snapshot_of_mark(self._run, mark, self._content.state(room=True))
 
     def _look_before_saving(self, step: int) -> None:
         """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""

@@ -176,17 +176,6 @@ def take_mark(run_state: RunState, step: int, unused: Unused) -> Mark:
     return Mark(step, marked, large, _trained(run_state), groups, attributes, unused)
 
 
-@contextmanager
-def _groups_as_marked(mark: Mark) -> Iterator[None]:
-    """Give the optimizers the groups that they had, with what these held."""
-    now = [(o, [(group, dict(group)) for group in o.param_groups]) for o, _ in mark.groups]
-    try:
-        _set_groups(mark.groups)
-        yield
-    finally:
-        _set_groups(now)
-
-
 def _set_groups(of_optimizers: list[tuple[Any, list[tuple[dict[str, Any], dict[str, Any]]]]]) -> None:
     for optimizer, groups in of_optimizers:
         optimizer.param_groups[:] = [group for group, _ in groups]
@@ -218,28 +207,30 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 @contextmanager
 def as_marked(run_state: RunState, mark: Mark) -> Iterator[None]:
-    """Put the marked copies of buffers into the live ones, so that the model's own code returns the marked step."""
+    """Let the marked values be in the live buffers and in the optimizers' groups: all code returns the marked step."""
     copies = mark.counters.tensors
     pairs = [(v, copies[MODEL + fqn]) for fqn, v in run_state.model.buffers().items() if MODEL + fqn in copies]
     now = [value.clone() for value, _ in pairs]
+    groups = [(o, [(group, dict(group)) for group in o.param_groups]) for o, _ in mark.groups]
     with torch.no_grad():
         for value, marked in pairs:
             value.copy_(marked)
         try:
+            _set_groups(mark.groups)
             yield
         finally:
+            _set_groups(groups)
             for (value, _), own in zip(pairs, now, strict=True):
                 value.copy_(own)
 
 
 def snapshot_of_mark(run_state: RunState, mark: Mark, model: ModelState) -> Snapshot:
-    """Return the run at a marked step, if no optimizer has stepped since. `model`: its state, read `as_marked`.
+    """Return the run at a marked step, if no optimizer has stepped since. Call it `as_marked`. `model`: read so, too.
 
     Raises: SaveError for large state that has changed since.
     """
     items = [item for item in run_state.items if item.is_stepped or item is run_state.extra]
-    with _groups_as_marked(mark):
-        now, trained = take_snapshot(run_state, mark.step, model, items), _trained(run_state)
+    now, trained = take_snapshot(run_state, mark.step, model, items), _trained(run_state)
     hidden = {MODEL + fqn: value for own in model.own for fqn, value in own.hidden.items()}
     changed = [n for n, (value, version) in mark.large.items() if value._version != version]  # noqa: SLF001
     changed += [n for n, (value, _) in mark.large.items() if hidden.get(n, value) is not value]

@@ -172,7 +172,7 @@ def flag_loaded(wrapper: ModelWrapper, fqns: Collection[str]) -> None:
     for part in wrapper.parts:
         empty = [*_empty_places(part)]
         tensors = named_tensors(part) if empty else ()
-        filled = {id(value) for fqn, _, value in tensors if clean_fqn(fqn) in names}
+        filled = {id(value) for fqn, _, value in tensors if fqn in names}
         for _, place in empty:
             if id(tensor_at(place)) in filled:
                 _unmark(place)
@@ -262,7 +262,7 @@ def _replay(part: nn.Module, origin: _Origin, own: Sequence[tuple[str, Place]]) 
         try:
             again = origin.build()
             mode.building = False
-            mode.watch(again, lambda fqn, _: (tuple(places.get(clean_fqn(fqn), ())), False))
+            mode.watch(again, lambda fqn, _: (tuple(places.get(fqn, ())), False))
             origin.fill(again)
         except ValuesGoneError as error:
             logger.debug("%s", error)
@@ -335,7 +335,7 @@ def _copy_from_rebuilt(origin: _Origin, left: Sequence[tuple[str, Place]]) -> No
     with generators_kept(origin.random):
         again = origin.build()
         origin.fill(again)
-    values = {clean_fqn(fqn): value for fqn, _, value in named_tensors(again)}
+    values = {fqn: value for fqn, _, value in named_tensors(again)}
     for fqn, place in left:
         if fqn in values:
             fill(tensor_at(place), values[fqn].detach())

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
 
 from titan_ckpt.geometry.chunks import fill
+from titan_ckpt.weights.names import named_modules
 
 Place = tuple[nn.Module, str]
 """A module, and the name of a parameter or buffer of its own."""
@@ -314,11 +315,11 @@ class _Watched(dict[str, Any]):
 
 def named_tensors(model: nn.Module) -> Iterator[tuple[str, Place, torch.Tensor]]:
     """Yield (name, place, tensor) of every parameter and buffer, aliases and shared modules included."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
+    for prefix, module in named_modules(model):
         for own in (module._parameters, module._buffers):
             for name, value in [*own.items()]:
                 if value is not None:
-                    yield (f"{prefix}.{name}" if prefix else name), (module, name), value
+                    yield prefix + name, (module, name), value
 
 
 def tensor_at(place: Place) -> torch.Tensor:

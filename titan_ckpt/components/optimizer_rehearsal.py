@@ -29,10 +29,10 @@ from titan_ckpt.components.unsaved_state import class_name, faults, stored_by_co
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
-from titan_ckpt.geometry.chunks import as_bytes, info_of, local_tensor
+from titan_ckpt.geometry.chunks import info_of, local_tensor
 from titan_ckpt.geometry.nested import memory_order
 from titan_ckpt.rng import generators_kept
-from titan_ckpt.weights.live_memory import is_made_of_others
+from titan_ckpt.weights.live_memory import is_made_of_others, is_same
 
 logger = logging.getLogger(__name__)
 
@@ -366,8 +366,7 @@ def _equal(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        alike = a.dtype is b.dtype and a.shape == b.shape and memory_order(a) == memory_order(b)
-        return alike and torch.equal(as_bytes(a), as_bytes(b))
+        return memory_order(a) == memory_order(b) and is_same(a, b)
     if isinstance(a, Optimizer):
         return _equal(_content(a), _content(b))
     if isinstance(a, Mapping):

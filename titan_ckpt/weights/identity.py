@@ -15,7 +15,7 @@ import xxhash
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import BaseMismatchError, ConverterError, listed
 from titan_ckpt.geometry.chunks import dtype_name, info_of
-from titan_ckpt.weights.digest import Partial, logical_digests
+from titan_ckpt.weights.digest import logical_digests
 from titan_ckpt.weights.live_memory import Watched
 from titan_ckpt.weights.transforms import CASTABLE
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -103,7 +103,7 @@ class TrackedBase:
     def __init__(self, model: ModelWrapper, coordinator: Coordinator) -> None:
         self._model = model
         self._coordinator = coordinator
-        self._buffers: dict[str, list[Partial]] = {}
+        self._buffers: dict[str, str] = {}
         self._parameters = Watched({})
         self.identity: BaseIdentity | None = None
         """None without adapters, before a load, and for a base that training changes: no other folder holds that."""

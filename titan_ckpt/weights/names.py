@@ -35,21 +35,19 @@ def is_compiled(module: nn.Module) -> bool:
     )
 
 
-def named_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (clean prefix of its tensors' names, module) in `nn.Module.named_modules`' order, aliases included."""
+def named_modules(part: nn.Module, leaves: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (clean prefix of its tensors' names, module) in `nn.Module.named_modules`' order, aliases included.
+
+    `leaves`: ids of modules whose children are left out; the caller may add the one that it has just got.
+    """
     todo = [("", part)]
     while todo:
         prefix, module = todo.pop()
         yield prefix, module
-        if module._modules:  # noqa: SLF001 - most have none, and this is a hot path
-            todo += children_in_reverse(prefix, module)
-
-
-def children_in_reverse(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Return (prefix, child) of the children, the last one first, for a stack from which the first is taken next."""
-    children = reversed(module._modules.items())  # noqa: SLF001 - named_children leaves aliases out
-    own = WRAPPER_SEGMENTS
-    return [(prefix if n in own else f"{prefix}{n}.", child) for n, child in children if child is not None]
+        if module._modules and id(module) not in leaves:  # noqa: SLF001 - most have none, and this is a hot path
+            children = reversed(module._modules.items())  # noqa: SLF001 - named_children leaves aliases out
+            own = WRAPPER_SEGMENTS
+            todo += [(prefix if n in own else f"{prefix}{n}.", child) for n, child in children if child is not None]
 
 
 def hidden_buffers(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -23,7 +23,7 @@ from titan_ckpt.geometry.chunks import LazyTensor, Shape, computed, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import WriteRecorder, is_live, is_same
-from titan_ckpt.weights.names import EXTRA_STATE, children_in_reverse, clean_fqn, named_modules
+from titan_ckpt.weights.names import EXTRA_STATE, clean_fqn, named_modules
 
 _LOADING = ("load_state_dict", "_load_from_state_dict", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _SAVING = ("state_dict", "_save_to_state_dict", "_state_dict_hooks")
@@ -46,17 +46,16 @@ def read_state(part: nn.Module, *, room: bool = False) -> Iterator[tuple[str, to
     Collective if a hook is: every rank must call it.
     Raises: StateEncodingError if the model's own code raises.
     """
-    todo = [("", part)]
-    while todo:
-        prefix, module = todo.pop()
+    whole: set[int] = set()
+    for prefix, module in named_modules(part, whole):
         if _has_code(module):
+            whole.add(id(module))
             yield HookedSubtree.take(prefix, module, room=room)
             continue
         for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001 - as nn.Module.state_dict does
             hook(module, prefix, False)
         for fqn, value in own_tensors(prefix, module):
             yield fqn, value if is_lazy(value) else value.detach()
-        todo += children_in_reverse(prefix, module)
 
 
 def own_tensors(prefix: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:

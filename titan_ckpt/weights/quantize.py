@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import xxhash
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_ckpt.disk.memory import bytes_at
+from titan_ckpt.distributed.replicas import digest_of
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, computed, info_of, layout_of
 from titan_ckpt.geometry.keymap import Identity, PermuteRotary, Split
@@ -70,7 +69,7 @@ class QuantizedGroup(FileGroup):
     """Dtype to which values are rounded before they are quantized."""
     by_rows: bool = False
     """Blocks are the shards themselves, whole rows; otherwise each block is the whole tensor."""
-    written: list[tuple[str, Chunk, bytes]] = field(default_factory=list)
+    written: list[tuple[str, Chunk, str]] = field(default_factory=list)
     """(file key, region, digest of the decoded float32 values) of everything that this rank has quantized."""
 
     @property
@@ -104,7 +103,7 @@ class QuantizedGroup(FileGroup):
             parts = weight.encode(rows)
             first_row = row + first
             region = Chunk((first_row, *(0 for _ in rows.shape[1:])), tuple(rows.shape))
-            self.written.append((key, region, _digest(weight.decode(parts))))
+            self.written.append((key, region, digest_of(weight.decode(parts).float())))
             for name, data in parts.items():
                 by_row = weight.parts[name].shape[:1] == num_rows
                 offset = first_row if by_row else first_row // weight.row_unit
@@ -145,7 +144,7 @@ def check_quantized(groups: Sequence[FileGroup], reader: TensorReader) -> None:
         for key, chunk, digest in group.written if isinstance(group, QuantizedGroup) else ():
             into = torch.empty(chunk.sizes, dtype=torch.float32)
             reader.read([FilePart(key, chunk, into)])
-            if _digest(into) != digest:
+            if digest_of(into) != digest:
                 wrong[key] = None
     if wrong:
         names = listed([*wrong], ", ", " ")
@@ -218,8 +217,3 @@ def _row_runs(shares: Sequence[Chunk] | None, shape: Sequence[int], rows: int, u
         if last > first:
             runs.append((first, last))
     return runs
-
-
-def _digest(values: torch.Tensor) -> bytes:
-    data = values.to("cpu", torch.float32).contiguous()
-    return xxhash.xxh3_128_digest(bytes_at(data.data_ptr(), data.nbytes))

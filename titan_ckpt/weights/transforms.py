@@ -253,10 +253,8 @@ class StateDictTransforms:
         Raises: ConfigError for other models, and for one with adapters of PEFT or with quantized weights; KeyMapError
         for parameters that folders have in a form that no operation produces.
         """
-        made: StateDictTransforms = import_module("titan_ckpt.models.hf_transforms").transforms_of(
-            model
-        )  # stands above
-        return made
+        models = import_module("titan_ckpt.models.hf_transforms")  # it stands above
+        return models.transforms_of(model)  # type: ignore[no-any-return]
 
     def names_in_torchtitan(self, fqns: Iterable[str]) -> dict[str, tuple[str, ...]]:
         """Return native name -> torchtitan's names of the same tensor, several for a tied one.

@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from titan_ckpt.distributed.replicas import digest_of
 from titan_ckpt.errors import ConverterError, LoadMismatchError, StateEncodingError, counted, listed
-from titan_ckpt.geometry.chunks import Shape, blocks_of, info_of, local_tensor
+from titan_ckpt.geometry.chunks import Shape, local_tensor
 from titan_ckpt.types import ModelConverter, StateDict, StateDictMode
-from titan_ckpt.weights.digest import Partial, partial_digest
 from titan_ckpt.weights.live_memory import is_made_of_others, is_same, with_inner_tensors
 from titan_ckpt.weights.names import WRAPPER_SEGMENTS, is_compiled, named_modules
 from titan_ckpt.weights.own_state import HookedSubtree, extra_state_modules, read_state, refuse_lossy, takes_shape
@@ -174,13 +174,10 @@ class ModelWrapper:
         """Return each parameter that no converter owns, by fqn."""
         return {fqn: value for value, fqn in self.parameter_names().items() if not self.owns(fqn)}
 
-    def base_buffers(self) -> dict[str, list[Partial]]:
+    def base_buffers(self) -> dict[str, str]:
         """Return a digest of each persistent buffer that no converter owns, as this rank holds it, by fqn."""
-        return {
-            fqn: [partial_digest(info_of(value), block.chunk, block.data) for block in blocks_of(value)]
-            for fqn, value in self.buffers().items()
-            if not self.owns(fqn) and not is_made_of_others(value)
-        }
+        own = {fqn: value for fqn, value in self.buffers().items() if not self.owns(fqn)}
+        return {fqn: digest_of(value) for fqn, value in own.items() if not is_made_of_others(value)}
 
     def extra_state(self) -> dict[str, Any]:
         """Return the extra state of modules (`get_extra_state`) by fqn."""

@@ -20,7 +20,7 @@ from torch import nn
 from titan_ckpt.components.unsaved_state import LIBRARIES, Own, codes_of, is_own, is_own_kind, package_of, parts_of
 from titan_ckpt.components.watched import Watch, trace
 from titan_ckpt.rng import codes_within, generators_kept
-from titan_ckpt.weights.names import hidden_buffers
+from titan_ckpt.weights.names import hidden_buffers, named_modules
 
 _JUDGED = frozenset({"lightning", "pytorch_lightning", "torchmetrics"})
 """Packages whose modules have hooks for their state: the integration with Lightning judges them."""
@@ -33,7 +33,7 @@ _HOW = (
 
 def watch_modules(parts: Sequence[nn.Module], allow: Collection[str], watch: Watch, live: Iterable[Any]) -> None:
     """Watch the modules of a model from now on. `live`: other objects whose state steps hold."""
-    modules = [found for part in parts for found in _modules(part, "")]
+    modules = [found for part in parts for found in _modules(part)]
     unsaved = {id(value) for _, module in modules for value in hidden_buffers(module).values()}
     saved = frozenset(id(value) for root in (*parts, *live) for value in parts_of(root)) - unsaved
     read, carried = _uses_of({kind for _, module in modules for kind in _kinds(module)})
@@ -49,12 +49,14 @@ def watch_modules(parts: Sequence[nn.Module], allow: Collection[str], watch: Wat
             watch.add(module, f"module {path or 'of the model'}, {name}", name, values, saved, comes_back, _HOW)
 
 
-def _modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+def _modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules whose state is that of their buffers and parameters."""
-    if not _gives(module, "state_dict"):
-        yield path, module
-        for name, child in module.named_children():
-            yield from _modules(child, f"{path}.{name}".lstrip("."))
+    whole: set[int] = set()
+    for prefix, module in named_modules(part, whole):
+        if _gives(module, "state_dict"):
+            whole.add(id(module))
+        else:
+            yield prefix[:-1], module
 
 
 def _kinds(module: nn.Module) -> tuple[type, ...]:

@@ -325,7 +325,10 @@ class RunGuard:
             if self._line.rank == 0 and self._asked is not None:
                 self._answer(save_request.Answer(self._asked, 0, "the run ended before it could save"))
             elif self._line.rank == 0 and self._answering is not None:
-                self._answer_last()
+                handle = self._answering[2]
+                while handle is not None and not handle.done:
+                    time.sleep(0.05)
+                self._look_for_requests()
         return False
 
     def _is_whole(self, marked: list[Json]) -> bool:
@@ -361,14 +364,6 @@ class RunGuard:
             self._completed.save()
         except Exception as error:  # the run's own error must reach the user
             logger.warning("%s: the last completed step is not saved: %s", type(value).__name__, error)
-
-    def _answer_last(self) -> None:
-        assert self._answering is not None
-        handle = self._answering[2]
-        if handle is not None:
-            while not handle.done:
-                time.sleep(0.05)
-        self._look_for_requests()
 
     def _install(self) -> None:
         """Install signal handlers. C writes signals to the listener's pipe; the handlers themselves do nothing."""

@@ -21,7 +21,7 @@ import xxhash
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import divide
-from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, dtype_name, local_tensor
+from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, as_bytes, dtype_name, local_tensor
 
 Partial = tuple[int, int]
 """Two sums mod 2^64."""
@@ -118,9 +118,7 @@ def _sums(columns: torch.Tensor, first_byte: int, row_keys: torch.Tensor) -> Par
     row_keys, totals = row_keys.to(device), torch.zeros(len(_LANES), dtype=torch.int64, device=device)
     step = max(1, (_PIECE_BYTES if device.type == "cpu" else _PIECE_BYTES_ON_DEVICE) // num_bytes)
     for row in range(0, len(columns), step):
-        piece = columns[row : row + step].contiguous()
-        # a contiguous tensor may have any stride in a dim of size 1, and not every stride can be viewed as words
-        piece = piece.as_strided(piece.shape, (piece.shape[1], 1)).view(torch.uint8)
+        piece = as_bytes(columns[row : row + step]).view(-1, num_bytes)
         if before or after or piece.storage_offset() % 4:  # pad copies, to an offset that can be viewed as words
             piece = torch.nn.functional.pad(piece, (before, after))
         words = piece.view(torch.int32).to(torch.int64)

@@ -140,16 +140,13 @@ class TrackedBase:
         changed = [fqn for of_rank in self._coordinator.gather_results("base", self.changes) for fqn in of_rank]
         if not changed:
             return []
-        if not self._coordinator.anywhere("trained base", self._model.trained_base) and self._is_as_identified():
-            self.loaded(self.identity)  # as after a wrapper has sent rank 0's weights
-            return []
+        if not self._coordinator.anywhere("trained base", self._model.trained_base):
+            now = identify_base(self._model, None, self._coordinator)
+            if now["digest"] == self.identity["digest"]:
+                self.loaded(self.identity)  # as after a wrapper has sent rank 0's weights
+                return []
         self.identity, self.is_changed = None, True
         return changed
-
-    def _is_as_identified(self) -> bool:
-        """Return whether the base in memory has the digest that it was identified by. Collective; reads each weight."""
-        assert self.identity is not None
-        return bool(identify_base(self._model, None, self._coordinator)["digest"] == self.identity["digest"])
 
 
 def check_converters(saved: Sequence[Description], running: Sequence[Description], step: int) -> None:

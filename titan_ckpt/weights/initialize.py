@@ -21,7 +21,7 @@ from torch import nn
 from titan_ckpt.errors import CheckpointError, ConfigError, LoadMismatchError, counted, listed
 from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.rng import RandomState, generators_kept
-from titan_ckpt.weights.names import clean_fqn, named_modules
+from titan_ckpt.weights.names import class_named, clean_fqn, named_modules
 from titan_ckpt.weights.own_state import own_tensors
 from titan_ckpt.weights.shard_fills import ShardFills
 from titan_ckpt.weights.single_device import Place, ValuesGoneError, WholeTensors, named_tensors, tensor_at
@@ -342,10 +342,8 @@ def _copy_from_rebuilt(origin: _Origin, left: Sequence[tuple[str, Place]]) -> No
             _unmark(place)
 
 
-def _pretrained_class(model: nn.Module) -> Any:
-    """Return transformers' base class if the model derives from it."""
-    base = ("transformers.modeling_utils", "PreTrainedModel")
-    return next((c for c in type(model).__mro__ if (c.__module__, c.__name__) == base), None)
+_pretrained_class = partial(class_named, "transformers.modeling_utils", "PreTrainedModel")
+"""Returns transformers' base class if a model derives from it."""
 
 
 def _empty_places(part: nn.Module) -> Iterator[tuple[str, Place]]:

@@ -23,6 +23,7 @@ from torch import nn
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.chunks import Chunk, Shape
 from titan_ckpt.geometry.keymap import KeyMap, Split
+from titan_ckpt.weights.names import class_named
 
 KIND = "lora"
 """`kind` of the converter in a manifest."""
@@ -149,7 +150,7 @@ def is_conv1d(module: nn.Module | None) -> bool:
 
     It is found by name, because transformers is optional.
     """
-    return any((c.__module__, c.__name__) == ("transformers.pytorch_utils", "Conv1D") for c in type(module).__mro__)
+    return class_named("transformers.pytorch_utils", "Conv1D", module) is not None
 
 
 def matches(fqn: str, target: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,11 +29,17 @@ def prefix_in(name: str, names: Collection[str]) -> str | None:
     return name
 
 
+def class_named(home: str, name: str, value: object) -> Any:
+    """Return the class of an object, or a base of it, that has this name in this module; None without one.
+
+    So an object of a library is known without an import of it.
+    """
+    return next((kind for kind in type(value).__mro__ if (kind.__module__, kind.__name__) == (home, name)), None)
+
+
 def is_compiled(module: nn.Module) -> bool:
     """Return whether a module is torch.compile's wrapper; a module of the user's own may be called as what is in it."""
-    return any(
-        k.__module__ == "torch._dynamo.eval_frame" and k.__name__ == "OptimizedModule" for k in type(module).__mro__
-    )
+    return class_named("torch._dynamo.eval_frame", "OptimizedModule", module) is not None
 
 
 def named_modules(part: nn.Module, leaves: Collection[int] = ()) -> Iterator[tuple[str, nn.Module]]:

@@ -154,10 +154,16 @@ def check_quantized(groups: Sequence[FileGroup], reader: TensorReader) -> None:
 def _quantized(group: FileGroup, weights: Mapping[str, QuantizedTensor]) -> QuantizedGroup:
     (value,) = group.values
     alone = all(weight.row_unit == 1 for weight in weights.values())
-    by_rows = alone and isinstance(group.op, Identity | PermuteRotary | Split) and _is_cut_by_rows(value)
+    layout = _layout(value)
+    # whether each rank holds rows of its own; the answer is the same on all ranks
+    is_cut = layout is not None and all(isinstance(p, Shard) and p.dim == 0 for p in layout.placements)
+    by_rows = alone and isinstance(group.op, Identity | PermuteRotary | Split) and is_cut
     parts = {name: info for weight in weights.values() for name, info in weight.parts.items()}
     (dtype,) = {info.dtype for info in group.infos.values()}
-    values = (_by_rows(value) if by_rows else _gathered(value),)
+    collective = isinstance(value, LazyTensor) and value.collective
+    # lazy, so that its codes, which take memory, are written before the next are made
+    rows = LazyTensor(info_of(value), lambda: blocks_of(value), collective=collective, like=layout)
+    values = (rows if by_rows else _gathered(value),)
     return QuantizedGroup(group.fqns, values, parts, group.op, weights=weights, dtype=dtype, by_rows=by_rows)
 
 
@@ -167,37 +173,22 @@ def _layout(value: torch.Tensor | LazyTensor) -> DTensor | None:
     return layout if isinstance(layout, DTensor) else None
 
 
-def _is_cut_by_rows(value: torch.Tensor | LazyTensor) -> bool:
-    """Return whether each rank holds rows of its own; the answer is the same on all ranks."""
-    layout = _layout(value)
-    return layout is not None and all(isinstance(p, Shard) and p.dim == 0 for p in layout.placements)
-
-
-def _by_rows(value: torch.Tensor | LazyTensor) -> LazyTensor:
-    """Return the tensor as a lazy one, so that its codes, which take memory, are written before the next are made."""
-    collective = isinstance(value, LazyTensor) and value.collective
-    return LazyTensor(info_of(value), lambda: blocks_of(value), collective=collective, like=_layout(value))
-
-
 def _gathered(value: torch.Tensor | LazyTensor) -> LazyTensor:
     """Return a lazy tensor that every rank has whole, gathered on demand."""
     info, layout = info_of(value), _layout(value)
 
+    @torch.no_grad()
     def blocks() -> Iterator[Block]:
-        yield Block(Chunk.whole(info.shape), _whole(value, layout))
+        if layout is None:
+            (block,) = blocks_of(value)
+            yield block
+        else:
+            sharded: Any = computed(value, layout)
+            yield Block(Chunk.whole(info.shape), sharded.full_tensor().detach())
 
     collective = layout is not None or (isinstance(value, LazyTensor) and value.collective)
     stand_in = torch.empty(info.shape, dtype=info.dtype, device="meta")  # a replica, so that ranks divide the writing
     return LazyTensor(info, blocks, collective=collective, like=stand_in)
-
-
-@torch.no_grad()
-def _whole(value: torch.Tensor | LazyTensor, layout: DTensor | None) -> torch.Tensor:
-    if layout is None:
-        (block,) = blocks_of(value)
-        return block.data
-    sharded: Any = computed(value, layout)
-    return sharded.full_tensor().detach()  # type: ignore[no-any-return]
 
 
 def _row_runs(shares: Sequence[Chunk] | None, shape: Sequence[int], rows: int, unit: int) -> list[tuple[int, int]]:

@@ -7,7 +7,7 @@ has hooks on them, is asked for its state and given it back by its own methods. 
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError, counted
 from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.geometry.nested import DICTS
 
 _WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "schedulefree.wrap_schedulefree")
 """Modules of wrappers whose state dict is that of the optimizer inside; other wrappers speak for themselves."""
@@ -33,14 +34,8 @@ PROVED = frozenset(
 """Classes that change weights in `step` alone; a test calls all their other methods."""
 
 State = Mapping[nn.Parameter, Mapping[Any, Any]]
-_DICTS = (dict, OrderedDict, defaultdict)
 _METHODS = ("state_dict", "load_state_dict")
-_HOOKS = (
-    "_optimizer_state_dict_pre_hooks",
-    "_optimizer_state_dict_post_hooks",
-    "_optimizer_load_state_dict_pre_hooks",
-    "_optimizer_load_state_dict_post_hooks",
-)
+_HOOKS = tuple(f"_optimizer_{method}_{when}_hooks" for method in _METHODS for when in ("pre", "post"))
 OF_TORCH = ("torch.optim.", "torchao.optim.")
 """Modules of optimizers that tests/zoo proves; their `__setstate__` only completes the state of older releases."""
 
@@ -130,11 +125,11 @@ def read(optimizer: Optimizer) -> OptimizerContent:
             "fully_shard() has sharded"
         ) from error
     order = parameters_of(optimizer)
-    groups: Any = own.get("param_groups") if type(own) in _DICTS else None
-    if not _lists(groups, optimizer) or type(own.get("state")) not in _DICTS:
+    groups: Any = own.get("param_groups") if type(own) in DICTS else None
+    if not _lists(groups, optimizer) or type(own.get("state")) not in DICTS:
         return OptimizerContent({}, [{} for _ in optimizer.param_groups], {"state_dict": {"": own}})
     state = own["state"]
-    keyed = {i for i, value in state.items() if type(i) is int and i < len(order) and type(value) in _DICTS}
+    keyed = {i for i, value in state.items() if type(i) is int and i < len(order) and type(value) in DICTS}
     beside = {
         "state": {key: value for key, value in state.items() if key not in keyed},
         "state_dict": {key: value for key, value in own.items() if key not in ("state", "param_groups")},
@@ -153,7 +148,7 @@ def _read_directly(optimizer: Optimizer) -> OptimizerContent:
             f"groups, such as one of shape {list(lost[0].shape)}. Delete it from optimizer.state, or give them a group"
         )
     state = {p: live[p] for p in live if p in parameters} if others else live
-    if strange := [own for own in state.values() if own and type(own) not in _DICTS]:
+    if strange := [own for own in state.values() if own and type(own) not in DICTS]:
         raise StateEncodingError(
             f"{type(optimizer).__qualname__} keeps a {type(strange[0]).__qualname__} as the state of a parameter; "
             "only a dict can be stored"
@@ -185,7 +180,7 @@ def give(optimizer: Optimizer, content: OptimizerContent) -> None:
         ) from error
     for parameter, own in content.state.items():
         live: Any = optimizer.state.get(parameter)
-        for key in live.keys() & own.keys() if type(live) in _DICTS else ():
+        for key in live.keys() & own.keys() if type(live) in DICTS else ():
             live[key] = _uncast(own[key], live[key])
 
 
@@ -232,6 +227,6 @@ def _uncast(given: Any, loaded: Any) -> Any:
         return deque(map(_uncast, given, loaded), given.maxlen)
     if type(given) in (list, tuple) and type(loaded) is type(given) and len(given) == len(loaded):
         return type(given)(map(_uncast, given, loaded))
-    if type(given) in _DICTS and type(loaded) is dict and given.keys() == loaded.keys():
+    if type(given) in DICTS and type(loaded) is dict and given.keys() == loaded.keys():
         return {key: _uncast(given[key], loaded[key]) for key in given}
     return loaded

@@ -26,11 +26,11 @@ from titan_ckpt.components import quantized_state
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_content import OF_TORCH, innermost, read, speaks_for_itself
 from titan_ckpt.components.unsaved_state import class_name, faults, stored_by_code_of, unless_allowed
-from titan_ckpt.components.watched import Watch
+from titan_ckpt.components.watched import ATOMS, Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
 from titan_ckpt.geometry.chunks import info_of, local_tensor
-from titan_ckpt.geometry.nested import memory_order
+from titan_ckpt.geometry.nested import DICTS, memory_order
 from titan_ckpt.rng import generators_kept
 from titan_ckpt.weights.live_memory import is_made_of_others, is_same
 
@@ -49,7 +49,6 @@ _NOT_COPIED = frozenset({"param_groups", "state", "step", *_TABLES})
 """`step`: schedulers put a function there that steps the live optimizer."""
 _OF_EVERY = frozenset({"defaults", *_NOT_COPIED})
 """Attributes that every optimizer has, and that its steps do not use."""
-_ATOMS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 _NEXT_STEP = (
     "Keep its state in optimizer.state, or return all of it from state_dict(), as numbers, text, tensors and "
     "containers of them; or leave the optimizer out of checkpoints: checkpoint.components"
@@ -242,7 +241,7 @@ class _Twins:
                 self._optimizer(value)
             elif isinstance(value, torch.Tensor):
                 self._made[id(value)] = self._tensor(value)
-            elif kind in (dict, OrderedDict, defaultdict):
+            elif kind in DICTS:
                 self._made[id(value)] = made = copy.copy(value)
                 made.clear()
                 made.update({self._made.get(id(k), k): self.of(v) for k, v in value.items() if self._is_here(k)})
@@ -251,7 +250,7 @@ class _Twins:
                 made += [self.of(item) for item in value if self._is_here(item)]
             elif kind in (tuple, set, frozenset):
                 self._made[id(value)] = kind(map(self.of, value))
-            elif kind in _ATOMS:
+            elif kind in ATOMS:
                 return value
             else:
                 raise ValueError(f"a {kind.__qualname__}")

@@ -29,7 +29,7 @@ from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.geometry.chunks import as_bytes, local_tensor
 from titan_ckpt.rng import get_random, is_random
 
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
+ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 _CONSTANTS = (PurePath, Decimal, Fraction, date, time, timedelta, UUID, range, slice)
 """Classes of Python whose objects never change."""
 _COMPARED = 1 << 20
@@ -129,7 +129,7 @@ def trace(value: Any, live: Collection[int] = (), depth: int = 0, seen: set[int]
     if isinstance(value, np.ndarray) and not value.dtype.hasobject:
         flat: Any = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         return value.dtype.str, value.shape, xxhash.xxh3_128_digest(flat)
-    if type(value) in _ATOMS:
+    if type(value) in ATOMS:
         return type(value), repr(value) if isinstance(value, (float, complex)) else value  # one NaN is as another
     if isinstance(value, (bytearray, memoryview, array, np.generic)):
         content: Any = value
@@ -140,7 +140,7 @@ def trace(value: Any, live: Collection[int] = (), depth: int = 0, seen: set[int]
     if id(value) in seen or is_deep or (parts := _parts(value)) is None:
         return _Same(value)
     seen.add(id(value))
-    if isinstance(value, (set, frozenset)) and {*map(type, value)} <= {*_ATOMS}:
+    if isinstance(value, (set, frozenset)) and {*map(type, value)} <= {*ATOMS}:
         return type(value), frozenset(value)  # the order in which it was filled does not count
     if isinstance(value, (list, tuple)) and {*map(type, value)} <= {int, float, bool}:
         return type(value), len(value), xxhash.xxh3_128_digest(pickle.dumps([*value]))
@@ -159,7 +159,7 @@ def _parts(value: Any) -> list[Any] | None:
     elif isinstance(value, np.ndarray):
         return value.tolist() if value.ndim else [value.item()]
     elif isinstance(value, (str, bytes, int, float, complex)):  # of a class derived from one of them
-        kind: Any = next(kind for kind in type(value).__mro__ if kind in _ATOMS)
+        kind: Any = next(kind for kind in type(value).__mro__ if kind in ATOMS)
         found += [kind.__repr__(value)]
     elif isinstance(value, nn.Module):  # one that its owner hides from the model, such as a teacher in a list
         found += [*value.parameters(), *value.buffers()]
@@ -173,15 +173,9 @@ def _parts(value: Any) -> list[Any] | None:
         own = dict(getattr(value, "__dict__", {}))
     except Exception:  # a property of that name
         return None
-    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    members = [item for kind in type(value).__mro__ for item in vars(kind).items()]
+    slots = [name for name, member in members if isinstance(member, MemberDescriptorType)]
     return [*found, *own, *own.values(), *(getattr(value, name, None) for name in slots)]
-
-
-def _slots(kind: type) -> list[str]:
-    names = vars(kind).get("__slots__", ())
-    return [
-        n for n in ([names] if isinstance(names, str) else names) if isinstance(vars(kind).get(n), MemberDescriptorType)
-    ]
 
 
 def _of_tensor(value: torch.Tensor) -> Any:

@@ -21,7 +21,7 @@ from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.types import StateDict
 
 PLACEHOLDER = "$tensor_file"
-_DICTS = (dict, OrderedDict, defaultdict)
+DICTS = (dict, OrderedDict, defaultdict)
 _LISTS = (list, tuple, deque)
 _PLACEMENT = re.compile(r"R|S\d{1,2}")
 MAX_DEPTH = 100
@@ -53,7 +53,7 @@ def take_tensors(value: Any, path: str, into: StateDict, taken: Taken | None = N
         if not value.dim() and not isinstance(value, DTensor) and address(value) not in known.repeated:
             return value.detach()
         return placeholder(value, path, into, known)
-    if depth < MAX_DEPTH and type(value) in _DICTS and PLACEHOLDER in value:
+    if depth < MAX_DEPTH and type(value) in DICTS and PLACEHOLDER in value:
         raise StateEncodingError(f"{path}: {PLACEHOLDER!r} cannot be a key of a state; rename it", path)
     if depth == MAX_DEPTH:
         return value
@@ -63,7 +63,7 @@ def take_tensors(value: Any, path: str, into: StateDict, taken: Taken | None = N
 def _changed(value: Any, change: Callable[[Any, Any], Any]) -> Any:
     """Return a copy of a container with `change(key, item)` for each item, and anything else as it is."""
     kind = type(value)
-    if kind in _DICTS:
+    if kind in DICTS:
         result = copy.copy(value)
         result.update({key: change(key, item) for key, item in value.items()})
         return result
@@ -111,8 +111,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 def _placed_tensors(value: Any, path: str, depth: int) -> Iterator[tuple[str, torch.Tensor]]:
     if isinstance(value, torch.Tensor):
         yield path, value
-    elif depth < MAX_DEPTH and (type(value) in _DICTS or type(value) in _LISTS):
-        for key, item in value.items() if type(value) in _DICTS else enumerate(value):
+    elif depth < MAX_DEPTH and (type(value) in DICTS or type(value) in _LISTS):
+        for key, item in value.items() if type(value) in DICTS else enumerate(value):
             yield from _placed_tensors(item, f"{path}.{key}", depth + 1)
 
 
@@ -179,7 +179,7 @@ def rename_tensors(value: Any, names: Mapping[str, str]) -> Any:
 
 def _replaced(value: Any, replace: Callable[[Mapping[str, Any]], Any]) -> Any:
     """Return a copy of nested state with something else in the place of each placeholder."""
-    if type(value) in _DICTS and set(value) == {PLACEHOLDER}:
+    if type(value) in DICTS and set(value) == {PLACEHOLDER}:
         return replace(value)
     return _changed(value, lambda _, item: _replaced(item, replace))
 
@@ -192,13 +192,13 @@ def names_of(value: Any) -> Iterator[str]:
 def layouts_of(value: Any) -> Iterator[tuple[str, list[str] | None]]:
     """Yield the name and the stored placements of every tensor that was taken out of `value`."""
     kind = type(value)
-    if kind in _DICTS:
+    if kind in DICTS:
         if set(value) == {PLACEHOLDER}:
             name, _, placements = _parts(value)
             yield name, placements
             return
         value = value.values()
-    if kind in _DICTS or kind in _LISTS:
+    if kind in DICTS or kind in _LISTS:
         for item in value:
             yield from layouts_of(item)
 

@@ -51,7 +51,6 @@ InitialValues = Literal["default", "meta", "device"]
 _SKIPS = {
     "default": "as one CPU would; every rank makes all values, tensor by tensor",
     "device": "on the device, in shards: they are not those of one CPU",
-    "meta": "not at all",
 }
 
 

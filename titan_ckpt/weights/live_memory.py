@@ -59,7 +59,9 @@ class Watched:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._parts = list(_versioned(tensors))
+        own = [(name, value) for name, value in tensors.items() if not value.is_inference()]
+        # a DTensor has a version of its own, beside that of the tensor on this rank
+        self._parts = own + [(name, local_tensor(value)) for name, value in own if isinstance(value, DTensor)]
         self._versions = [part._version for _, part in self._parts]  # noqa: SLF001 - torch has no other name for it
 
     def changed(self) -> list[str]:
@@ -67,15 +69,6 @@ class Watched:
         pairs = zip(self._parts, self._versions, strict=True)
         names = (name for (name, part), version in pairs if part._version != version)  # noqa: SLF001
         return list(dict.fromkeys(names))
-
-
-def _versioned(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what has a version; a DTensor has one of its own, beside that of the tensor on this rank."""
-    for name, value in tensors.items():
-        if not value.is_inference():
-            yield name, value
-            if isinstance(value, DTensor):
-                yield name, local_tensor(value)
 
 
 def is_live(value: object, live: torch.Tensor | None) -> bool:

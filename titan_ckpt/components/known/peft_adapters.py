@@ -108,9 +108,8 @@ class AdapterState:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Fill the tensors, and set the ranks. Raises: LoadMismatchError for other tensors."""
         stored, live = state_dict["tensors"], self._tensors()
-        if differing := sorted(
-            name for name in stored.keys() | self._names if _shape(stored.get(name)) != _shape(live.get(name))
-        ):
+        before, now = ({name: value.shape for name, value in tensors.items()} for tensors in (stored, live))
+        if differing := sorted(name for name in before.keys() | self._names if before.get(name) != now.get(name)):
             raise LoadMismatchError(
                 f"the adapters of the model are not those of the checkpoint: {listed(differing)} differ in shape or "
                 "are in one of them: adapt the model with the settings of the run that saved"
@@ -139,7 +138,3 @@ class AdapterState:
             for name, value in found.items()
             if isinstance(value, torch.Tensor) and not value.requires_grad and not value.is_meta
         }
-
-
-def _shape(value: torch.Tensor | None) -> tuple[int, ...] | None:
-    return None if value is None else tuple(value.shape)

@@ -41,7 +41,6 @@ from titan_ckpt.weights.names import prefix_in
 logger = logging.getLogger(__name__)
 
 PREFIX = "optimizer."
-_BESIDE = f"{PREFIX}beside."
 _RUN_CHOICES = NOT_STORED - {"params"}
 _START_AFRESH = 'or start the optimizer afresh: checkpoint.resume.exclude = ["optimizer"]'
 _RATES = frozenset({"lr", "initial_lr"})
@@ -92,7 +91,7 @@ class OptimizerState:
             splitter = Splitter(optimizer, content, PREFIX, tensors)
             groups.append(splitter.groups(self._names))
             if beside := content.beside | contents.kept_by(wrapper):
-                groups[-1][0]["beside"] = splitter.take(beside, f"{_BESIDE}{o}")
+                groups[-1][0]["beside"] = splitter.take(beside, f"{PREFIX}beside.{o}")
         return tensors, groups
 
     def destinations(

@@ -10,6 +10,7 @@ import functools
 import inspect
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, get_args
 
 import xxhash
@@ -332,18 +333,14 @@ def _refuse(faults: Sequence[str]) -> None:
 
 
 def _is_stateful(value: Any) -> bool:
-    methods = (getattr(value, method, None) for method in ("state_dict", "load_state_dict"))
-    return not isinstance(value, type) and all(map(_takes, methods, ((), ({},))))
-
-
-def _takes(method: Any, arguments: tuple[Any, ...]) -> bool:
-    """Return whether a method can be called so, as far as its signature says it."""
-    if not callable(method):
-        return False
-    try:
-        inspect.signature(method).bind(*arguments)
-    except TypeError:
-        return False
-    except ValueError:  # builtins have none
-        return True
+    """Return whether both methods can be called as a checkpoint does, as far as their signatures say it."""
+    for name, arguments in (("state_dict", ()), ("load_state_dict", ({},))):
+        method = getattr(value, name, None)
+        if isinstance(value, type) or not callable(method):
+            return False
+        try:
+            with suppress(ValueError):  # builtins have no signature
+                inspect.signature(method).bind(*arguments)
+        except TypeError:
+            return False
     return True

@@ -25,6 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from titan_ckpt.rng import codes_within, held_generators, is_random, used_by
+from titan_ckpt.weights.names import OF_EVERY_MODULE
 
 if TYPE_CHECKING:
     from titan_ckpt.components.watched import Watch
@@ -57,8 +58,6 @@ _OF_CLASSES = (*_CONTAINERS, *_ARRAYS, str, int, float, type(None))
 _WITH_ORDER = (Dataset, DataLoader, Sampler)
 """Data has rules of its own: loader_position.py and data_order.py of the integrations."""
 _HERE = "titan_ckpt"
-_OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has: their content is the model's state."""
 _BUILDS = ("__init__", "__new__", "__post_init__", "__set_name__", "__init_subclass__", "__setstate__")
 
 
@@ -215,7 +214,7 @@ class Own:
             name: item
             for owner in (*([] if self._is_within else reversed(self._kinds)), self._value)
             for name, item in (getattr(owner, "__dict__", None) or {}).items()
-            if f"self.{name}" not in self._inherited and name not in _OF_MODULES
+            if f"self.{name}" not in self._inherited and name not in OF_EVERY_MODULE
             if owner is self._value or (isinstance(item, _OF_CLASSES) and not name.startswith("__"))
             if not (isinstance(item, MethodType) and item.__self__ is self._value)  # Lightning puts `forward` back so
         }

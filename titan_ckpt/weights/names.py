@@ -10,6 +10,8 @@ from torch import nn
 
 EXTRA_STATE = "_extra_state"
 """Last segment of the name of a module's extra state. Source: torch.nn.modules.module."""
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+"""Attributes that every module has: their content is the model's state."""
 WRAPPER_SEGMENTS = frozenset({"_checkpoint_wrapped_module", "_orig_mod", "_fsdp_wrapped_module"})
 
 

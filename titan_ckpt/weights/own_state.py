@@ -23,7 +23,7 @@ from titan_ckpt.geometry.chunks import LazyTensor, Shape, computed, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import WriteRecorder, is_live, is_same
-from titan_ckpt.weights.names import EXTRA_STATE, clean_fqn, named_modules
+from titan_ckpt.weights.names import EXTRA_STATE, OF_EVERY_MODULE, clean_fqn, named_modules
 
 _LOADING = ("load_state_dict", "_load_from_state_dict", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
 _SAVING = ("state_dict", "_save_to_state_dict", "_state_dict_hooks")
@@ -35,8 +35,6 @@ _HARMLESS = (
 """Modules of torch whose hooks and methods make no values and give no names that `clean_fqn` would not give."""
 GATHERED_BYTES = 1 << 20
 """Each rank keeps only its part of larger tensors that hooks have gathered."""
-_STANDARD = frozenset(nn.Module().__dict__)
-"""Attributes that every module has."""
 
 
 def read_state(part: nn.Module, *, room: bool = False) -> Iterator[tuple[str, torch.Tensor] | HookedSubtree]:
@@ -271,7 +269,7 @@ def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, tuple[Any, ...]]:
     for part in parts:
         for prefix, module in named_modules(part):
             if _has_code(module, _SAVING):
-                own = ((name, value) for name, value in module.__dict__.items() if name not in _STANDARD)
+                own = ((name, value) for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE)
                 out |= {f"{prefix}{name}": _trace(value) for name, value in own}
     return out
 

@@ -24,7 +24,6 @@ from titan_ckpt.weights.names import hidden_buffers, named_modules
 
 _JUDGED = frozenset({"lightning", "pytorch_lightning", "torchmetrics"})
 """Packages whose modules have hooks for their state: the integration with Lightning judges them."""
-_GETTER = ["LOAD_ATTR", "RETURN_VALUE"]
 _HOW = (
     "fill it in __init__ if it is a cache, such as a mask; register it as a persistent buffer there, or return it by "
     "get_extra_state() and take it back by set_extra_state(), if steps change it"
@@ -72,8 +71,7 @@ def _own_kinds(kind: type) -> tuple[type, ...]:
 
 
 def _gives(module: nn.Module, *methods: str) -> bool:
-    kinds = _kinds(module)
-    return bool(kinds) and any(method in vars(kind) for kind in kinds for method in methods)
+    return any(method in vars(kind) for kind in _kinds(module) for method in methods)
 
 
 def _values(module: nn.Module, saved: Collection[int], read: Collection[str]) -> dict[str, Any]:
@@ -131,7 +129,7 @@ def _returned_by(name: str, code: CodeType) -> str | None:
     if name == "forward" or name.startswith("__") or code.co_argcount != 1:
         return None
     load, *rest = [i for i in dis.get_instructions(code) if i.opname not in ("RESUME", "NOP")]
-    is_getter = load.argval == code.co_varnames[0] and [i.opname for i in rest] == _GETTER
+    is_getter = load.argval == code.co_varnames[0] and [i.opname for i in rest] == ["LOAD_ATTR", "RETURN_VALUE"]
     return rest[0].argval if is_getter else None
 
 

@@ -102,16 +102,13 @@ class Watch:
 
 
 class _Same:
-    """An object that is not looked into: it is the same as itself, and as an equal constant of Python's own kinds."""
+    """An object that is not looked into: it is the same as itself alone."""
 
     def __init__(self, value: Any) -> None:
         self._value = value  # a reference: its id might be given to another object
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, _Same):
-            return False
-        mine, theirs = self._value, other._value
-        return mine is theirs or (type(mine) is type(theirs) and isinstance(mine, _CONSTANTS) and mine == theirs)
+        return isinstance(other, _Same) and self._value is other._value
 
     __hash__ = None  # type: ignore[assignment]  # compared alone
 
@@ -138,7 +135,7 @@ def trace(value: Any, live: Collection[int] = (), depth: int = 0, seen: set[int]
         return trace(get_random(value))
     is_deep = depth >= MAX_DEPTH or len(seen) >= _LOOKED_INTO
     if id(value) in seen or is_deep or (parts := _parts(value)) is None:
-        return _Same(value)
+        return (type(value), value) if isinstance(value, _CONSTANTS) else _Same(value)
     seen.add(id(value))
     if isinstance(value, (set, frozenset)) and {*map(type, value)} <= {*ATOMS}:
         return type(value), frozenset(value)  # the order in which it was filled does not count

@@ -27,7 +27,7 @@ from titan_ckpt.converters.lora.copies import (
     copy_rows,
     follow,
 )
-from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear, attach
+from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAEmbedding, LowRankPath, attach
 from titan_ckpt.converters.lora.peft import PeftAdapter
 from titan_ckpt.converters.lora.proof import prove
 from titan_ckpt.converters.lora.watch import FirstForward
@@ -52,7 +52,7 @@ from titan_ckpt.weights.low_rank import (
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
-_ADAPTED = (LoRALinear, LoRAEmbedding, LoRAConv1D, AdaptedStacks)
+_ADAPTED = (LowRankPath, LoRAEmbedding, AdaptedStacks)
 _LATER = ("frozen_copies", "bias", "lora_bias", "trainable_token_indices", "ensure_weight_tying")
 """Settings that an earlier version does not have."""
 

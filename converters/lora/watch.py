@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from titan_ckpt.converters.lora.copies import SomeCopied, TrainedCopy
-from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
+from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAEmbedding, LowRankPath
 from titan_ckpt.converters.targets import in_lines
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.weights.names import clean_fqn
@@ -109,7 +109,7 @@ def _bases(model: nn.Module, tied: Collection[str]) -> Iterator[_Base]:
             yield from (_Base(f"{fqn}.{own}", module, own) for own in module.adapters)
         elif isinstance(module, TrainedCopy) and fqn not in tied:
             yield from (_Base(f"{fqn}.{own}", module, own) for own, _ in module.named_parameters(recurse=False))
-        elif isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D) and fqn not in tied:
+        elif isinstance(module, LowRankPath | LoRAEmbedding) and fqn not in tied:
             yield _Base(f"{fqn}.weight", module, "weight")
 
 

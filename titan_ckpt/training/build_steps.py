@@ -36,8 +36,7 @@ from titan_ckpt.training.callbacks.base import import_callbacks
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
 from titan_ckpt.training.callbacks.console import METRICS, Logging, ProgressBar
 from titan_ckpt.training.callbacks.evaluation import Evaluation
-from titan_ckpt.training.callbacks.health import GradientHealth
-from titan_ckpt.training.callbacks.monitors import LoadBalance, MemoryMonitor
+from titan_ckpt.training.callbacks.monitors import GradientHealth, LoadBalance, MemoryMonitor
 from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
 from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import DEFAULT_STEPS, RunConfig

@@ -47,7 +47,7 @@ from titan_ckpt.training.data.sequences import IndexedDataset
 from titan_ckpt.training.data.stream import Encoder
 from titan_ckpt.training.data.tokenizer import TextTokenizer
 from titan_ckpt.training.folders import check_folders
-from titan_ckpt.training.loss import BalanceLoss, balance_coefficient
+from titan_ckpt.training.loss import BalanceLoss, balance_coefficient, summed_cross_entropy
 from titan_ckpt.training.model_folder import checkpoint_settings
 from titan_ckpt.training.own_code import check_names, make_optimizer, make_patterns, make_scheduler
 from titan_ckpt.training.parallel.apply import parallelize
@@ -355,7 +355,7 @@ class BuildSteps:
         if self.ranks.degrees.pp == 1:
             return None
         dtype = self._compute_dtype if is_sharded(self.ranks) else torch.float32
-        return Pipeline(self.model_parts, self.ranks, self.config, self.accumulation, dtype)
+        return Pipeline(self.model_parts, self.ranks, self.config, summed_cross_entropy, self.accumulation, dtype)
 
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, each once."""

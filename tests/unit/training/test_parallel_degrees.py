@@ -18,11 +18,11 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.models import llama3, qwen3_moe
 from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.parallel import ranks
-from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.parallel.context_parallel import positions
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import cut
 from titan_ckpt.training.parallel.ranks import Ranks, find_device
+from titan_ckpt.training.tables import ParallelConfig
 from titan_ckpt.training.trainer import Trainer
 
 DENSE = llama3.FLAVORS["8B"]

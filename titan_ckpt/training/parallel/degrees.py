@@ -11,7 +11,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.config import DecoderConfig
 from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
 from titan_ckpt.training.config import RunConfig, TrainingConfig
-from titan_ckpt.training.parallel.config import ParallelConfig
+from titan_ckpt.training.tables import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """The axes from outermost to innermost: neighbouring ranks, which communicate fastest, share matrices. `dp_shard` times

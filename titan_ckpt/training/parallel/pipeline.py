@@ -18,9 +18,11 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 from titan_ckpt.models.decoder import Decoder
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import Batch
-from titan_ckpt.training.loss import summed_cross_entropy
-from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.parallel.ranks import Ranks
+from titan_ckpt.training.tables import ParallelConfig
+
+Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
+"""(logits, batch) -> summed loss."""
 
 
 def cut(num_layers: int, num_stages: int) -> list[list[int]]:
@@ -43,11 +45,12 @@ class Pipeline:
         parts: Sequence[nn.Module],
         ranks: Ranks,
         config: RunConfig,
+        loss: Loss,
         accumulation: int,
         dtype: torch.dtype,
     ) -> None:
         """Connect this rank's stages with those of other ranks. `dtype`: that of activations between stages."""
-        parallel = config.parallel
+        parallel, self._loss = config.parallel, loss
         self._scale: torch.Tensor | float = 1.0
         self._losses: list[torch.Tensor] = []
         self._device = ranks.device
@@ -100,6 +103,6 @@ class Pipeline:
         return sum(self._losses, torch.zeros((), dtype=torch.float64, device=self._device))
 
     def _scaled_loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        loss = summed_cross_entropy(logits, {"labels": labels})
+        loss = self._loss(logits, {"labels": labels})
         self._losses.append(loss.detach())
         return loss * self._scale

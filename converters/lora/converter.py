@@ -8,10 +8,11 @@ generators. Source of their distributions: peft, tuners/lora/layer.py reset_lora
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import MISSING, asdict, fields
+from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -27,7 +28,7 @@ from titan_ckpt.converters.lora.copies import (
     copy_rows,
     follow,
 )
-from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear, attach
+from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAEmbedding, LowRankPath, attach
 from titan_ckpt.converters.lora.peft import PeftAdapter
 from titan_ckpt.converters.lora.proof import prove
 from titan_ckpt.converters.lora.watch import FirstForward
@@ -52,7 +53,7 @@ from titan_ckpt.weights.low_rank import (
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
-_ADAPTED = (LoRALinear, LoRAEmbedding, LoRAConv1D, AdaptedStacks)
+_ADAPTED = (LowRankPath, LoRAEmbedding, AdaptedStacks)
 _LATER = ("frozen_copies", "bias", "lora_bias", "trainable_token_indices", "ensure_weight_tying")
 """Settings that an earlier version does not have."""
 
@@ -218,9 +219,9 @@ class LoRAConverter(ModelConverter):
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the settings; those of later versions only where they have an effect, so that old steps are equal."""
-        (settings,) = super().describe()
-        plain = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(LoRAConfig)}
-        return [{n: _as_json(v) for n, v in settings.items() if n not in _LATER or _as_json(v) != _as_json(plain[n])}]
+        plain = LoRAConfig(self.config.target_modules)
+        settings, unset = (json.loads(json.dumps(asdict(config))) for config in (self.config, plain))
+        return [{name: v for name, v in settings.items() if name not in _LATER or v != unset[name]}]
 
     @classmethod
     def updates(
@@ -271,12 +272,6 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
                 whole(module.get_parameter("weight")).float(), dim=int(not adapter.transposed)
             )
             fill(module.get_parameter(lengths[0]), rows)
-
-
-def _as_json(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _as_json(item) for name, item in value.items()}
-    return list(value) if isinstance(value, tuple) else value
 
 
 def _linear_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:

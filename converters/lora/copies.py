@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_ckpt.converters.lora.layers import LoRAEmbedding, Substituting, mixed
+from titan_ckpt.converters.lora.layers import LoRAEmbedding, Substituting, swap_class
 
 
 class TrainedCopy(nn.Module):
@@ -41,8 +41,7 @@ def attach_copy(module: nn.Module, dtype: torch.dtype) -> None:
     for name, parameter in trained.named_parameters(recurse=False):
         if parameter.is_floating_point():
             setattr(trained, name, nn.Parameter(parameter.detach().to(dtype)))
-    base: Any = type(module)
-    module.__class__ = mixed(TrainedCopy, base)
+    swap_class(module, TrainedCopy)
     module.trained = trained
 
 
@@ -121,15 +120,13 @@ def copy_rows(module: nn.Module, rows: Sequence[int], dtype: torch.dtype) -> Non
 
 def follow(module: nn.Module, leader: nn.Module, *, adapter: bool) -> None:
     """Let a linear module compute with the copy of a table that has its weight, in place, and its adapter if asked."""
-    base: Any = type(module)
-    module.__class__ = mixed(Follower, base)
+    swap_class(module, Follower)
     vars(module).update(leader=leader, follows_adapter=adapter)
 
 
 def _substituting(module: nn.Module) -> nn.Module:
     if not isinstance(module, SomeCopied):
-        base: Any = type(module)
-        module.__class__ = mixed(SomeCopied, base)
+        swap_class(module, SomeCopied)
         vars(module)["copied_rows"] = ()
     return module
 

@@ -1,7 +1,9 @@
-"""Adapters of weights that another tool fuses: our q, k and v have a pair (A, B) each, its qkv has one pair.
+"""Factors that another tool has in a form of its own: one pair for a fused weight, or for all experts; a pair twice.
 
-Owns the exact conversion in both directions. Pairs of ranks r1, r2, ... become one pair of rank r1 + r2 + ..., in which
-every B has its own rows and columns. To split one pair, every part takes the whole A and its own rows of B.
+Our q, k and v have a pair (A, B) each, its qkv has one pair. Owns the exact conversion in both directions. Pairs of
+ranks r1, r2, ... become one pair of rank r1 + r2 + ..., in which every B has its own rows and columns. To split one
+pair, every part takes the whole A and its own rows of B. Source of the other forms: peft, tuners/lora/layer.py
+ParamWrapper; tuners/lora/model.py.
 """
 
 from __future__ import annotations
@@ -68,6 +70,62 @@ class BlockDiagonal(TensorOp):
         starts = zip(accumulate(self.rows, initial=0), accumulate(self.columns, initial=0), strict=True)
         sizes = zip(self.rows, self.columns, strict=True)
         return [Chunk(start, size) for start, size in zip(starts, sizes, strict=False) if size[1]]
+
+
+@dataclass(frozen=True)
+class StackedFactor(TensorOp):
+    """The factors of all experts as one matrix.
+
+    Shape: (experts, a, b) native, or (experts, b, a) with `transpose`. In the file, with `by_rows`, (experts * a, b),
+    one expert after another; else (a, b * experts), in which the first columns of all experts come first.
+    """
+
+    experts: int
+    by_rows: bool
+    transpose: bool
+
+    def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        if len(shapes[0]) != 3 or shapes[0][0] != self.experts:
+            raise KeyMapError(f"{list(shapes[0])} is not of {self.experts} experts")
+        a, b = self._inner(shapes[0][1:])
+        return [(self.experts * a, b) if self.by_rows else (a, b * self.experts)]
+
+    def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        dim = 0 if self.by_rows else 1
+        if len(shapes[0]) != 2 or shapes[0][dim] % self.experts:
+            raise KeyMapError(f"{list(shapes[0])} cannot be divided among {self.experts} experts")
+        inner = tuple(size // self.experts if i == dim else size for i, size in enumerate(shapes[0]))
+        return [(self.experts, *self._inner(inner))]
+
+    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+        rank = self._inner(shapes[0][1:])[0 if self.by_rows else 1]
+        (row, column), (rows, columns) = self._inner(chunk.offsets[1:]), self._inner(chunk.sizes[1:])
+        for i in range(chunk.sizes[0]):
+            expert, view = chunk.offsets[0] + i, block[i].t() if self.transpose else block[i]
+            if self.by_rows:
+                yield Piece(0, Chunk((expert * rank + row, column), (rows, columns)), view)
+                continue
+            for j in range(columns):
+                yield Piece(0, Chunk((row, (column + j) * self.experts + expert), (rows, 1)), view[:, j : j + 1])
+
+    def _inner(self, sizes: Shape) -> Shape:
+        return sizes[::-1] if self.transpose else sizes
+
+
+class AlsoTransposed(TensorOp):
+    """A matrix that is stored as it is and transposed. A table to read has the first form alone."""
+
+    num_file = 2
+
+    def file_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [shapes[0], shapes[0][::-1]]
+
+    def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
+        return [shapes[0]]
+
+    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+        yield Piece(0, chunk, block)
+        yield Piece(1, Chunk(chunk.offsets[::-1], chunk.sizes[::-1]), block.t())
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Adapted modules, made by swapping a module's class: every base parameter keeps its name.
 
-Owns the forward computation of adapted modules and their construction. Knows no fqns and no state dicts. init.py has
-the initial values.
+Owns the forward computation of adapted modules and their construction. Knows no fqns and no state dicts.
+converter.py has the initial values.
 """
 
 from __future__ import annotations
@@ -20,58 +20,46 @@ from titan_ckpt.weights.low_rank import LowRank, spread
 
 
 class Factor(nn.Module):
-    """Matrix A or B. It is no nn.Linear, so that a model's own initialization leaves it as it is."""
+    """Matrix A or B, or DoRA's trained norm of every output row, which multiplies nothing by itself.
+
+    It is no nn.Linear, so that a model's own initialization leaves it as it is.
+    """
 
     bias: nn.Parameter | None
 
-    def __init__(
-        self, num_out: int, num_in: int, device: torch.device, dtype: torch.dtype, *, bias: bool = False
-    ) -> None:
+    def __init__(self, *shape: int, start: float | None = None, bias: bool = False, **where: Any) -> None:
+        """`start`: the first value of all elements; None: they are drawn as for a linear module."""
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_out, num_in, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(num_out, device=device, dtype=dtype)) if bias else None
+        self.start = start
+        self.weight = nn.Parameter(torch.empty(shape, **where))
+        self.bias = nn.Parameter(torch.empty(shape[0], **where)) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Multiply by the weight and add the bias. Shape: (..., num_in) in, (..., num_out) out."""
         return F.linear(x, self.weight, self.bias)
 
     def reset_parameters(self) -> None:
-        """Draw values as for a linear module."""
-        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
-
-
-class LoRAUp(Factor):
-    """Matrix B. It starts at zero, so a new adapter changes nothing. Shape: weight (out_features, rank)."""
-
-    def reset_parameters(self) -> None:
-        """Fill with zeros."""
-        nn.init.zeros_(self.weight)
+        """Fill with finite values; DoRA's norms come from the base weight after it is loaded."""
+        if self.start is None:
+            nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        else:
+            nn.init.constant_(self.weight, self.start)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
 
-class Magnitude(nn.Module):
-    """DoRA's trained norm of every output row. Shape: weight (out_features,)."""
-
-    def __init__(self, num_rows: int, device: torch.device, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(num_rows, device=device, dtype=dtype))
-
-    def reset_parameters(self) -> None:
-        """Fill with ones, a finite placeholder; the real values come from the base weight after it is loaded."""
-        nn.init.ones_(self.weight)
-
-
-class LoRALinear(nn.Linear):
-    """A linear module, or a subclass, with an additional low-rank path.
+class LowRankPath(nn.Module):
+    """A linear module of any class, GPT-2's Conv1D too, with an additional low-rank path.
 
     `super().forward` is the forward of the module's original class, so float8 modules keep their computation.
     """
 
+    weight: torch.Tensor
+    bias: nn.Parameter | None
     adapter: LowRank
     lora_dropout: float
     lora_a: Factor
-    lora_b: LoRAUp
+    lora_b: Factor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name is torch's
         """Add both paths. The low-rank path computes in the adapter's dtype; the result has the base's dtype."""
@@ -84,31 +72,32 @@ class LoRALinear(nn.Linear):
         if self.adapter.magnitude is None:
             return (base + low).to(base.dtype)
         with torch.no_grad():
-            norms: torch.Tensor = torch.linalg.vector_norm(self._combined(), dim=1)
-        factor = self.magnitude / norms
+            combined = self._combined()
+        factor = self._growth(combined)
         # dropout also applies to the adapter's share of the base product. Source: peft, tuners/lora/dora.py
         plain: torch.Tensor = super().forward(dropped) if self.training and self.lora_dropout else base
         if self.bias is not None:
             plain = plain - self.bias
         return (base + (factor - 1) * plain + factor * low).to(base.dtype)
 
-    @property
-    def magnitude(self) -> torch.Tensor:
-        """Return DoRA's trained row norms."""
-        weight = self.get_submodule("lora_magnitude").weight
-        assert isinstance(weight, torch.Tensor)
-        return weight
-
     def merged_weight(self) -> torch.Tensor:
-        """Return the merged weight of base and adapter in the base's dtype, differentiable in the adapter."""
+        """Return the merged weight of a linear module in the base's dtype, differentiable in the adapter."""
         merged = self._combined()
         if self.adapter.magnitude is not None:
-            norms = torch.linalg.vector_norm(merged.detach(), dim=1)
-            merged = merged * (self.magnitude / norms)[:, None]
+            merged = merged * self._growth(merged)[:, None]
         return merged.to(self.weight.dtype)
 
     def _combined(self) -> torch.Tensor:
         return self.adapter.combined(self.weight, *self.adapter.factors(self.lora_a.weight, self.lora_b.weight))
+
+    def _growth(self, combined: torch.Tensor) -> torch.Tensor:
+        """Return the factor that gives every output row DoRA's trained norm."""
+        norms = torch.linalg.vector_norm(combined.detach(), dim=int(not self.adapter.transposed))
+        return self.get_parameter("lora_magnitude.weight") / norms
+
+
+class LoRALinear(LowRankPath, nn.Linear):
+    """A subclass of nn.Linear with a low-rank path."""
 
 
 class QuantizedLoRALinear(LoRALinear):
@@ -146,32 +135,6 @@ class LoRAEmbedding(nn.Embedding):
             low = low * (scale.to(self.weight.dtype) if isinstance(scale, torch.Tensor) else scale)
         out: torch.Tensor = (base + low).to(base.dtype)
         return out
-
-
-class LoRAConv1D(nn.Module):
-    """GPT-2's Conv1D, a linear module with a weight (in_features, out_features), with an additional low-rank path."""
-
-    weight: nn.Parameter
-    bias: nn.Parameter
-    adapter: LowRank
-    lora_dropout: float
-    lora_a: Factor
-    lora_b: LoRAUp
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Add both paths; see LoRALinear."""
-        base: torch.Tensor = super().forward(x)
-        dropped = F.dropout(x, self.lora_dropout, self.training)
-        low: torch.Tensor = self.lora_b(self.lora_a(dropped.to(self.lora_a.weight.dtype))) * self.adapter.scaling
-        if self.adapter.magnitude is None:
-            return (base + low).to(base.dtype)
-        factors = self.adapter.factors(self.lora_a.weight, self.lora_b.weight)
-        with torch.no_grad():
-            merged = self.adapter.combined(self.weight, *factors)
-            norms: torch.Tensor = torch.linalg.vector_norm(merged, dim=0)
-        factor = self.get_parameter("lora_magnitude.weight") / norms
-        plain: torch.Tensor = super().forward(dropped) if self.training and self.lora_dropout else base
-        return (base + (factor - 1) * (plain - self.bias) + factor * low).to(base.dtype)
 
 
 class StackAdapter(nn.Module):
@@ -245,14 +208,13 @@ def attach(
     where: dict[str, Any] = {"device": weight.device, "dtype": dtype}
     num_out, num_in = weight.shape[::-1] if adapter.transposed else weight.shape
     linear = LoRALinear if quantized is None else QuantizedLoRALinear
-    base: Any = type(module)
-    kind = {"linear": linear, "embedding": LoRAEmbedding, "conv1d": LoRAConv1D}[adapter.operation]
-    module.__class__ = mixed(kind, base)
+    kinds = {"linear": linear, "embedding": LoRAEmbedding, "conv1d": LowRankPath}
+    swap_class(module, kinds[adapter.operation])
     module.lora_a = Factor(adapter.rank * max(1, len(adapter.rows)), num_in, **where)
-    up = Factor if adapter.operation == "embedding" else LoRAUp
-    module.lora_b = up(num_out, adapter.rank, **where, bias=adapter.bias is not None)
+    start = None if adapter.operation == "embedding" else 0.0
+    module.lora_b = Factor(num_out, adapter.rank, start=start, bias=adapter.bias is not None, **where)
     if adapter.magnitude is not None:
-        module.lora_magnitude = Magnitude(num_out, **where)
+        module.lora_magnitude = Factor(num_out, start=1.0, **where)
     if quantized is not None:
         module.quantized = quantized  # type: ignore[assignment]
     own: dict[str, Any] = {"adapter": adapter, "lora_dropout": dropout, "lora_scaled_by": scaled_by}
@@ -262,8 +224,7 @@ def attach(
 def attach_to_stack(module: nn.Module, adapter: LowRank, dtype: torch.dtype) -> None:
     """Attach an adapter to a parameter of stacked experts, in place."""
     if not isinstance(module, AdaptedStacks):
-        base: Any = type(module)
-        module.__class__ = mixed(AdaptedStacks, base)
+        swap_class(module, AdaptedStacks)
         module.__dict__["adapters"] = {}
     assert isinstance(module, AdaptedStacks)
     name = adapter.weight.rpartition(".")[2]
@@ -271,7 +232,12 @@ def attach_to_stack(module: nn.Module, adapter: LowRank, dtype: torch.dtype) -> 
     module.add_module(f"lora_{name}", StackAdapter(module.get_parameter(name), adapter.rank, dtype))
 
 
+def swap_class(module: nn.Module, kind: Any) -> None:
+    """Make a module one of a subclass of `kind`, whose `super().forward` is the module's own forward, in place."""
+    base: Any = type(module)
+    module.__class__ = _mixed(kind, base)
+
+
 @cache
-def mixed(kind: Any, base: Any) -> type[Any]:
-    """Return a subclass of `kind` whose `super().forward` is the forward of `base`."""
+def _mixed(kind: Any, base: Any) -> type[Any]:
     return kind if base in kind.__mro__ else type(f"{kind.__name__}_{base.__name__}", (kind, base), {})

@@ -15,9 +15,8 @@ from itertools import accumulate, chain
 from typing import Any
 
 from titan_ckpt.converters.lora.config import LoRAConfig
-from titan_ckpt.converters.lora.fused import Target, modules_of, targets_of
+from titan_ckpt.converters.lora.fused import AlsoTransposed, StackedFactor, Target, modules_of, targets_of
 from titan_ckpt.converters.lora.placement import misplaced
-from titan_ckpt.converters.lora.stacks import AlsoTransposed, StackedFactor
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.formats.huggingface.peft import BASE_LAYER, BASE_OF_ROWS, PREFIX, ROWS, ModuleNumbers
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter, trained_rows

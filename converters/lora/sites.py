@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.copies import TrainedCopy
-from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
+from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAEmbedding, LowRankPath
 from titan_ckpt.converters.qat.converter import quantized_forward
 from titan_ckpt.errors import ConverterError, listed
 from titan_ckpt.geometry.chunks import TensorInfo
@@ -35,7 +35,7 @@ from titan_ckpt.weights.low_rank import (
 from titan_ckpt.weights.names import clean_fqn
 
 _OUT = "leave it out of target_modules"
-_ADAPTED = (LoRALinear, LoRAEmbedding, LoRAConv1D, TrainedCopy)
+_ADAPTED = (LowRankPath, LoRAEmbedding, TrainedCopy)
 
 
 @dataclass(frozen=True, slots=True)

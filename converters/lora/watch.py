@@ -19,9 +19,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from titan_ckpt.converters.lora.copies import SomeCopied, TrainedCopy
-from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAConv1D, LoRAEmbedding, LoRALinear
+from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAEmbedding, LowRankPath
 from titan_ckpt.converters.targets import in_lines
 from titan_ckpt.errors import ConverterError
+from titan_ckpt.models.language_model import tensors_in
 from titan_ckpt.weights.names import clean_fqn
 
 
@@ -38,7 +39,8 @@ class FirstForward:
         ]
 
     def _start(self, model: nn.Module, args: object) -> None:
-        if self._uses is None and not torch.compiler.is_compiling() and not any(map(_is_compiled, model.modules())):
+        compiled = [m for m in model.modules() if m._compiled_call_impl is not None]  # noqa: SLF001 - has no public name
+        if self._uses is None and not torch.compiler.is_compiling() and not compiled:
             self._uses = _WeightUses(model, self._tied)
             self._uses.__enter__()  # type: ignore[no-untyped-call]
 
@@ -81,8 +83,8 @@ class _WeightUses(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if any(True for _ in _tensors([result])):
-            for value in _tensors([*args, *(kwargs or {}).values()]):
+        if any(True for _ in tensors_in(result)):
+            for value in tensors_in([args, kwargs or {}]):
                 base = self._base(value) if isinstance(value, nn.Parameter) and value is not result else None
                 if base is not None and not any(caller is base.module for caller in _callers()):
                     user = next(map(type, _callers()), type(self._model)).__name__
@@ -109,20 +111,8 @@ def _bases(model: nn.Module, tied: Collection[str]) -> Iterator[_Base]:
             yield from (_Base(f"{fqn}.{own}", module, own) for own in module.adapters)
         elif isinstance(module, TrainedCopy) and fqn not in tied:
             yield from (_Base(f"{fqn}.{own}", module, own) for own, _ in module.named_parameters(recurse=False))
-        elif isinstance(module, LoRALinear | LoRAEmbedding | LoRAConv1D) and fqn not in tied:
+        elif isinstance(module, LowRankPath | LoRAEmbedding) and fqn not in tied:
             yield _Base(f"{fqn}.weight", module, "weight")
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return module._compiled_call_impl is not None  # noqa: SLF001 - torch has no public name for Module.compile()
-
-
-def _tensors(values: Any) -> Iterator[torch.Tensor]:
-    for value in values:
-        if isinstance(value, torch.Tensor):
-            yield value
-        elif isinstance(value, tuple | list):
-            yield from _tensors(value)
 
 
 def _callers() -> Iterator[nn.Module]:

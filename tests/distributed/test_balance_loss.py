@@ -23,7 +23,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.qwen3_moe import Qwen3Moe, Qwen3MoeConfig
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.loss import balance_coefficient
-from titan_ckpt.training.parallel.config import ParallelConfig
+from titan_ckpt.training.tables import ParallelConfig
 from titan_ckpt.training.trainer import Trainer
 
 auto: Any = AutoModelForCausalLM  # its methods have no types

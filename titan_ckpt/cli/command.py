@@ -8,6 +8,7 @@ import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 from rich.console import Console
 
-from titan_ckpt.cli.output import Output, naming_standard_output
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, SaveError, printable
 
 if TYPE_CHECKING:
@@ -83,6 +83,28 @@ def commands() -> list[type[Command]]:
 
 def _is_command(value: object) -> bool:
     return isinstance(value, type) and issubclass(value, Command) and not inspect.isabstract(value)
+
+
+@contextmanager
+def naming_standard_output() -> Iterator[None]:
+    """Let an error of writing to standard output name it; a reader that has gone stays a BrokenPipeError."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, "standard output") from error
+
+
+class Output(Console):
+    """A console on which a reader that has gone is an error like any other; rich ends the process."""
+
+    def print(self, *objects: Any, **options: Any) -> None:
+        with naming_standard_output():
+            super().print(*objects, **options)
+
+    def on_broken_pipe(self) -> None:
+        raise  # rich calls this while it handles the error
 
 
 def print_json(value: Any, **more: Any) -> None:

@@ -18,8 +18,7 @@ from typing import Any, TextIO, Union
 import tyro
 from rich.text import Text
 
-from titan_ckpt.cli.command import Command, commands, run
-from titan_ckpt.cli.output import Output
+from titan_ckpt.cli.command import Command, Output, commands, run
 from titan_ckpt.training.launch import command as train
 
 

@@ -14,11 +14,11 @@ from typing import Any
 from titan_ckpt.encoding import special_floats, strict_json
 from titan_ckpt.encoding.hub import how_to_get, hub_folder
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError
-from titan_ckpt.models.layers import INIT_STD
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
+INIT_STD = 0.02
 _HF_NAMES = {
     "dim": "hidden_size",
     "num_layers": "num_hidden_layers",

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_ckpt.geometry.keymap import IDENTITY, KeyRule, TensorOp, Tie
-from titan_ckpt.models.config import DecoderConfig
+from titan_ckpt.models.config import INIT_STD, DecoderConfig
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.models.layers import INIT_STD, ExactBuffers, RMSNorm, TransformerBlock
+from titan_ckpt.models.layers import ExactBuffers, RMSNorm, TransformerBlock
 
 ConfigT = TypeVar("ConfigT", bound=DecoderConfig)
 BLOCK, HF_BLOCK = "layers.{i}", "model.layers.{i}"

@@ -54,19 +54,20 @@ class Model(nn.Module):
 
         Raises: DataError for a batch that does not show it.
         """
-        first = next(_tensors(batch), None)
+        first = next(tensors_in(batch), None)
         if first is None or not first.dim():
             found = f"a {type(batch).__name__} without a tensor" if first is None else "a tensor without dimensions"
             raise DataError([f"data: {found} does not say how many losses it has: give your Model a num_counted"])
         return len(first)
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested values, in order."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, (Mapping, list, tuple)):
         for part in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(part)
+            yield from tensors_in(part)
 
 
 class LanguageModel(Model):

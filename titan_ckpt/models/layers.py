@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-INIT_STD = 0.02
+from titan_ckpt.models.config import INIT_STD, DecoderConfig
 
 Rotate = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Rotate x (batch, seq, heads, head_dim) by a table (seq, head_dim / 2); same shape and dtype out."""
@@ -193,3 +193,13 @@ class TransformerBlock(nn.Module):
         self.feed_forward.init_weights(residual_std)
         self.attention_norm.reset_parameters()
         self.ffn_norm.reset_parameters()
+
+
+def make_block(
+    config: DecoderConfig, rotate: Rotate, *, qk_norm: bool = False, feed_forward: SubLayer | None = None
+) -> TransformerBlock:
+    """Return a block of this shape. `qk_norm`: see Attention. `feed_forward`: in place of a dense one."""
+    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
+    attention = Attention(config.dim, *heads, rotate, config.norm_eps if qk_norm else None)
+    dense = FeedForward(config.dim, config.ffn_dim) if feed_forward is None else feed_forward
+    return TransformerBlock(config.dim, config.norm_eps, attention, dense)

@@ -18,14 +18,7 @@ import torch
 from titan_ckpt.geometry.keymap import KeyMap, PermuteRotary
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape, rotary
 from titan_ckpt.models.decoder import HF_BLOCK, TORCHTITAN, Decoder, block_rules, embedding_rules
-from titan_ckpt.models.layers import (
-    Attention,
-    FeedForward,
-    TransformerBlock,
-    rotary_angles,
-    rotary_frequencies,
-    rotate_pairs,
-)
+from titan_ckpt.models.layers import make_block, rotary_angles, rotary_frequencies, rotate_pairs
 
 _FIXED = {"model_type": "llama", "hidden_act": "silu", "attention_bias": False, "mlp_bias": False}
 """Keys of config.json with the only value that this model supports."""
@@ -115,17 +108,12 @@ def rotary_table(config: Llama3Config, device: torch.device | None = None) -> to
     return rotary_angles(frequencies, config.max_seq_len)
 
 
-def _block(config: Llama3Config) -> TransformerBlock:
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    attention = Attention(config.dim, *heads, rotate_pairs)
-    return TransformerBlock(config.dim, config.norm_eps, attention, FeedForward(config.dim, config.ffn_dim))
-
-
 class Llama3(Decoder[Llama3Config]):
     """Llama 3; see Decoder."""
 
     def __init__(self, config: Llama3Config) -> None:
-        super().__init__(config, [_block(config) for _ in range(config.num_layers)], partial(rotary_table, config))
+        blocks = [make_block(config, rotate_pairs) for _ in range(config.num_layers)]
+        super().__init__(config, blocks, partial(rotary_table, config))
 
     def key_map(self) -> KeyMap:
         """Return the table between these names and Hugging Face's names."""

@@ -17,14 +17,7 @@ import torch
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule
 from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
 from titan_ckpt.models.decoder import BLOCK, HF_BLOCK, TORCHTITAN, Decoder, block_rules, embedding_rules
-from titan_ckpt.models.layers import (
-    Attention,
-    FeedForward,
-    TransformerBlock,
-    rotary_angles,
-    rotary_frequencies,
-    rotate_halves,
-)
+from titan_ckpt.models.layers import make_block, rotary_angles, rotary_frequencies, rotate_halves
 
 FIXED = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False}
 """Keys of config.json with the only value that this family supports."""
@@ -79,17 +72,6 @@ def rotary_table(config: DecoderConfig, device: torch.device | None = None) -> t
     return rotary_angles(rotary_frequencies(config.head_dim, config.rope_theta, device), config.max_seq_len)
 
 
-def make_attention(config: DecoderConfig) -> Attention:
-    """Return an attention layer with normalised queries and keys."""
-    heads = (config.num_heads, config.num_kv_heads, config.head_dim)
-    return Attention(config.dim, *heads, rotate_halves, qk_norm_eps=config.norm_eps)
-
-
-def _block(config: Qwen3Config) -> TransformerBlock:
-    feed_forward = FeedForward(config.dim, config.ffn_dim)
-    return TransformerBlock(config.dim, config.norm_eps, make_attention(config), feed_forward)
-
-
 _NORM_RULES = (
     KeyRule.of(f"{BLOCK}.attention.q_norm.weight", f"{HF_BLOCK}.self_attn.q_norm.weight"),
     KeyRule.of(f"{BLOCK}.attention.k_norm.weight", f"{HF_BLOCK}.self_attn.k_norm.weight"),
@@ -102,7 +84,8 @@ class Qwen3(Decoder[Qwen3Config]):
     """Qwen3; see Decoder."""
 
     def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config, [_block(config) for _ in range(config.num_layers)], partial(rotary_table, config))
+        blocks = [make_block(config, rotate_halves, qk_norm=True) for _ in range(config.num_layers)]
+        super().__init__(config, blocks, partial(rotary_table, config))
 
     def key_map(self) -> KeyMap:
         """Return the table between these names and Hugging Face's names."""

@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Unstack
-from titan_ckpt.models.config import DecoderConfig, check_config, read_shape
+from titan_ckpt.models.config import INIT_STD, DecoderConfig, check_config, read_shape
 from titan_ckpt.models.decoder import BLOCK, HF_BLOCK, Decoder, embedding_rules
-from titan_ckpt.models.layers import INIT_STD, ExactBuffers, FeedForward, SubLayer, TransformerBlock, local_shard
-from titan_ckpt.models.qwen3 import FIXED, RULES, make_attention, rotary_table
+from titan_ckpt.models.layers import ExactBuffers, SubLayer, TransformerBlock, local_shard, make_block, rotate_halves
+from titan_ckpt.models.qwen3 import FIXED, RULES, rotary_table
 
 _REQUIRED = ("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob")
 
@@ -214,9 +214,8 @@ class MixtureOfExperts(SubLayer):
 
 
 def _block(config: Qwen3MoeConfig, layer: int) -> TransformerBlock:
-    sparse = config.is_sparse(layer)
-    feed_forward = MixtureOfExperts(config) if sparse else FeedForward(config.dim, config.ffn_dim)
-    return TransformerBlock(config.dim, config.norm_eps, make_attention(config), feed_forward)
+    experts = MixtureOfExperts(config) if config.is_sparse(layer) else None
+    return make_block(config, rotate_halves, qk_norm=True, feed_forward=experts)
 
 
 class Qwen3Moe(Decoder[Qwen3MoeConfig]):

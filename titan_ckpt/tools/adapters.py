@@ -31,7 +31,7 @@ from titan_ckpt.geometry.chunks import LazyTensor, dtype_name, info_of
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import holds_adapter_alone
 from titan_ckpt.stores.store import Place
-from titan_ckpt.tools.models import ModelTable, require_table
+from titan_ckpt.tools.models import ModelTable, find_table, require_config
 from titan_ckpt.types import ModelConverter
 from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.digest import digest_of
@@ -98,7 +98,7 @@ def with_settings(adapter: Adapter, path: Place, folder: Place | None, table: Mo
         )
     with open_reader(folder) as reader:
         if isinstance(reader, PeftReader):
-            table = require_table(reader, None, _weights(adapter.tensors)) if table is None else table
+            table = find_table(require_config(reader, None), _weights(adapter.tensors)) if table is None else table
         other = open_adapter(reader, table)
         mine, theirs = ({name: v.info.shape for name, v in a.tensors.items()} for a in (adapter, other))
         if mine != theirs:

@@ -54,7 +54,6 @@ from titan_ckpt.tools.models import (
     find_table,
     own_config,
     require_config,
-    require_table,
     tables_of,
 )
 from titan_ckpt.tools.weights import model_keys
@@ -119,7 +118,12 @@ def convert_checkpoint(source: Place, target: Place, to: Target, options: Option
         assets = find_config(reader, options.config) if to == "hf" else None
     hf_config = None if assets is None else read_config_json(assets) if table is None else table.config
     if to == "torch":
-        _write_torch(source, target, table, options)
+        with open_reader(source) as reader:
+            tensors: dict[str, Any] = native_tensors(reader, table.key_map if table else KeyMap(identity=True))
+            try:
+                write_torch_file(target, cast_all(tensors, options.dtype))
+            except OSError as error:
+                raise ExportError(f"{source} could not be converted to {target}: {error}") from error
     else:
         convert(
             source,
@@ -157,7 +161,7 @@ def _convert_adapter(reader: TensorReader, target: Place, to: Target, options: O
     table = None
     if "peft" in (reader.format, to):
         names = None if reader.format == "peft" else adapted_weights(reader)
-        table = require_table(reader, options.config, names, options.architecture)
+        table = find_table(require_config(reader, options.config), names, options.architecture)
     notes = () if table is None else _about_config(reader, options.config)
     adapter = open_adapter(reader, table)
     if to in ("native", "peft"):
@@ -226,15 +230,6 @@ def _about_config(reader: TensorReader, given: Place | None) -> tuple[str, ...]:
 def _model_types(config: Mapping[str, Any]) -> set[Any]:
     """Return the model_type of a config and of its parts, such as the language model in a composite one."""
     return {part.get("model_type") for part in (config, *config.values()) if isinstance(part, Mapping)}
-
-
-def _write_torch(source: Place, target: Place, table: ModelTable | None, options: Options) -> None:
-    with open_reader(source) as reader:
-        tensors: dict[str, Any] = native_tensors(reader, table.key_map if table else KeyMap(identity=True))
-        try:
-            write_torch_file(target, cast_all(tensors, options.dtype))
-        except OSError as error:
-            raise ExportError(f"{source} could not be converted to {target}: {error}") from error
 
 
 def _written(

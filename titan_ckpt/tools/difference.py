@@ -23,8 +23,7 @@ from titan_ckpt.geometry.chunks import LazyTensor, as_bytes
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.adapters import effects
-from titan_ckpt.tools.inspecting import numbers_of
-from titan_ckpt.tools.state import rank_state, run_state, settings, settings_as_read
+from titan_ckpt.tools.inspecting import numbers_of, rank_state, run_state, settings, settings_as_read
 from titan_ckpt.tools.weights import Aligned, Tensors, align, model_keys, other_keys, stored
 from titan_ckpt.weights import digest
 

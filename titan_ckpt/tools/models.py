@@ -193,13 +193,6 @@ def own_config(reader: TensorReader) -> Place | None:
     return next((place for place in places if (place / CONFIG).is_file()), None)
 
 
-def require_table(
-    reader: TensorReader, given: Place | None, names: Collection[str] | None = None, architecture: str | None = None
-) -> ModelTable:
-    """Return the table of a checkpoint's model. Raises: as require_config and find_table."""
-    return find_table(require_config(reader, given), names, architecture)
-
-
 def require_config(reader: TensorReader, given: Place | None) -> Place:
     """Return what find_config does. Raises: NotACheckpointError if no config.json is known."""
     folder = find_config(reader, given)

@@ -36,8 +36,7 @@ from titan_ckpt.training.callbacks.base import import_callbacks
 from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
 from titan_ckpt.training.callbacks.console import METRICS, Logging, ProgressBar
 from titan_ckpt.training.callbacks.evaluation import Evaluation
-from titan_ckpt.training.callbacks.health import GradientHealth
-from titan_ckpt.training.callbacks.monitors import LoadBalance, MemoryMonitor
+from titan_ckpt.training.callbacks.monitors import GradientHealth, LoadBalance, MemoryMonitor
 from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
 from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import DEFAULT_STEPS, RunConfig
@@ -332,24 +331,13 @@ class BuildSteps:
 
     def find_degrees(self) -> Degrees:
         """Return how many ranks each kind of parallelism has. Raises: ConfigError for all that does not fit."""
-        training = self.config.training
-        return find_degrees(
-            self.config.parallel,
-            world_size(),
-            self.read_shape(),
-            batch_size=training.batch_size,
-            accumulation=training.accumulation,
-            sequence_length=self.config.data.sequence_length,
-            global_batch_size=training.global_batch_size,
-            parallelizes_itself=self.own_function("parallelize") is not None,
-        )
+        own = self.own_function("parallelize") is not None
+        return find_degrees(self.config, world_size(), self.read_shape(), parallelizes_itself=own)
 
     @property
     def accumulation(self) -> int:
         """Return the number of micro-batches per optimizer step."""
-        training = self.config.training
-        whole = training.global_batch_size
-        return micro_batches(training.batch_size, training.accumulation, whole, self.ranks.data_size)
+        return micro_batches(self.config.training, self.ranks.data_size)
 
     @property
     def global_batch_size(self) -> int:
@@ -366,16 +354,8 @@ class BuildSteps:
         """Return the object that runs the pipeline stages, or None without pipeline parallelism."""
         if self.ranks.degrees.pp == 1:
             return None
-        return Pipeline(
-            self.model_parts,
-            self.ranks,
-            self.config.parallel,
-            summed_cross_entropy,
-            batch_size=self.config.training.batch_size,
-            accumulation=self.accumulation,
-            sequence_length=self.config.data.sequence_length,
-            dtype=self._compute_dtype if is_sharded(self.ranks) else torch.float32,
-        )
+        dtype = self._compute_dtype if is_sharded(self.ranks) else torch.float32
+        return Pipeline(self.model_parts, self.ranks, self.config, summed_cross_entropy, self.accumulation, dtype)
 
     def trainable(self) -> list[nn.Parameter]:
         """Return the parameters that are trained, each once."""

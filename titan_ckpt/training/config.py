@@ -15,9 +15,8 @@ from titan_ckpt.config import CheckpointConfig, NonEmpty, NonNegative, PositiveI
 from titan_ckpt.encoding.local_path import LocalPath
 from titan_ckpt.encoding.named import ImportName, is_import_name
 from titan_ckpt.encoding.toml import Check, Checked, foreign
-from titan_ckpt.training.data_config import BelowOne, DataConfig
-from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.schedule import ScheduleConfig
+from titan_ckpt.training.tables import BelowOne, DataConfig, ParallelConfig
 
 DEFAULT_STEPS = 1000
 PositiveNumber = Annotated[float, Check("a positive number", lambda x: x > 0)]

@@ -147,7 +147,9 @@ def rate_factor(config: ScheduleConfig, num_steps: int, decay: Decay | None = No
         if index < warmup:
             return (index + 1) / warmup
         left = min(max((fall.start + fall.length - index) / fall.length, 0.0), 1.0)
-        return config.min_ratio + (1 - config.min_ratio) * _shape(config, left)
+        half_cosine = 0.5 * (1 + math.cos(math.pi * (1 - left)))
+        height = {"constant": 1.0, "linear": left, "wsd": left, "cosine": half_cosine}[config.kind]
+        return config.min_ratio + (1 - config.min_ratio) * height
 
     return factor
 
@@ -209,16 +211,3 @@ def own_schedule_faults(before: Mapping[str, Any], now: Mapping[str, Any], state
         names.append("training.steps")
     pairs = ((name, before.get(name, {}), now.get(name, {})) for name in names)
     return [f"{name} is {new}, and the checkpoint's schedule has {old}" for name, old, new in pairs if old != new]
-
-
-def _shape(config: ScheduleConfig, left: float) -> float:
-    """Return how much of the fall remains, from 1 to 0, when the share `left` of its steps remains."""
-    match config.kind:
-        case "constant":
-            return 1.0
-        case "linear" | "wsd":
-            return left
-        case "cosine":
-            return 0.5 * (1 + math.cos(math.pi * (1 - left)))
-        case _:
-            raise AssertionError(f"{config.kind}: one's own schedule has no factor")

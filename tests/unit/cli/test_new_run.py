@@ -7,8 +7,8 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from titan_ckpt.cli.commands.training import TEMPLATES, Init
 from titan_ckpt.cli.main import main
-from titan_ckpt.cli.new_run import TEMPLATES, Init
 from titan_ckpt.training.run_file import read_run
 
 KINDS: tuple[str, ...] = get_args(get_type_hints(Init)["kind"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,11 +18,11 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.models import llama3, qwen3_moe
 from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.parallel import ranks
-from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.parallel.context_parallel import positions
 from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import cut
 from titan_ckpt.training.parallel.ranks import Ranks, find_device
+from titan_ckpt.training.tables import ParallelConfig
 from titan_ckpt.training.trainer import Trainer
 
 DENSE = llama3.FLAVORS["8B"]
@@ -36,8 +37,16 @@ def find(
     global_batch_size: int | None = None,
     **table: Any,
 ) -> Degrees:
-    batch: dict[str, Any] = {"batch_size": batch_size, "accumulation": 1, "global_batch_size": global_batch_size}
-    return find_degrees(ParallelConfig(**table), world_size, model, sequence_length=length, **batch)
+    config: Any = SimpleNamespace(
+        parallel=ParallelConfig(**table),
+        training=training(batch_size, 1, global_batch_size),
+        data=SimpleNamespace(sequence_length=length),
+    )
+    return find_degrees(config, world_size, model)
+
+
+def training(batch_size: int, accumulation: int, global_batch_size: int | None) -> Any:
+    return SimpleNamespace(batch_size=batch_size, accumulation=accumulation, global_batch_size=global_batch_size)
 
 
 @pytest.mark.parametrize(
@@ -153,9 +162,9 @@ def test_d9_a_global_batch_that_does_not_divide_is_named_with_its_neighbours() -
         "parallel.expert_parallel", "training.global_batch_size"
     ]  # fmt: skip
     assert "on each of 2 ranks with different data; expected a multiple of 6, such as 36 or 42" in str(caught.value)
-    assert (micro_batches(3, 1, 42, 2), micro_batches(3, 5, None, 2)) == (7, 5)
+    assert (micro_batches(training(3, 1, 42), 2), micro_batches(training(3, 5, None), 2)) == (7, 5)
     with pytest.raises(ConfigError, match="on one rank; expected a multiple of 8, such as 8"):
-        micro_batches(8, 1, 4, 1)
+        micro_batches(training(8, 1, 4), 1)
 
 
 def test_combinations_that_do_not_work_are_refused_where_the_table_is_read() -> None:

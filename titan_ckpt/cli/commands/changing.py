@@ -16,14 +16,34 @@ from titan_ckpt.errors import ConfigError, SaveError
 if TYPE_CHECKING:
     from titan_ckpt.tools.conversion import Options
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+
+@dataclass(frozen=True, kw_only=True)
+class Writing(Shown):
+    """A command that writes a checkpoint, and how it is written."""
+
+    takes_urls: ClassVar[bool] = True
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of floating-point tensors in the target; absent: each keeps its own."""
+    max_shard_bytes: int = 5_000_000_000
+    """Maximum size of one safetensors file."""
+
+    def options(self, config: Path | None, model: str | None, settings: Path | None = None) -> Options:
+        """Return all settings of the target."""
+        import torch
+
+        from titan_ckpt.tools.conversion import Options
+        from titan_ckpt.training.launch.terminal import hide_foreign
+
+        hide_foreign()
+        dtype = None if self.dtype is None else getattr(torch, self.dtype)
+        folders = [None if folder is None else place(folder) for folder in (config, settings)]
+        return Options(folders[0], model, dtype, self.max_shard_bytes, folders[1])
 
 
 @dataclass(frozen=True)
-class Convert(Shown):
+class Convert(Writing):
     """Write the model weights of a checkpoint, or its adapter, in another format."""
 
-    takes_urls: ClassVar[bool] = True
     source: tyro.conf.Positional[Path]
     """Folder, file, or bucket's URL."""
     target: tyro.conf.Positional[Path]
@@ -36,10 +56,6 @@ class Convert(Shown):
     model: str | None = None
     """The native side has the names of this model: llama3, qwen3, qwen3_moe, hf, or your own "package.module:Name".
     Absent: found from config.json."""
-    dtype: Dtype | None = None
-    """Dtype of floating-point tensors in the target; absent: each keeps its own."""
-    max_shard_bytes: int = 5_000_000_000
-    """Maximum size of one safetensors file."""
     settings: Path | None = None
     """PEFT folder or native step with rank and alpha of the adapter, if it is in a DCP folder, which says none."""
     check_logits: Annotated[bool, tyro.conf.FlagCreatePairsOff] = False
@@ -50,7 +66,7 @@ class Convert(Shown):
         from titan_ckpt.cli import tables
         from titan_ckpt.tools.conversion import convert_checkpoint
 
-        options = _options(self.config, self.model, self.dtype, self.max_shard_bytes, self.settings)
+        options = self.options(self.config, self.model, self.settings)
         source, target = place(self.source), place(self.target)
         if not self.check_logits:
             found = convert_checkpoint(source, target, self.to, options)
@@ -71,10 +87,9 @@ class Convert(Shown):
 
 
 @dataclass(frozen=True)
-class Merge(Shown):
+class Merge(Writing):
     """Write a Hugging Face folder of a base with adapters merged into it, one after the other."""
 
-    takes_urls: ClassVar[bool] = True
     paths: tyro.conf.Positional[tuple[Path, ...]]
     """The base, one adapter or several (PEFT folders or steps), and the folder to be written; or URLs of theirs."""
     config: Path | None = None
@@ -82,10 +97,6 @@ class Merge(Shown):
     model: str | None = None
     """Architecture of the base: llama3, qwen3, qwen3_moe, hf, or your own "package.module:Name". Absent: found from
     config.json."""
-    dtype: Dtype | None = None
-    """Dtype of floating-point tensors in the target; absent: each keeps its own."""
-    max_shard_bytes: int = 5_000_000_000
-    """Maximum size of one safetensors file."""
 
     def run(self, console: Console) -> int:
         from titan_ckpt.cli import tables
@@ -95,22 +106,8 @@ class Merge(Shown):
             expected = "a base, at least one adapter, and the folder to be written"
             raise ConfigError([f"expected BASE ADAPTER... DST: {expected}"])
         base, *adapters, target = map(place, self.paths)
-        options = _options(self.config, self.model, self.dtype, self.max_shard_bytes)
-        found = merge_adapters(base, adapters, target, options)
+        found = merge_adapters(base, adapters, target, self.options(self.config, self.model))
         return self.show(found, lambda: tables.written(found, console))
-
-
-def _options(
-    config: Path | None, model: str | None, dtype: Dtype | None, max_shard_bytes: int, settings: Path | None = None
-) -> Options:
-    import torch
-
-    from titan_ckpt.tools.conversion import Options
-    from titan_ckpt.training.launch.terminal import hide_foreign
-
-    hide_foreign()
-    folders = [None if folder is None else place(folder) for folder in (config, settings)]
-    return Options(folders[0], model, None if dtype is None else getattr(torch, dtype), max_shard_bytes, folders[1])
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,11 @@
-"""Monitors of the load of a mixture's experts and of the run's memory. They measure when a log is due."""
+"""Monitors of the gradients, of the load of a mixture's experts and of the run's memory.
+
+The first stops the run before a gradient that is not finite reaches the weights; the others measure when a log is due.
+"""
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 from pathlib import Path
@@ -9,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, GradientError
 from titan_ckpt.models.qwen3_moe import Qwen3Moe, Router, entropy, imbalance
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics
 
@@ -17,6 +21,41 @@ if TYPE_CHECKING:
     from titan_ckpt.training.trainer import Trainer
 
 GIB = 2**30
+
+
+class GradientHealth(Callback):
+    """Stops the run, and saves the last good step with the data position and generators from before the bad step."""
+
+    def __init__(self) -> None:
+        self._good = 0
+        """The newest step whose weights are known to be finite."""
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self._good = trainer.state.step
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        if trainer.config.training.check_gradients == "step":  # also one that was left out, by an overflow in float16
+            self._good = metrics.step
+
+    def on_pre_optimizer(self, trainer: Trainer, step: int, grad_norm: float) -> None:
+        """Raises: GradientError, on all ranks, because `grad_norm` is the norm of the whole gradient."""
+        if not trainer.is_measured:
+            return
+        if math.isfinite(grad_norm):
+            self._good = step
+            return
+        advice = "Resume from a checkpoint with a lower optimizer.lr, or with training.max_grad_norm set"
+        if self._good < step - 1:
+            raise GradientError(
+                f"step {step}: the gradient's norm is {grad_norm}; it was finite in step {self._good}, the last that "
+                f"was checked, and nothing is saved. {advice}",
+                step,
+            )
+        if trainer.step_back() and step > 1:
+            trainer.manager.save(step - 1, force=True)
+        raise GradientError(
+            f"step {step}: the gradient's norm is {grad_norm}; the weights are those of step {step - 1}. {advice}", step
+        )
 
 
 class LoadBalance(Callback):

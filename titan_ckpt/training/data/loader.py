@@ -133,12 +133,13 @@ class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has 
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on from a position. Raises: LoadMismatchError for one at whose first batch torchdata would raise."""
-        if state_dict and _num_workers_of(state_dict) != self.num_workers:
+        num_workers, states = _parts_of(state_dict)
+        if state_dict and num_workers != self.num_workers:
             raise LoadMismatchError(
                 "dataloader: the checkpoint's position is not one in data of your own with data.num_workers = "
                 f"{self.num_workers}. Restore data.dataset and data.num_workers, or {_AFRESH}"
             )
-        is_counted = [isinstance(state, dict) and _READ in state for state in _states_of_data(state_dict)]
+        is_counted = [isinstance(state, dict) and _READ in state for state in states]
         if is_counted and {*is_counted} != {isinstance(self.dataset, ReadAgain)}:
             raise LoadMismatchError(
                 "dataloader: of the checkpoint's position and this run's data.dataset, one has a state of your own and "
@@ -148,20 +149,17 @@ class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has 
         super().load_state_dict(state_dict)
 
 
-def _states_of_data(state_dict: dict[str, Any]) -> list[Any]:
-    """Return the states of a dataset in a position of torchdata's: one, or one of each worker process."""
-    if "_num_yielded" in state_dict:
-        return [state_dict.get("dataset_state")]
-    workers = state_dict.get("_snapshot", {}).get("_worker_snapshots", {})
-    return [worker.get("dataset_state") for worker in workers.values()]
+def _parts_of(state_dict: dict[str, Any]) -> tuple[int | None, list[Any]]:
+    """Return how many processes made the batches before a position of torchdata's, and the dataset's state in each.
 
-
-def _num_workers_of(state_dict: dict[str, Any]) -> int | None:
-    """Return how many processes made the batches before a position of torchdata's; None for a different position."""
+    The number is None for a position of another loader.
+    """
     if "_num_yielded" in state_dict:
-        return 0
-    found = state_dict.get("_snapshot", {}).get("_main_snapshot", {}).get("_num_workers")
-    return found if isinstance(found, int) else None
+        return 0, [state_dict.get("dataset_state")]
+    snapshot = state_dict.get("_snapshot", {})
+    found = snapshot.get("_main_snapshot", {}).get("_num_workers")
+    states = [worker.get("dataset_state") for worker in snapshot.get("_worker_snapshots", {}).values()]
+    return found if isinstance(found, int) else None, states
 
 
 class OrderedLoader:

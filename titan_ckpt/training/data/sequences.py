@@ -75,8 +75,9 @@ class IndexedDataset(OrderedDataset):
 
     num_sequences: int
 
-    def __init__(self, seed: int, rank: int = 0, num_ranks: int = 1, *, shuffle: bool = True) -> None:
-        super().__init__(rank, num_ranks)
+    def __init__(self, seed: int, *, shuffle: bool = True, **share: int) -> None:
+        """`share`: this rank's, as OrderedDataset has it."""
+        super().__init__(**share)
         self.seed = seed
         self.shuffle = shuffle
 
@@ -115,15 +116,16 @@ class MapDataset(IndexedDataset):
     `drop_last` its last ones are left out. On another number of ranks, the rest of the epoch is dealt anew.
     """
 
-    def __init__(
-        self, data: Any, seed: int, *, rank: int = 0, num_ranks: int = 1, shuffle: bool = True, drop_last: bool = False
-    ) -> None:
-        """`data`: it has `__len__` and `__getitem__`. Raises: ConfigError if a rank would have no sample."""
-        super().__init__(seed, rank, num_ranks, shuffle=shuffle)
+    def __init__(self, data: Any, seed: int, *, drop_last: bool = False, **order: Any) -> None:
+        """`data`: it has `__len__` and `__getitem__`. `order`: settings of IndexedDataset.
+
+        Raises: ConfigError if a rank would have no sample.
+        """
+        super().__init__(seed, **order)
         self.data, self.drop_last, self.num_sequences = data, drop_last, len(data)
-        self.fingerprint = f"map {self.num_sequences} {seed} {shuffle} {drop_last}"
-        if self.num_sequences < (num_ranks if drop_last else 1):
-            found = f"its {self.num_sequences} samples leave none for each of {num_ranks} ranks"
+        self.fingerprint = f"map {self.num_sequences} {seed} {self.shuffle} {drop_last}"
+        if self.num_sequences < (self.num_ranks if drop_last else 1):
+            found = f"its {self.num_sequences} samples leave none for each of {self.num_ranks} ranks"
             raise ConfigError([f"data.dataset: {found}{', by drop_last' * drop_last}; give more samples"])
 
     def _each(self, num: int) -> int:
@@ -164,21 +166,12 @@ class PackedDataset(IndexedDataset):
 
     every_label_counts = True
 
-    def __init__(
-        self,
-        tokens: torch.Tensor,
-        sequence_length: int,
-        seed: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        shuffle: bool = True,
-    ) -> None:
+    def __init__(self, tokens: torch.Tensor, sequence_length: int, seed: int, **order: Any) -> None:
         """Cut `tokens` (1-D) into sequences that overlap by one token: a last label is the next first token.
 
-        Raises: ConfigError if the tokens do not fill one sequence.
+        `order`: settings of IndexedDataset. Raises: ConfigError if the tokens do not fill one sequence.
         """
-        super().__init__(seed, rank, num_ranks, shuffle=shuffle)
+        super().__init__(seed, **order)
         self.num_sequences = (len(tokens) - 1) // sequence_length
         if self.num_sequences < 1:
             raise ConfigError(
@@ -186,7 +179,7 @@ class PackedDataset(IndexedDataset):
             )
         self.tokens = tokens
         self.sequence_length = sequence_length
-        self.fingerprint = _fingerprint(tokens, sequence_length, seed, shuffle)
+        self.fingerprint = _fingerprint(tokens, sequence_length, seed, self.shuffle)
 
     def sequence(self, number: int) -> Batch:
         start = number * self.sequence_length
@@ -197,22 +190,13 @@ class PackedDataset(IndexedDataset):
 class ConversationDataset(IndexedDataset):
     """Conversations, one in each sequence."""
 
-    def __init__(
-        self,
-        conversations: Conversations,
-        numbers: range,
-        seed: int,
-        *,
-        rank: int = 0,
-        num_ranks: int = 1,
-        shuffle: bool = True,
-    ) -> None:
-        """`numbers`: the conversations to take, one or more."""
-        super().__init__(seed, rank, num_ranks, shuffle=shuffle)
+    def __init__(self, conversations: Conversations, numbers: range, seed: int, **order: Any) -> None:
+        """`numbers`: the conversations to take, one or more. `order`: settings of IndexedDataset."""
+        super().__init__(seed, **order)
         self.conversations = conversations
         self.numbers = numbers
         self.num_sequences = len(numbers)
-        self.fingerprint = _fingerprint(conversations.labels, len(conversations), numbers, seed, shuffle)
+        self.fingerprint = _fingerprint(conversations.labels, len(conversations), numbers, seed, self.shuffle)
 
     def sequence(self, number: int) -> Batch:
         return self.conversations[self.numbers[number]]
@@ -224,8 +208,8 @@ class DummyDataset(IndexedDataset):
     num_sequences = 2**48
     every_label_counts = True
 
-    def __init__(self, vocab_size: int, sequence_length: int, seed: int, *, rank: int = 0, num_ranks: int = 1) -> None:
-        super().__init__(seed, rank, num_ranks, shuffle=False)
+    def __init__(self, vocab_size: int, sequence_length: int, seed: int, **share: int) -> None:
+        super().__init__(seed, shuffle=False, **share)
         self.vocab_size = vocab_size
         self.sequence_length = sequence_length
         self.fingerprint = f"dummy {vocab_size} {sequence_length} {seed}"

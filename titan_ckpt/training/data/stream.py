@@ -43,14 +43,14 @@ class StreamDataset(OrderedDataset):
         window: int = 0,
         too_long: TooLong = "error",
         encoding: str = "",
-        rank: int = 0,
-        num_ranks: int = 1,
+        **share: int,
     ) -> None:
         """`window`: the number of rows that are shuffled together; 0: none are. `encoding`: a digest of `encode`.
 
+        `share`: this rank's, as OrderedDataset has it.
         Raises: ConfigError if the first row of one of the first 64 sources cannot be used.
         """
-        super().__init__(rank, num_ranks)
+        super().__init__(**share)
         self.corpus = corpus
         self.encode = encode
         self.sequence_length = sequence_length

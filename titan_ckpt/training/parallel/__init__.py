@@ -1,5 +1,5 @@
 """Parallelism of one model over many ranks. Import its modules by name; nothing is re-exported.
 
-config.py has the settings, degrees.py the axes and the check that they fit, ranks.py the process group and its meshes.
+degrees.py has the axes and the check that they fit, ranks.py the process group and its meshes.
 apply.py applies everything to a model in order; each kind of parallelism has its own module.
 """

@@ -24,12 +24,12 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.decoder import Decoder
 from titan_ckpt.models.language_model import Model
 from titan_ckpt.models.qwen3_moe import Experts
-from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.parallel.context_parallel import share_sequences
 from titan_ckpt.training.parallel.data_parallel import shard
 from titan_ckpt.training.parallel.pipeline import split_layers
 from titan_ckpt.training.parallel.ranks import Ranks
 from titan_ckpt.training.parallel.tensor_parallel import FitPlan, split_matrices
+from titan_ckpt.training.tables import ParallelConfig
 
 # ruff: noqa: SLF001 - these operators have no other names
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional

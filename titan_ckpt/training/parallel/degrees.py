@@ -10,7 +10,8 @@ from typing import Any
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.config import DecoderConfig
 from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
-from titan_ckpt.training.parallel.config import ParallelConfig
+from titan_ckpt.training.config import RunConfig, TrainingConfig
+from titan_ckpt.training.tables import ParallelConfig
 
 AXES = ("pp", "dp_replicate", "dp_shard", "ep", "cp", "tp")
 """The axes from outermost to innermost: neighbouring ranks, which communicate fastest, share matrices. `dp_shard` times
@@ -57,48 +58,40 @@ class Degrees:
         return (place.dp_replicate * self.dp_shard + place.dp_shard) * self.ep + place.ep
 
 
-def micro_batches(batch_size: int, accumulation: int, global_batch_size: int | None, data_size: int) -> int:
+def micro_batches(training: TrainingConfig, data_size: int) -> int:
     """Return the number of micro-batches per optimizer step on each of `data_size` ranks with different data.
 
     Raises: ConfigError if they do not make up the global batch.
     """
-    if global_batch_size is None:
-        return accumulation
-    at_once = batch_size * data_size
-    if global_batch_size % at_once:
+    if (whole := training.global_batch_size) is None:
+        return training.accumulation
+    at_once = training.batch_size * data_size
+    if whole % at_once:
         ranks = f"each of {data_size} ranks with different data" if data_size > 1 else "one rank"
-        near = [n for n in (global_batch_size // at_once * at_once, -(-global_batch_size // at_once) * at_once) if n]
-        misfit = f"{global_batch_size} sequences are no batches of training.batch_size {batch_size} on {ranks}"
+        near = [n for n in (whole // at_once * at_once, -(-whole // at_once) * at_once) if n]
+        misfit = f"{whole} sequences are no batches of training.batch_size {training.batch_size} on {ranks}"
         expected = f"expected a multiple of {at_once}, such as {' or '.join(map(str, near))}"
         raise ConfigError([f"training.global_batch_size: {misfit}; {expected}"])
-    return global_batch_size // at_once
+    return whole // at_once
 
 
-def find_degrees(
-    parallel: ParallelConfig,
-    world_size: int,
-    model: Any,
-    *,
-    batch_size: int,
-    accumulation: int,
-    sequence_length: int,
-    global_batch_size: int | None = None,
-    parallelizes_itself: bool = False,
-) -> Degrees:
+def find_degrees(config: RunConfig, world_size: int, model: Any, *, parallelizes_itself: bool = False) -> Degrees:
     """Return the degrees of a run on `world_size` ranks.
 
     `model`: the shape from registry.py; only a DecoderConfig allows more than data parallelism. `parallelizes_itself`:
     a function of the model's own distributes it, and knows what fits; a pipeline is not among that.
     Raises: ConfigError listing everything that does not fit.
     """
+    parallel, training = config.parallel, config.training
     degrees, problems = _of_world(parallel, world_size)
     of_training: list[str] = []
+    accumulation = training.accumulation
     if not problems:
         try:
-            accumulation = micro_batches(batch_size, accumulation, global_batch_size, degrees.data_size)
+            accumulation = micro_batches(training, degrees.data_size)
         except ConfigError as error:
             of_training += error.problems
-    problems += _of_batch(parallel, batch_size, accumulation, sequence_length)
+    problems += _of_batch(parallel, training.batch_size, accumulation, config.data.sequence_length)
     if isinstance(model, DecoderConfig) and not parallelizes_itself:
         problems += _of_model(parallel, model)
     else:

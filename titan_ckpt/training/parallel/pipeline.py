@@ -16,9 +16,10 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
 
 from titan_ckpt.models.decoder import Decoder
+from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.data.batch import Batch
-from titan_ckpt.training.parallel.config import ParallelConfig
 from titan_ckpt.training.parallel.ranks import Ranks
+from titan_ckpt.training.tables import ParallelConfig
 
 Loss = Callable[[torch.Tensor, Batch], torch.Tensor]
 """(logits, batch) -> summed loss."""
@@ -43,16 +44,13 @@ class Pipeline:
         self,
         parts: Sequence[nn.Module],
         ranks: Ranks,
-        parallel: ParallelConfig,
+        config: RunConfig,
         loss: Loss,
-        *,
-        batch_size: int,
         accumulation: int,
-        sequence_length: int,
         dtype: torch.dtype,
     ) -> None:
         """Connect this rank's stages with those of other ranks. `dtype`: that of activations between stages."""
-        self._loss = loss
+        parallel, self._loss = config.parallel, loss
         self._scale: torch.Tensor | float = 1.0
         self._losses: list[torch.Tensor] = []
         self._device = ranks.device
@@ -60,7 +58,8 @@ class Pipeline:
         self._has_first, self._has_last = rank == 0, (num_stages - 1) % ranks.degrees.pp == rank
         model = parts[0]
         assert isinstance(model, Decoder), "find_degrees() refuses others"
-        size, length = batch_size // parallel.num_microbatches, sequence_length // ranks.degrees.cp
+        size = config.training.batch_size // parallel.num_microbatches
+        length = config.data.sequence_length // ranks.degrees.cp
         shared = ranks.degrees.tp if parallel.sequence_parallel else 1
         tokens = torch.empty(size, length, dtype=torch.int64, device="meta")
         hidden = torch.empty(size, length // shared, model.config.dim, dtype=dtype, device="meta", requires_grad=True)

@@ -9,7 +9,7 @@ import torch
 
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, num_copy_workers, run_workers
-from titan_ckpt.disk.memory import Buffer, move_bytes
+from titan_ckpt.disk.kernel import Buffer, move_bytes
 
 
 def write_direct(path: Path, num_bytes: int, buffers: list[Buffer]) -> None:

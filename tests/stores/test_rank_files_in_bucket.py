@@ -20,7 +20,7 @@ from tests.test_manager import Run
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.disk import cuda
 from titan_ckpt.disk.direct import bounce_buffer
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.header import parse_header

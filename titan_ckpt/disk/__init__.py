@@ -3,13 +3,10 @@
 __all__ = [
     "background",
     "cuda",
-    "descriptors",
     "direct",
     "file_writer",
     "files",
-    "holder",
     "kernel",
-    "memory",
     "posix",
     "unpublished_folder",
 ]

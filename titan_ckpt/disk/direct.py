@@ -22,10 +22,9 @@ from typing import TypeVar
 
 import torch
 
-from titan_ckpt.disk import cuda, descriptors
+from titan_ckpt.disk import cuda, kernel
 from titan_ckpt.disk.files import Reader
-from titan_ckpt.disk.kernel import advise, libc, map_memory, release
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer, round_up
+from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, advise, libc, map_memory, release, round_up
 from titan_ckpt.errors import CorruptCheckpointError
 
 IO_BYTES = 4 << 20
@@ -213,7 +212,7 @@ def finish_uploads() -> None:
 def open_direct(path: Path, flags: int) -> int:
     """Open an existing file with O_DIRECT; return -1 where the file system cannot. Raises: OSError."""
     try:
-        return descriptors.open_file(path, flags | os.O_NOFOLLOW | os.O_DIRECT)
+        return kernel.open_file(path, flags | os.O_NOFOLLOW | os.O_DIRECT)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
@@ -231,7 +230,7 @@ class FileReader(Reader):
         """Open the file. Raises: OSError, also for a symbolic link; CorruptCheckpointError if it is no regular file."""
         self.path = path
         # without O_NONBLOCK, opening a pipe of that name would wait forever
-        self._fd = descriptors.open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        self._fd = kernel.open_file(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
         self._direct_fd = -1
         self._refuses_direct = False
         """Whether reads through `_direct_fd` fail; it stays open meanwhile, because other threads may be at it."""
@@ -358,6 +357,6 @@ class FileReader(Reader):
     def close(self) -> None:
         """Close the file; idempotent."""
         for fd in {self._fd, self._direct_fd} - {-1}:
-            descriptors.close(fd)
+            kernel.close(fd)
         self._fd = self._direct_fd = -1
         self._mapping = None

@@ -19,10 +19,10 @@ from contextlib import ExitStack
 from functools import cached_property
 from pathlib import Path
 
-from titan_ckpt.disk import descriptors, posix
+from titan_ckpt.disk import kernel, posix
 from titan_ckpt.disk.direct import open_direct
 from titan_ckpt.disk.files import Writer
-from titan_ckpt.disk.memory import ALIGNMENT, round_up
+from titan_ckpt.disk.kernel import ALIGNMENT, round_up
 
 _PUT_OFF_BYTES = 1 << 20
 """Collected bytes of partial blocks are written when they reach this size."""
@@ -34,7 +34,7 @@ class FileWriter(Writer):
     def __init__(self, path: Path, direct: bool, *, fd: int = -1) -> None:
         """Open an existing file; `direct` bypasses the page cache where the file system can. Raises: OSError."""
         self.path = path
-        self.fd = descriptors.open_file(path, os.O_RDWR | os.O_NOFOLLOW) if fd < 0 else fd
+        self.fd = kernel.open_file(path, os.O_RDWR | os.O_NOFOLLOW) if fd < 0 else fd
         """Descriptor for mappings, which are coherent with all writes."""
         self._put_off: list[tuple[int, bytes]] = []
         self._put_off_bytes = 0
@@ -56,7 +56,7 @@ class FileWriter(Writer):
                 direct = file._direct_fd
                 os.dup2(direct, file.fd, inheritable=False)
                 file._direct_fd = file.fd  # first: an interrupt may come right after the close
-                descriptors.close(direct)
+                kernel.close(direct)
             if num_bytes is not None:
                 posix.fallocate(file.fd, round_up(num_bytes))
         except BaseException:

@@ -83,7 +83,7 @@ class Posix(Store):
         """Write the rest while it is in the processor's cache, and then the head. Its entry is not durable yet."""
         from titan_ckpt.disk.direct import IO_BYTES, run_workers
         from titan_ckpt.disk.file_writer import FileWriter
-        from titan_ckpt.disk.memory import Buffer
+        from titan_ckpt.disk.kernel import Buffer
 
         end = file.num_bytes - file.start
 

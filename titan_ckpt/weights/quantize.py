@@ -17,7 +17,7 @@ import torch
 import xxhash
 from torch.distributed.tensor import DTensor, Shard
 
-from titan_ckpt.disk.memory import bytes_at
+from titan_ckpt.disk.kernel import bytes_at
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, info_of, layout_of, local_chunks
 from titan_ckpt.geometry.keymap import Identity, PermuteRotary, Split

@@ -17,7 +17,7 @@ from tests.fake_cuda import DEVICE, FakeCuda, on_device
 from tests.forked import answer
 from titan_ckpt.disk import cuda, direct
 from titan_ckpt.disk.direct import bounce_buffer, finish_uploads, meanwhile, run_workers
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.formats.native import arena
 from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.formats.native.segments import Places, Segments

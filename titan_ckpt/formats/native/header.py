@@ -19,7 +19,7 @@ import torch
 import xxhash
 
 from titan_ckpt.disk.direct import IO_BYTES
-from titan_ckpt.disk.memory import ALIGNMENT
+from titan_ckpt.disk.kernel import ALIGNMENT
 from titan_ckpt.encoding import strict_json
 from titan_ckpt.encoding.typed_json_reader import TENSOR_DTYPES
 from titan_ckpt.errors import CorruptCheckpointError

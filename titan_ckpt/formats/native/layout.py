@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import xxhash
 
-from titan_ckpt.disk.memory import ALIGNMENT, round_up
+from titan_ckpt.disk.kernel import ALIGNMENT, round_up
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.safetensors import container
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name

@@ -22,8 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.disk.kernel import map_memory
-from titan_ckpt.disk.memory import Buffer, SharedBuffer, round_up
+from titan_ckpt.disk.kernel import Buffer, SharedBuffer, map_memory, round_up
 from titan_ckpt.encoding.named import import_named
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.layout import RankFileLayout

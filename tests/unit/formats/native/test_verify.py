@@ -16,7 +16,7 @@ from tests.world import manager as build
 from titan_ckpt import progress
 from titan_ckpt.cli.main import main
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
-from titan_ckpt.disk.memory import Buffer, round_up
+from titan_ckpt.disk.kernel import Buffer, round_up
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from titan_ckpt.formats.native.layout import lay_out, rank_file_name
 from titan_ckpt.formats.native.rank_file import write_rank_file

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 
 from tests.unit.formats.native.test_native import drop_from_page_cache
 from titan_ckpt.disk.direct import FileReader
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.reading import engine
 from titan_ckpt.formats.reading.slices import windows

@@ -23,7 +23,7 @@ import torch
 from tests.forked import fork
 from tests.world import Run, finish, load, same, tensors, write_hf
 from titan_ckpt.disk import kernel, posix
-from titan_ckpt.disk.direct import open_direct
+from titan_ckpt.disk.files import open_direct
 from titan_ckpt.disk.kernel import ALIGNMENT, Buffer
 
 _WIDTH = 1024

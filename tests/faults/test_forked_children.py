@@ -21,8 +21,7 @@ import torch
 from tests.forked import fork
 from tests.world import manager as build
 from titan_ckpt.disk import kernel, posix
-from titan_ckpt.disk.direct import FileReader
-from titan_ckpt.disk.file_writer import FileWriter
+from titan_ckpt.disk.files import FileReader, FileWriter
 from titan_ckpt.disk.kernel import SharedBuffer, libc
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator

@@ -19,8 +19,8 @@ from tests.stores.servers import Server
 from tests.test_manager import Run
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.disk import cuda
-from titan_ckpt.disk.direct import bounce_buffer
 from titan_ckpt.disk.kernel import Buffer
+from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.header import parse_header

@@ -21,7 +21,7 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.files import FileReader
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader, Stored
 from titan_ckpt.formats.dcp.filling import ByChunk

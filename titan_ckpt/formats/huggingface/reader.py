@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.disk.direct import IO_BYTES
+from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.encoding import special_floats, strict_json
 from titan_ckpt.errors import (
     CheckpointNotFoundError,

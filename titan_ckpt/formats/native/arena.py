@@ -15,9 +15,9 @@ from functools import partial
 import torch
 
 from titan_ckpt.disk import cuda, kernel
-from titan_ckpt.disk.background import BackgroundCall, Latch
-from titan_ckpt.disk.direct import IO_BYTES, num_copy_workers, run_workers
+from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, SharedBuffer, round_up
+from titan_ckpt.disk.workers import BackgroundCall, Latch, num_copy_workers, run_workers
 from titan_ckpt.formats.native.segments import Places, Segments
 
 COPY_BYTES = 32 << 20

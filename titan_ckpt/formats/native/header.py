@@ -18,7 +18,7 @@ import numpy as np
 import torch
 import xxhash
 
-from titan_ckpt.disk.direct import IO_BYTES
+from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.disk.kernel import ALIGNMENT
 from titan_ckpt.encoding import strict_json
 from titan_ckpt.encoding.typed_json_reader import TENSOR_DTYPES

@@ -14,8 +14,9 @@ import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import FileRecord
-from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer
+from titan_ckpt.disk.files import NUM_WORKERS
 from titan_ckpt.disk.kernel import round_up
+from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.formats.native.layout import BLOCK_BYTES, RankFileLayout, in_file_order, lay_out, rank_file_name
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, as_bytes, blocks_of, info_of
 from titan_ckpt.stores.mounted import store_of

@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.directory.manifest import FileRecord
-from titan_ckpt.disk.direct import bounce_buffer
 from titan_ckpt.disk.kernel import round_up
+from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import Share, divide
 from titan_ckpt.errors import StateEncodingError

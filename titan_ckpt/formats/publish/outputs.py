@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import accumulate
 
-from titan_ckpt.disk.file_writer import FileWriter
-from titan_ckpt.disk.files import Writer
+from titan_ckpt.disk.files import FileWriter, Writer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.safetensors.container import Layout
 from titan_ckpt.stores.mounted import local_path, store_of

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import meanwhile
+from titan_ckpt.disk.workers import meanwhile
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError, PeerError

@@ -23,9 +23,9 @@ from operator import itemgetter
 import torch
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer, run_workers
-from titan_ckpt.disk.files import Writer
+from titan_ckpt.disk.files import NUM_WORKERS, Writer
 from titan_ckpt.disk.kernel import ALIGNMENT, bytes_at
+from titan_ckpt.disk.workers import bounce_buffer, run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError

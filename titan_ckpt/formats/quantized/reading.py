@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from titan_ckpt.disk.direct import IO_BYTES, run_workers
+from titan_ckpt.disk.files import IO_BYTES
+from titan_ckpt.disk.workers import run_workers
 from titan_ckpt.formats.quantized.values import Values
 from titan_ckpt.formats.reading.slices import put
 from titan_ckpt.formats.safetensors.container import Entry, SafetensorsHeader

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.unit.formats.native.test_native import drop_from_page_cache
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.files import FileReader
 from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.reading import engine

@@ -21,7 +21,7 @@ from tests.forked import fork, wait_until
 from titan_ckpt.disk import kernel
 from titan_ckpt.disk.kernel import SharedBuffer
 from titan_ckpt.errors import SaveError
-from titan_ckpt.formats.native.layout import lay_out
+from titan_ckpt.formats.native.rank_file import lay_out
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 

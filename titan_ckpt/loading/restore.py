@@ -30,7 +30,7 @@ from titan_ckpt.errors import (
     counted,
     listed,
 )
-from titan_ckpt.formats.native.layout import rank_file_name
+from titan_ckpt.formats.native.rank_file import rank_file_name
 from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.formats.reading.shared import awaited, share_reads, traffic
 from titan_ckpt.geometry.requests import Fill

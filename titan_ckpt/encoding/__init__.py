@@ -6,7 +6,6 @@ __all__ = [
     "local_path",
     "named",
     "overrides",
-    "special_floats",
     "strict_json",
     "toml",
     "typed_json",

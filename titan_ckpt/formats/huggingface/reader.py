@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.disk.files import IO_BYTES
-from titan_ckpt.encoding import special_floats, strict_json
+from titan_ckpt.encoding import strict_json
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -132,7 +132,7 @@ def read_config(path: Place) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     try:
-        config = special_floats.decode(strict_json.loads_by_hand(data))
+        config = strict_json.decode_floats(strict_json.loads_by_hand(data))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", str(path)) from error
     if not isinstance(config, dict):
@@ -142,7 +142,7 @@ def read_config(path: Place) -> dict[str, Any]:
 
 def to_json(value: Mapping[str, Any]) -> bytes:
     """Return the bytes of a JSON file as transformers and PEFT write them."""
-    return (json.dumps(special_floats.encode(value), indent=2, sort_keys=True) + "\n").encode()
+    return (json.dumps(strict_json.encode_floats(value), indent=2, sort_keys=True) + "\n").encode()
 
 
 def _read_json_file(path: Place) -> bytes:

@@ -36,7 +36,7 @@ from titan_ckpt.components.snapshot import (
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, listed
 from titan_ckpt.exporting.checks import check_exports, check_folders

@@ -1,4 +1,4 @@
-"""Strict JSON: bounded size, no duplicate keys, no literals that are not JSON; and typed access to parsed values; floats that JSON lacks.
+"""Strict JSON: bounded size, no duplicate keys, no literals that are not JSON; and typed access to parsed values.
 
 Owns parsing of untrusted bytes. `parse` raises CorruptCheckpointError; the other functions raise ValueError or
 TypeError. Knows neither the manifest nor typed values.

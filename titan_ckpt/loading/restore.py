@@ -19,7 +19,7 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.encoding.hub import snapshot_of
+from titan_ckpt.encoding.paths import snapshot_of
 from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,

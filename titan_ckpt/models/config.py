@@ -12,7 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from titan_ckpt.encoding import strict_json
-from titan_ckpt.encoding.hub import how_to_get, hub_folder
+from titan_ckpt.encoding.paths import how_to_get, hub_folder
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError
 from titan_ckpt.models.layers import INIT_STD
 from titan_ckpt.stores.answers import StoreError

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_ckpt.encoding.hub import hub_folder
+from titan_ckpt.encoding.paths import hub_folder
 from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
 from titan_ckpt.stores.environment import endpoint_of, require_usable_keys, shared_credentials

@@ -11,7 +11,7 @@ from typing import TypeVar
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.files import IO_BYTES, FileReader, FileWriter, Reader, Writer
 from titan_ckpt.disk.kernel import Buffer
-from titan_ckpt.encoding.hub import hub_folder
+from titan_ckpt.encoding.paths import hub_folder
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.stores.store import Place, Sealed, Store
 

@@ -23,6 +23,9 @@ _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
 _SHELL = re.compile(r"~[^/]*(/|$)|.*(\$[{(A-Z_]|`)", re.DOTALL)
 _TORN = re.compile(r"\s|.*(\s$|[\x00-\x1f\x7f\ud800-\udfff])", re.DOTALL)
 """Also lone surrogates, which stand for bytes that are not UTF-8: manifests and records name folders, and are UTF-8."""
+_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]*[\w-])?")
+_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([^/]+)")
+"""The end of a path in the cache: the id with "--" for "/", and the commit."""
 _EXPECTED = "a path on a mounted file system (no URI such as s3:// is supported)"
 
 
@@ -70,11 +73,6 @@ LocalPath = Annotated[
     Written,
 ]
 """The type of a setting that names a folder or a file."""
-
-
-_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]*[\w-])?")
-_SNAPSHOT = re.compile(r"models--([^/]+)/snapshots/([^/]+)")
-"""The end of a path in the cache: the id with "--" for "/", and the commit."""
 
 
 def hub_folder(name: str | os.PathLike[str], revision: str | None = None) -> Path:

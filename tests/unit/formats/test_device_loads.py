@@ -21,8 +21,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.reading import slices
-from titan_ckpt.formats.safetensors.container import read_header
-from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import FilePart
 

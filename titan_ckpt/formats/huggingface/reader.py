@@ -25,8 +25,7 @@ from titan_ckpt.errors import (
     listed,
 )
 from titan_ckpt.formats.quantized.open import open_quantized
-from titan_ckpt.formats.safetensors.container import SafetensorsHeader, read_header
-from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.formats.safetensors.container import SafetensorsFiles, SafetensorsHeader, read_header
 from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import selected

@@ -21,8 +21,7 @@ from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.reading import engine
 from titan_ckpt.formats.reading.slices import windows
-from titan_ckpt.formats.safetensors.container import read_header
-from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
 from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import PermuteRotary

@@ -17,7 +17,7 @@ from titan_ckpt.disk import files, kernel
 from titan_ckpt.disk.files import FileWriter
 from titan_ckpt.disk.kernel import ALIGNMENT, Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.publish.outputs import OutputFiles
+from titan_ckpt.formats.publish.plan import OutputFiles
 from titan_ckpt.formats.safetensors.container import Layout
 
 

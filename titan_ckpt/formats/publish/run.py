@@ -21,8 +21,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.formats.publish.exchange import everyone, row_peers
-from titan_ckpt.formats.publish.outputs import OutputFiles, is_shared
-from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, plan_export
+from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, OutputFiles, is_shared, plan_export
 from titan_ckpt.formats.publish.publication import (
     Unpublished,
     compare_infos,

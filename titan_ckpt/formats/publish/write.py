@@ -36,8 +36,7 @@ from titan_ckpt.formats.publish.exchange import (
     part_of,
     row_peers,
 )
-from titan_ckpt.formats.publish.outputs import OutputFiles
-from titan_ckpt.formats.publish.plan import ExportPlan
+from titan_ckpt.formats.publish.plan import ExportPlan, OutputFiles
 from titan_ckpt.formats.publish.proof import Written, differing, digest
 from titan_ckpt.formats.reading.engine import RUN_BYTES
 from titan_ckpt.formats.reading.slices import windows

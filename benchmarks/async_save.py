@@ -40,7 +40,7 @@ from benchmarks.common import (
 )
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord, Manifest
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 

@@ -32,8 +32,9 @@ from benchmarks import raw
 from benchmarks.common import drop_from_page_cache
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
 from titan_ckpt.disk import cuda
-from titan_ckpt.disk.direct import IO_BYTES, run_workers
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.files import IO_BYTES
+from titan_ckpt.disk.kernel import Buffer
+from titan_ckpt.disk.workers import run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.formats.native.reader import NativeReader

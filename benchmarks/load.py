@@ -44,7 +44,7 @@ from benchmarks.common import (
     world_size,
 )
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.native.reader import NativeReader

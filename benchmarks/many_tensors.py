@@ -41,7 +41,7 @@ from benchmarks.common import (
 )
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import IO_BYTES
+from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan

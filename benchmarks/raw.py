@@ -8,8 +8,9 @@ from pathlib import Path
 import torch
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, num_copy_workers, run_workers
-from titan_ckpt.disk.memory import Buffer, move_bytes
+from titan_ckpt.disk.files import IO_BYTES, NUM_WORKERS
+from titan_ckpt.disk.kernel import Buffer, move_bytes
+from titan_ckpt.disk.workers import num_copy_workers, run_workers
 
 
 def write_direct(path: Path, num_bytes: int, buffers: list[Buffer]) -> None:

@@ -43,8 +43,8 @@ from benchmarks.common import (
 from benchmarks.load import ends, manager_of, proof, spoil
 from tests.stores import servers
 from titan_ckpt.config import StoreConfig
-from titan_ckpt.disk.direct import run_workers
-from titan_ckpt.formats.native.layout import BLOCK_BYTES
+from titan_ckpt.disk.workers import run_workers
+from titan_ckpt.formats.native.rank_file import BLOCK_BYTES
 from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
 
 KEY = "benchmark"

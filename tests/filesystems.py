@@ -22,9 +22,9 @@ import torch
 
 from tests.forked import fork
 from tests.world import Run, finish, load, same, tensors, write_hf
-from titan_ckpt.disk import descriptors, posix
-from titan_ckpt.disk.direct import open_direct
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer
+from titan_ckpt.disk import kernel, posix
+from titan_ckpt.disk.files import open_direct
+from titan_ckpt.disk.kernel import ALIGNMENT, Buffer
 
 _WIDTH = 1024
 _TMPFS = ["mount", "-t", "tmpfs", "-o", "size=512m", "tmpfs"]
@@ -169,7 +169,7 @@ def _direct(place: Path) -> bool:
     except OSError:
         return False
     finally:
-        descriptors.close(fd)
+        kernel.close(fd)
     return True
 
 

@@ -36,7 +36,7 @@ from tests.world import step_with_ones
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import run_workers
+from titan_ckpt.disk.workers import run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.segments import Segments

@@ -8,10 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PLANNING = (
-    "distributed/sharing", "formats/dcp/dcp", "formats/dcp/proof", "formats/native/header", "formats/native/layout",
+    "distributed/sharing", "formats/dcp/dcp", "formats/dcp/proof", "formats/native/header", "formats/native/rank_file",
     "formats/native/reader", "formats/native/segments", "formats/publish/exchange", "formats/publish/plan",
-    "formats/publish/proof", "formats/publish/write", "formats/quantized/reading", "formats/reading/engine",
-    "formats/reading/slices", "formats/safetensors/container", "formats/safetensors/reader", "geometry/chunks",
+    "formats/publish/proof", "formats/publish/write", "formats/quantized/open", "formats/reading/engine",
+    "formats/reading/slices", "formats/safetensors/container", "geometry/chunks",
     "geometry/requests",
 )  # fmt: skip
 """Modules whose values say where parts of tensors lie. Those of others may be listed too."""

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, get_args
 
-from titan_ckpt.encoding.local_path import LocalPath
+from titan_ckpt.encoding.paths import LocalPath
 from titan_ckpt.encoding.toml import Check, Checked, foreign, validate
 from titan_ckpt.encoding.toml import from_dict as from_dict
 from titan_ckpt.stores.settings import FolderOrBucket, split_url

@@ -17,7 +17,7 @@ import torch
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.errors import ExportError, KeyMapError, NotACheckpointError
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface

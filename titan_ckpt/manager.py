@@ -36,7 +36,7 @@ from titan_ckpt.components.snapshot import (
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, listed
 from titan_ckpt.exporting.checks import check_exports, check_folders
@@ -46,10 +46,9 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
-from titan_ckpt.saving.completed_step import CompletedStep
 from titan_ckpt.saving.handle import SaveHandle
-from titan_ckpt.saving.model_content import ModelContent
 from titan_ckpt.saving.saver import DueSave, Saver, SaveRequest
+from titan_ckpt.saving.step import CompletedStep, ModelContent
 from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place

@@ -38,7 +38,7 @@ from tests.forked import resident
 from tests.world import Run, convert, flip_bit, gathered, heard, llama, misplaced, same, write_hf
 from tests.world import manager as manager_of
 from titan_ckpt.config import ExportConfig, InitialLoadConfig, ResumeConfig
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.files import FileReader
 from titan_ckpt.distributed.coordinator import HAS_LEFT, Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, PeerGroups
 from titan_ckpt.errors import CorruptCheckpointError, PeerError

@@ -20,11 +20,9 @@ import torch
 
 from tests.forked import fork
 from tests.world import manager as build
-from titan_ckpt.disk import descriptors, posix
-from titan_ckpt.disk.direct import FileReader
-from titan_ckpt.disk.file_writer import FileWriter
-from titan_ckpt.disk.kernel import libc
-from titan_ckpt.disk.memory import SharedBuffer
+from titan_ckpt.disk import kernel, posix
+from titan_ckpt.disk.files import FileReader, FileWriter
+from titan_ckpt.disk.kernel import SharedBuffer, libc
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError
@@ -211,4 +209,4 @@ def test_a_worker_keeps_a_file_whose_number_was_that_of_a_pipe_to_a_collected_wr
         worker = Worker(lambda: [file.read().decode() for file in opened], tmp_path / "none", [])
         assert worker.answer == ["rows"] * 64
         assert worker.end() == 0
-    descriptors.close(shared.fd)
+    kernel.close(shared.fd)

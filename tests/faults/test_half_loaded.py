@@ -23,7 +23,7 @@ from tests.unit.formats.native.test_native import drop_from_page_cache
 from tests.world import flip_bit, same
 from titan_ckpt import CheckpointManager, ExportConfig, RunGuard
 from titan_ckpt.components.run_state import RunState
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.files import FileReader
 from titan_ckpt.errors import CorruptCheckpointError, HalfLoadedError, LoadMismatchError
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.saving.saver import DueSave

@@ -29,7 +29,7 @@ from titan_ckpt.encoding.toml import read_toml
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.huggingface.reader import read_config
 from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.layout import lay_out
+from titan_ckpt.formats.native.rank_file import lay_out
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.tools.listing import list_run

@@ -24,7 +24,7 @@ from titan_ckpt import ExportConfig, KeepConfig
 from titan_ckpt.cli.main import main
 from titan_ckpt.directory import names
 from titan_ckpt.disk import unpublished_folder
-from titan_ckpt.disk.holder import Holder
+from titan_ckpt.disk.kernel import Holder
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk

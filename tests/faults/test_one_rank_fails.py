@@ -21,8 +21,7 @@ from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.native import writer
 from titan_ckpt.formats.publish import exchange
 from titan_ckpt.formats.publish import run as publishing
-from titan_ckpt.formats.publish.outputs import OutputFiles
-from titan_ckpt.formats.publish.plan import plan_export
+from titan_ckpt.formats.publish.plan import OutputFiles, plan_export
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap

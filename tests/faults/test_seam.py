@@ -69,7 +69,7 @@ def test_no_module_changes_files_by_another_way() -> None:
     no_files = {  # memory, a pipe between threads, standard error; what is no checkpoint
         ("exporting/torchtitan_state.py", "torch.save"),
         ("formats/dcp/writer.py", "torch.save"),
-        ("disk/memory.py", "os.ftruncate"),
+        ("disk/kernel.py", "os.ftruncate"),
         ("formats/native/writer_process.py", "os.write"),
         ("guard/notices.py", "os.write"),
         ("guard/run_guard.py", "os.write"),

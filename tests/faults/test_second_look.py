@@ -15,7 +15,7 @@ import pytest
 from tests.faults.test_half_loaded import WARM_OR_COLD, Run, file_of, io_error, keeps, refused, resumes, settle
 from tests.world import same
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.files import FileReader
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.stores import second_look
 

@@ -18,10 +18,10 @@ from tests.faults.power import read_tree
 from tests.faults.scenarios import SOAK, quick_folder
 from tests.faults.writers import ManagerWriter
 from tests.forked import fork, wait_until
-from titan_ckpt.disk import descriptors
-from titan_ckpt.disk.memory import SharedBuffer
+from titan_ckpt.disk import kernel
+from titan_ckpt.disk.kernel import SharedBuffer
 from titan_ckpt.errors import SaveError
-from titan_ckpt.formats.native.layout import lay_out
+from titan_ckpt.formats.native.rank_file import lay_out
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
@@ -100,7 +100,7 @@ def test_a_stopped_writer_process_holds_nobody_without_a_bound(tmp_path: Path) -
     writer = WriterProcess(shared)
     os.kill(writer._process.pid, signal.SIGSTOP)
     writer.close()
-    descriptors.close(shared.fd)
+    kernel.close(shared.fd)
 
 
 def test_a_writer_process_ends_with_its_trainer_though_a_fork_holds_its_line() -> None:

@@ -24,7 +24,7 @@ from tests.world import manager as build
 from titan_ckpt.config import KeepConfig, ResumeConfig
 from titan_ckpt.directory import lease
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder
+from titan_ckpt.disk.kernel import Holder
 from titan_ckpt.errors import SaveError
 from titan_ckpt.manager import CheckpointManager
 

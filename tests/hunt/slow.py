@@ -28,7 +28,7 @@ from titan_ckpt.formats.native.writer_process import WriterProcess
 PIECE_BYTES = 32 << 10
 _PACKAGE = str(Path(titan_ckpt.__file__).parent)
 _SAVING = tuple(f"{_PACKAGE}/{name}" for name in ("manager.py", "saving/", "exporting/", "components/run_state.py"))
-_WAITS = ("threading.py", "subprocess.py", "selectors.py", "disk/background.py", "distributed/coordinator.py")
+_WAITS = ("threading.py", "subprocess.py", "selectors.py", "disk/workers.py", "distributed/coordinator.py")
 _START = threading.Thread.start.__code__
 _PATIENCE_SECONDS = 3.0
 """A hold ends after this time in any case."""

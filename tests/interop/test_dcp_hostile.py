@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.dcp.unpickle import unpickle
+from titan_ckpt.formats.dcp.metadata import unpickle
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
 

@@ -18,7 +18,7 @@ from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Answer, Server, refusal
 from titan_ckpt.config import InitialLoadConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
-from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.encoding.toml import read_toml
 from titan_ckpt.errors import ConfigError, PreflightError
 from titan_ckpt.stores.answers import store_error

@@ -19,12 +19,12 @@ from tests.stores.servers import Server
 from tests.test_manager import Run
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.disk import cuda
-from titan_ckpt.disk.direct import bounce_buffer
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.kernel import Buffer
+from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.layout import BLOCK_BYTES, LARGE_BYTES, lay_out
+from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, LARGE_BYTES, lay_out
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.formats.reading import slices

@@ -20,8 +20,7 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.exporting.exporter import ExportJob
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.publish.exchange import Exchange
-from titan_ckpt.formats.publish.outputs import OutputFiles
-from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, pack_model_files, plan_export
+from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, OutputFiles, pack_model_files, plan_export
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, Split, Unstack

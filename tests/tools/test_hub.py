@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 from tests import world
 from tests.chats import write_chats, write_model
 from titan_ckpt.cli.main import main
-from titan_ckpt.encoding.hub import hub_folder, snapshot_of
+from titan_ckpt.encoding.paths import hub_folder, snapshot_of
 from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError
 from titan_ckpt.models import hf
 from titan_ckpt.testing import distributed

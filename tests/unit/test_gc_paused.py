@@ -11,7 +11,7 @@ from torch import nn
 
 from tests import world
 from titan_ckpt import ExportConfig
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.files import FileReader
 
 
 def test_the_collector_works_while_a_background_export_is_proved(

@@ -128,7 +128,7 @@ def place(path: Path) -> Place:
 
 def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
-    from titan_ckpt.encoding.local_path import require_local
+    from titan_ckpt.encoding.paths import require_local
     from titan_ckpt.stores.settings import require_places
 
     is_shown = sys.stdout.isatty() or "COLUMNS" in os.environ

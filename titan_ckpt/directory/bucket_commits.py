@@ -30,7 +30,7 @@ from titan_ckpt.directory.names import (
     step_of,
 )
 from titan_ckpt.directory.steps import faults_of
-from titan_ckpt.disk.direct import meanwhile, run_workers
+from titan_ckpt.disk.workers import meanwhile, run_workers
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, Version
 

@@ -20,8 +20,8 @@ from titan_ckpt.directory.lease import Lease, ObjectLease
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import DATA, CommittedStep, Survey, step_name
 from titan_ckpt.directory.steps import PROBE, SAME, Attempt, Steps, faults_of
-from titan_ckpt.disk.direct import meanwhile, run_workers
-from titan_ckpt.disk.holder import Holder
+from titan_ckpt.disk.kernel import Holder
+from titan_ckpt.disk.workers import meanwhile, run_workers
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CommitConflictError,

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder, holder_from, read_holder
+from titan_ckpt.disk.kernel import Holder, holder_from, read_holder
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CommitConflictError, PreflightError
 from titan_ckpt.stores.objects import BucketPath, Version
@@ -177,7 +177,7 @@ class FileLease(Lease):
         if self._is_locked is False:
             raise _conflict(self.place.parent, before)
         self._is_written = True  # or soon
-        self.holder.write(self._fd)
+        posix.overwrite(self._fd, self.holder.record())
 
     def _look(self) -> tuple[bool, Holder | None]:
         status = os.stat(self.place)

@@ -22,8 +22,8 @@ from titan_ckpt.directory.lease import Lease, refuse_living
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import CommittedStep, Survey, step_name, step_of
 from titan_ckpt.directory.retention import StepFacts, expired_steps, lacks_metric
-from titan_ckpt.disk.holder import Holder
-from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.disk.kernel import Holder
+from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitConflictError, PreflightError
 from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.stores.objects import object_path

@@ -28,7 +28,7 @@ from functools import cache, partial
 
 import torch
 
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at
+from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, bytes_at
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_ckpt.disk import descriptors
+from titan_ckpt.disk import kernel
 from titan_ckpt.disk.kernel import libc, map_memory
 
 MUTATING: set[str] = set()
@@ -45,13 +45,13 @@ def open_exclusive(path: str | os.PathLike[str]) -> int:
 
     Raises: FileExistsError, also where a dangling link has the name.
     """
-    return descriptors.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    return kernel.open_file(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
 
 
 @_mutating
 def open_or_create(path: str | os.PathLike[str]) -> int:
     """Open a file for reading and writing, creating it empty where it is absent; never through a symbolic link."""
-    return descriptors.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    return kernel.open_file(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
 
 
 @_mutating
@@ -108,7 +108,7 @@ def fsync(fd: int) -> None:
 @_mutating
 def close(fd: int) -> None:
     """Close a descriptor that was written to. Raises: OSError; network file systems report late write errors now."""
-    descriptors.close(fd)
+    kernel.close(fd)
 
 
 @_mutating
@@ -144,6 +144,13 @@ def make_folders(path: Path) -> None:
         if not path.is_dir():
             raise
     fsync_folder(path.parent)
+
+
+def overwrite(fd: int, data: bytes) -> None:
+    """Make this the whole and durable content of an open file. Raises: OSError."""
+    pwrite_all(fd, data, 0)
+    truncate(fd, len(data))
+    fsync(fd)
 
 
 def write_file(path: str | os.PathLike[str], data: bytes) -> None:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder, read_holder
+from titan_ckpt.disk.kernel import Holder, read_holder
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ class StagedFolder:
             try:
                 is_ours = posix.lock(staged.lock_fd) is not False
                 if is_ours:
-                    Holder.current().write(staged.lock_fd)
+                    posix.overwrite(staged.lock_fd, Holder.current().record())
                 if is_ours and _lock_of(path).exists():
                     return staged
             except BaseException:

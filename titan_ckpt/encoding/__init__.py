@@ -1,14 +1,3 @@
 """Bytes to values and back: strict JSON, typed JSON, strict TOML and command-line overrides."""
 
-__all__ = [
-    "foreign_pattern",
-    "hub",
-    "local_path",
-    "named",
-    "overrides",
-    "special_floats",
-    "strict_json",
-    "toml",
-    "typed_json",
-    "typed_json_reader",
-]
+__all__ = ["foreign_pattern", "named", "overrides", "paths", "strict_json", "toml", "typed_json", "typed_json_reader"]

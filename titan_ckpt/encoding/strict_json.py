@@ -27,6 +27,9 @@ MAX_EQUAL_HASHES = 100
 MAX_SIZE = sys.hash_info.modulus - 1
 """Limit of a tensor's sizes and offsets. Larger numbers have the hash of a smaller one, and there may be many such."""
 _MAX_DIMS = 64
+_FLOAT = "__float__"
+_FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""As transformers writes them to config.json (`configuration_utils.py`, _encode_special_floats)."""
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
@@ -145,3 +148,21 @@ def _finite_float(text: str) -> float:
     if not math.isfinite(value):
         raise ValueError(f"{text:.40} is out of range")
     return value
+
+
+def decode_floats(value: Any) -> Any:
+    """Return parsed JSON with every `{"__float__": "Infinity"}` as the float."""
+    if isinstance(value, dict):
+        if value.keys() == {_FLOAT} and isinstance(value[_FLOAT], str) and value[_FLOAT] in _FLOATS:
+            return _FLOATS[value[_FLOAT]]
+        return {key: decode_floats(item) for key, item in value.items()}
+    return [decode_floats(item) for item in value] if isinstance(value, list) else value
+
+
+def encode_floats(value: Any) -> Any:
+    """Return a value for JSON with every float that JSON lacks as an object; the inverse of `decode_floats`."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: next(name for name, number in _FLOATS.items() if repr(number) == repr(value))}
+    if isinstance(value, dict):
+        return {key: encode_floats(item) for key, item in value.items()}
+    return [encode_floats(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -7,8 +7,7 @@ from typing import assert_never
 
 from titan_ckpt.directory.names import COMMITS, holds_attempt, is_set_aside_name, step_name, step_of
 from titan_ckpt.directory.steps import open_steps
-from titan_ckpt.encoding.hub import how_to_get
-from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.encoding.paths import how_to_get, require_local
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.mounted import local_path, store_of

@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from titan_ckpt.disk import descriptors
+from titan_ckpt.disk import kernel
 from titan_ckpt.distributed.coordinator import HAS_LEFT, Coordinator
 from titan_ckpt.errors import PeerError
 
@@ -43,7 +43,7 @@ class _Pipe:
     """Wakes a thread; no lock, which an interrupt might leave locked."""
 
     def __init__(self) -> None:
-        self._read_fd, self.write_fd = map(descriptors.keep_from_children, os.pipe())
+        self._read_fd, self.write_fd = map(kernel.keep_from_children, os.pipe())
         os.set_blocking(self.write_fd, False)
         self._poll = select.poll()  # select() knows no descriptor above 1023
         self._poll.register(self._read_fd, select.POLLIN)
@@ -60,7 +60,7 @@ class _Pipe:
     def close(self) -> None:
         fds, self.write_fd = (self._read_fd, self.write_fd), -1
         for fd in fds:
-            descriptors.close(fd)
+            kernel.close(fd)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder, holder_from
+from titan_ckpt.disk.kernel import Holder, holder_from
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError, SaveError
 
 REQUEST = "save-request"

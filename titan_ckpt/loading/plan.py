@@ -1,18 +1,28 @@
 """The plan of a load, decided before anything is read: pure, printable, the same on every rank.
 
-Owns the precedence of sources. Reads nothing; the caller passes the facts about the directory.
+Owns the precedence of sources, the patterns of `initialize` and `ignore` with what they select, and whether a source's
+config.json describes this model. Nothing is left out that no pattern names. Reads nothing; the caller passes the facts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+import difflib
+import logging
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.manifest import Kind
-from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError, counted, listed
+from titan_ckpt.geometry.chunks import Chunk, TensorInfo, blocks_of, info_of
+from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, selected
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.stores.store import Place
-from titan_ckpt.types import Format
+from titan_ckpt.types import Format, StateDict
+from titan_ckpt.weights.transforms import CASTABLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,3 +137,139 @@ def resolve(
             "[[checkpoint.initial_load]]"
         )
     return LoadPlan(step, (*bases, own), exclude)
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The tensors that a source's settings name as not loaded from it, in the model and in the source."""
+
+    fresh: frozenset[str] = frozenset()
+    """Native names of tensors that are initialized, unless a second source has them."""
+    passed_by: frozenset[str] = frozenset()
+    """Keys of the source that are not read, or of which only rows are read."""
+    grown: Mapping[str, int] = field(default_factory=dict)
+    """Native name of a table that has more rows than the source's -> number of rows that are loaded."""
+    requests: Sequence[FilePart] = ()
+    """The requests for these rows, to be made again after the whole table was initialized."""
+    unmatched: Sequence[str] = ()
+    """Patterns of `initialize` that match no tensor of this rank."""
+    nameless: frozenset[str] = frozenset()
+    """Native names of tensors that the source's format has no name for (`KeyMap.nameless`); they stay as they are."""
+
+    def lines(self) -> Iterator[str]:
+        """Yield what the log says about it."""
+        if whole := sorted(self.fresh - self.grown.keys()):
+            yield f"{counted(len(whole), 'tensor is', 'tensors are')} not loaded, as asked: {listed(whole, ', ')}"
+        if self.nameless:
+            own = counted(len(self.nameless), "buffer keeps its", "buffers keep their")
+            names = listed(sorted(self.nameless), ", ")
+            yield f"{own} initial values, because such a folder has no name for them: {names}"
+        for fqn, rows in self.grown.items():
+            yield f"the first {rows} rows of {fqn} are loaded, the others initialized"
+        if self.passed_by:
+            left = counted(len(self.passed_by), "tensor of it is", "tensors of it are")
+            yield f"{left} left, in whole or in part: {listed(sorted(self.passed_by))}"
+
+
+def partial_of(source: LoadSource, wanted: StateDict, available: Mapping[str, TensorInfo], key_map: KeyMap) -> Partial:
+    """Return what the settings of a source select.
+
+    Raises: LoadMismatchError for patterns of `ignore` that match nothing, and for a grown table of another dtype.
+    """
+    refuse_unmatched(source, "ignore", [_unmatched(source.ignore, available)], available)
+    fresh = selected(wanted, source.initialize)
+    passed_by = set(selected(available, source.ignore))
+    offered = {key: info for key, info in available.items() if key not in passed_by}
+    grown: dict[str, int] = {}
+    requests: list[FilePart] = []
+    for fqn in wanted:
+        if fqn not in fresh:
+            continue
+        group = key_map.group_of_fqn(fqn)
+        rows = _first_rows(source, wanted[fqn], group, offered)
+        if rows is not None:
+            grown[fqn] = rows.sizes[0]
+            requests += _requests(wanted[fqn], group.keys[0], rows)
+        passed_by.update(key for key in group.keys if key in offered)
+    return Partial(fresh, frozenset(passed_by), grown, requests, _unmatched(source.initialize, wanted))
+
+
+def refuse_unmatched(
+    source: LoadSource, setting: str, of_ranks: Sequence[Collection[str]], names: Collection[str]
+) -> None:
+    """Raise LoadMismatchError for patterns that match nothing on any rank, with names of this rank that are similar."""
+    if patterns := sorted(set.intersection(*map(set, of_ranks))):
+        near = {pattern: difflib.get_close_matches(pattern, names, n=2, cutoff=0.4) for pattern in patterns}
+        lines = [f"{p!r}" + (f" (like {', '.join(near[p])}?)" if near[p] else "") for p in patterns]
+        raise LoadMismatchError(
+            f"{source.path}: checkpoint.initial_load.{setting} has {len(lines)} pattern(s) that match nothing: "
+            f"{', '.join(lines)}. Correct them, or leave them out; nothing was loaded"
+        )
+
+
+def _unmatched(patterns: Iterable[str], names: Collection[str]) -> list[str]:
+    return [pattern for pattern in patterns if not selected(names, [pattern])]
+
+
+def _first_rows(
+    source: LoadSource, value: torch.Tensor, group: KeyGroup, available: Mapping[str, TensorInfo]
+) -> Chunk | None:
+    """Return the region of a table that the source has, if it has the table with fewer rows; else None."""
+    info, expected = available.get(group.keys[0]), info_of(value)
+    if info is None or group.op is not IDENTITY or not info.shape or info.shape[1:] != expected.shape[1:]:
+        return None
+    if info.shape[0] >= expected.shape[0]:
+        return None
+    if info.dtype != expected.dtype and not (source.cast and {info.dtype, expected.dtype} <= CASTABLE):
+        raise LoadMismatchError(
+            f"{source.path}: {group.keys[0]} is {info}, the first rows of {expected} here; set cast = true to convert "
+            "them while loading, or name it in checkpoint.initial_load.ignore to initialize all rows"
+        )
+    return Chunk.whole(info.shape)
+
+
+def _requests(value: torch.Tensor, key: str, rows: Chunk) -> Iterator[FilePart]:
+    """Yield the requests for this rank's part of the rows that the source has."""
+    for block in blocks_of(value):
+        if (cut := block.chunk.intersect(rows)) is not None:
+            yield FilePart(key, cut, block.data[cut.within(block.chunk)])
+
+
+logger = logging.getLogger(__name__)
+_OF_SHAPE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+"""Settings of a config.json that a model must share with the folder it loads."""
+_OF_VALUES = ("rms_norm_eps", "hidden_act", "num_experts_per_tok", "norm_topk_prob")
+"""Settings with which the same weights compute different values."""
+
+
+def check_model_config(source: LoadSource, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> None:
+    """Raise if a folder's config.json describes a different model than this run's, which shapes cannot show.
+
+    The number of heads, for example, decides how the rows of a weight are arranged. Settings that a run may change on
+    purpose, such as the rotary base, are only logged.
+    Raises: LoadMismatchError with both values.
+    """
+    theirs, ours = _settings(theirs), _settings(ours)
+    if source.initialize or source.ignore:  # layers may be new or dropped, and each of their tensors has to be named
+        del ours["num_hidden_layers"]
+    both = [key for key in ours if ours[key] is not None and theirs.get(key) is not None]
+    differing = {key: f"{key}: {theirs[key]} there, {ours[key]} here" for key in both if ours[key] != theirs[key]}
+    if faults := [line for key, line in differing.items() if key in _OF_SHAPE]:
+        raise LoadMismatchError(
+            f"{source.path}: its config.json describes another model than this run's; nothing was loaded\n  "
+            + "\n  ".join(faults)
+            + "\n  Take the model's shape from that folder, or restore its config.json"
+        )
+    if differing:
+        logger.warning("load: %s has another config.json than this run: %s", source.path, "; ".join(differing.values()))
+
+
+def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are compared; one that a config.json does not have is absent or None."""
+    settings = {key: config.get(key) for key in (*_OF_SHAPE, *_OF_VALUES)}
+    rotary = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(rotary, Mapping) or any(isinstance(value, Mapping) for value in rotary.values()):
+        return settings  # each kind of layer has its own, which transformers 4 spelled in many ways
+    if rotary or "rope_theta" in config:
+        settings |= {"rope_theta": config.get("rope_theta"), "rope_type": rotary.get("type", "default"), **rotary}
+    return settings

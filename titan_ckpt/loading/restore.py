@@ -19,7 +19,7 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.encoding.hub import snapshot_of
+from titan_ckpt.encoding.paths import snapshot_of
 from titan_ckpt.errors import (
     CheckpointError,
     CheckpointNotFoundError,
@@ -30,7 +30,7 @@ from titan_ckpt.errors import (
     counted,
     listed,
 )
-from titan_ckpt.formats.native.layout import rank_file_name
+from titan_ckpt.formats.native.rank_file import rank_file_name
 from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.formats.reading.shared import awaited, share_reads, traffic
 from titan_ckpt.geometry.requests import Fill

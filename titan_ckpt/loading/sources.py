@@ -26,9 +26,7 @@ from titan_ckpt.geometry.keymap import KeyGroup, KeyMap, selected
 from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.loading.adapters import check_fits, check_named_base, check_settings
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
-from titan_ckpt.loading.model_config import check_model_config
-from titan_ckpt.loading.partial import Partial, partial_of, refuse_unmatched
-from titan_ckpt.loading.plan import LoadSource
+from titan_ckpt.loading.plan import LoadSource, Partial, check_model_config, partial_of, refuse_unmatched
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import LoadReport, Mismatch, ModelConverter, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from titan_ckpt.encoding import special_floats, strict_json
-from titan_ckpt.encoding.hub import how_to_get, hub_folder
+from titan_ckpt.encoding import strict_json
+from titan_ckpt.encoding.paths import how_to_get, hub_folder
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
@@ -87,7 +87,7 @@ def read_config_json(folder: str | Place) -> dict[str, Any]:
         raise ConfigError([f"model.folder: {error}"]) from None
     try:
         data = store_of(path).read_whole(path, strict_json.MAX_BYTES_BY_HAND, through_links=True)
-        config = special_floats.decode(strict_json.loads_by_hand(data))
+        config = strict_json.decode_floats(strict_json.loads_by_hand(data))
     except (FileNotFoundError, NotADirectoryError):
         expected = f"expected a Hugging Face folder{how_to_get(str(folder))}"
         raise ConfigError([f"model.folder: {path} is not there; {expected}"]) from None

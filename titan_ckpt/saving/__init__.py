@@ -1,3 +1,3 @@
 """One save at a time: staged, written, agreed upon and committed; and the last step, which RunGuard can still save."""
 
-__all__ = ["completed_step", "handle", "model_content", "saver"]
+__all__ = ["handle", "saver", "step"]

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 
-from titan_ckpt.disk.background import BackgroundCall
+from titan_ckpt.disk.workers import BackgroundCall
 
 logger = logging.getLogger(__name__)
 

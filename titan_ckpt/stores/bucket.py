@@ -1,6 +1,7 @@
 """Bucket: the requests that checkpoints need of an object store, each bounded in time.
 
-Owns the client (obstore, of the extra `remote`), retries, and what a lost answer means. Knows no checkpoints.
+Owns the client (obstore, of the extra `remote`), retries, what a lost answer means, and the variables and files of the
+environment that the client does not read itself. Knows no checkpoints.
 Source: obstore, https://developmentseed.org/obstore; retries with jitter inside one request are its own.
 """
 
@@ -13,16 +14,17 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from configparser import ConfigParser
+from configparser import Error as ConfigParserError
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_ckpt.encoding.hub import hub_folder
+from titan_ckpt.encoding.paths import hub_folder
 from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
-from titan_ckpt.stores.environment import endpoint_of, require_usable_keys, shared_credentials
 from titan_ckpt.stores.objects import MAX_SMALL_BYTES, BucketPath, ObjectFacts, ObjectStore, Version
-from titan_ckpt.stores.settings import OTHERS, SCHEMES, StoreConfig, split_url
+from titan_ckpt.stores.settings import OTHERS, SCHEMES, StoreConfig, is_endpoint, split_url
 from titan_ckpt.stores.store import Place
 
 _REQUEST_SECONDS = 60.0
@@ -344,3 +346,58 @@ __all__ = [
     "open_location",
     "open_source",
 ]
+
+
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL", "AWS_ENDPOINT"),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""Variables that name another server than the provider's own, as the providers' tools know them."""
+_IN_HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_REGION", "AWS_DEFAULT_REGION")
+"""The client aborts where a header cannot have such a value, as with the line break at the end of a mounted secret."""
+_UNUSABLE = "a line break, a space around it or another control character, which no request can carry"
+
+
+def endpoint_of(scheme: str) -> str | None:
+    """Return the endpoint that the environment names for buckets of a scheme; None for the provider's own.
+
+    Raises: ConfigError naming the variable without its value, which may hold a password.
+    """
+    name = next(filter(os.environ.get, _ENDPOINTS.get(scheme, ())), None)
+    if name is not None and not is_endpoint(os.environ[name]):
+        problem = f"{name}: expected an http(s) URL without user, password or query; set it so, or unset it"
+        raise ConfigError([problem], "environment")
+    return name and os.environ[name]
+
+
+def require_usable_keys() -> None:
+    """Check S3's variables. Raises: ConfigError naming those that no request can carry, without their values."""
+    problems = [
+        f"{name}: has {_UNUSABLE}; set it without" for name in _IN_HEADERS if not _is_usable(os.environ.get(name, ""))
+    ]
+    if problems:
+        raise ConfigError(problems, "environment")
+
+
+def shared_credentials() -> dict[str, Any]:
+    """Return the keys of AWS's shared credentials file, which the client does not read; {} if others come first."""
+    others = ("AWS_ACCESS_KEY_ID", "AWS_WEB_IDENTITY_TOKEN_FILE", "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI")
+    if any(os.environ.get(name) for name in (*others, "AWS_CONTAINER_CREDENTIALS_FULL_URI", "AWS_SKIP_SIGNATURE")):
+        return {}
+    path = Path(os.environ.get("AWS_SHARED_CREDENTIALS_FILE") or Path.home() / ".aws" / "credentials")
+    profile = os.environ.get("AWS_PROFILE", "default")
+    parser = ConfigParser(interpolation=None)
+    with contextlib.suppress(OSError, ConfigParserError, UnicodeDecodeError):
+        parser.read(path)
+    if not parser.has_section(profile):
+        return {}
+    names = {"aws_access_key_id": "access_key_id", "aws_secret_access_key": "secret_access_key",
+             "aws_session_token": "session_token"}  # fmt: skip
+    keys = {ours: parser[profile][theirs] for theirs, ours in names.items() if theirs in parser[profile]}
+    if wrong := [name for name, value in keys.items() if not _is_usable(value)]:
+        raise ConfigError([f"{path}: {name} of [{profile}] has {_UNUSABLE}" for name in wrong], "environment")
+    return keys
+
+
+def _is_usable(value: str) -> bool:
+    return value.isprintable() and value == value.strip()

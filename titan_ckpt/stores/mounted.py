@@ -1,7 +1,4 @@
-"""Posix: a mounted file system as a Store; its places are `pathlib.Path`s. Changes files by `disk.posix` alone.
-
-The modules that move many bytes import torch. A method imports them, so that a list of steps does not wait for torch.
-"""
+"""Posix: a mounted file system as a Store; its places are `pathlib.Path`s. Changes files by `disk.posix` alone."""
 
 from __future__ import annotations
 
@@ -12,12 +9,12 @@ from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.files import Reader, Writer
-from titan_ckpt.encoding.hub import hub_folder
+from titan_ckpt.disk.files import IO_BYTES, FileReader, FileWriter, Reader, Writer
+from titan_ckpt.disk.kernel import Buffer
+from titan_ckpt.encoding.paths import hub_folder
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.stores.store import Place, Sealed, Store
 
-_COPY_BYTES = 4 << 20
 _Value = TypeVar("_Value")
 
 
@@ -45,8 +42,6 @@ class Posix(Store):
         return place
 
     def open(self, place: Path, *, through_links: bool = False) -> Reader:
-        from titan_ckpt.disk.direct import FileReader
-
         return FileReader(Path(os.path.realpath(place)) if through_links else place)
 
     def size(self, place: Path) -> int:
@@ -75,15 +70,11 @@ class Posix(Store):
         return not (place.is_dir() if folder else place.exists())
 
     def new_file(self, place: Path, about_bytes: int) -> Writer:
-        from titan_ckpt.disk.file_writer import FileWriter
-
         return FileWriter.create(place)
 
     def write_sealed(self, place: Path, file: Sealed, num_workers: int) -> None:
         """Write the rest while it is in the processor's cache, and then the head. Its entry is not durable yet."""
-        from titan_ckpt.disk.direct import IO_BYTES, run_workers
-        from titan_ckpt.disk.file_writer import FileWriter
-        from titan_ckpt.disk.memory import Buffer
+        from titan_ckpt.disk.workers import run_workers  # imports torch, and a list of steps does not wait for it
 
         end = file.num_bytes - file.start
 
@@ -122,7 +113,7 @@ class Posix(Store):
             posix.write_file(place, content)
             return
         with contextlib.closing(store_of(content).open(content, through_links=True)) as file:
-            posix.write_blocks(place, (file.read(at, _COPY_BYTES) for at in range(0, file.num_bytes, _COPY_BYTES)))
+            posix.write_blocks(place, (file.read(at, IO_BYTES) for at in range(0, file.num_bytes, IO_BYTES)))
 
     def remove(self, places: Sequence[Path]) -> None:
         for place in places:

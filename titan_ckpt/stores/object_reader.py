@@ -1,4 +1,4 @@
-"""ObjectReader: one object in a bucket, read at offsets as `disk.direct.FileReader` reads a file."""
+"""ObjectReader: one object in a bucket, read at offsets as `disk.files.FileReader` reads a file."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from titan_ckpt.disk.direct import IO_BYTES, run_workers
-from titan_ckpt.disk.files import Reader
+from titan_ckpt.disk.files import IO_BYTES, Reader
+from titan_ckpt.disk.workers import run_workers
 
 if TYPE_CHECKING:
     from titan_ckpt.stores.objects import BucketPath

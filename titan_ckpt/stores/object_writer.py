@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from titan_ckpt.disk.files import Writer
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.stores.answers import StoreError
 
 if TYPE_CHECKING:

@@ -148,7 +148,7 @@ class ObjectStore(Store):
 
         A small file is all head. One that is not there is left to whoever reads it. Raises: StoreError.
         """
-        from titan_ckpt.disk.direct import run_workers
+        from titan_ckpt.disk.workers import run_workers
         from titan_ckpt.stores.object_reader import HEAD_BYTES
 
         heads: dict[str, tuple[bytes, int]] = {}
@@ -205,7 +205,8 @@ class ObjectStore(Store):
         """
         import numpy as np
 
-        from titan_ckpt.disk.direct import IO_BYTES, num_copy_workers, run_workers
+        from titan_ckpt.disk.files import IO_BYTES
+        from titan_ckpt.disk.workers import num_copy_workers, run_workers
         from titan_ckpt.stores.object_writer import PartMemory
 
         end = file.num_bytes - file.start
@@ -249,7 +250,7 @@ class ObjectStore(Store):
 
         If the work fails, requests that take long, because they are retried, may still be under way when this raises.
         """
-        from titan_ckpt.disk.direct import meanwhile, run_workers
+        from titan_ckpt.disk.workers import meanwhile, run_workers
 
         puts = partial(run_workers, files, lambda file: self.put_new(*file), len(files))
         with meanwhile(puts, patience=_PATIENCE_SECONDS):

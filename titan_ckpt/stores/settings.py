@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from titan_ckpt.encoding.local_path import Whole, Written, is_uri, require
+from titan_ckpt.encoding.paths import Whole, Written, is_uri, require
 from titan_ckpt.encoding.toml import Check, Checked
 
 SCHEMES = ("s3", "gs", "az")

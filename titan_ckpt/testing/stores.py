@@ -15,8 +15,8 @@ from titan_ckpt.config import ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.directory.steps import Attempt
-from titan_ckpt.disk.direct import run_workers
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.kernel import Buffer
+from titan_ckpt.disk.workers import run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CommitConflictError, SaveError
 from titan_ckpt.formats.publish.publication import published

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.encoding.hub import hub_folder
 from titan_ckpt.encoding.named import find_names_here, is_import_name
+from titan_ckpt.encoding.paths import hub_folder
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, KeyMapError, NotACheckpointError
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.formats.native.reader import NativeReader

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from titan_ckpt.config import CheckpointConfig, NonEmpty, NonNegative, PositiveInt, PositiveSteps
-from titan_ckpt.encoding.local_path import LocalPath
 from titan_ckpt.encoding.named import ImportName, is_import_name
+from titan_ckpt.encoding.paths import LocalPath
 from titan_ckpt.encoding.toml import Check, Checked, foreign
 from titan_ckpt.training.schedule import ScheduleConfig
 from titan_ckpt.training.tables import BelowOne, DataConfig, ParallelConfig

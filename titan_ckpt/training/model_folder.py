@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
-from titan_ckpt.encoding.hub import how_to_get, hub_folder, snapshot_of
+from titan_ckpt.encoding.paths import how_to_get, hub_folder, snapshot_of
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, NotACheckpointError
 from titan_ckpt.formats.huggingface.reader import is_huggingface
 from titan_ckpt.formats.open import detect_format, locate

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from titan_ckpt.encoding.local_path import require_local
 from titan_ckpt.encoding.named import converter_tables
 from titan_ckpt.encoding.overrides import apply_overrides
+from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.encoding.toml import from_dict, read_toml
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import RunConfig

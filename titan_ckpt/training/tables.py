@@ -11,8 +11,8 @@ from dataclasses import field as default
 from typing import Annotated, Any, ClassVar, Literal
 
 from titan_ckpt.config import NonEmpty, NonNegative, PositiveInt
-from titan_ckpt.encoding.local_path import LocalPath
 from titan_ckpt.encoding.named import ImportName
+from titan_ckpt.encoding.paths import LocalPath
 from titan_ckpt.encoding.toml import Check, Checked, foreign
 
 BelowOne = Annotated[float, Check("a number from 0 to below 1", lambda x: 0 <= x < 1)]

@@ -37,7 +37,7 @@ from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import read_manifest_bytes, survey
 from titan_ckpt.directory.steps import Attempt, open_steps
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder
+from titan_ckpt.disk.kernel import Holder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import (
     CheckpointNotFoundError,

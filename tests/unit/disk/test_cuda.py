@@ -15,9 +15,9 @@ import torch
 
 from tests.fake_cuda import DEVICE, FakeCuda, on_device
 from tests.forked import answer
-from titan_ckpt.disk import cuda, direct
-from titan_ckpt.disk.direct import bounce_buffer, finish_uploads, meanwhile, run_workers
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk import cuda, workers
+from titan_ckpt.disk.kernel import Buffer
+from titan_ckpt.disk.workers import bounce_buffer, finish_uploads, meanwhile, run_workers
 from titan_ckpt.formats.native import arena
 from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.formats.native.segments import Places, Segments
@@ -31,7 +31,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
     """A runtime that registers 1 MiB at a time; what it has registered is forgotten afterwards."""
     monkeypatch.setattr(cuda, "REGISTERED_BYTES", MIB)
     cuda.stream_of.cache_clear()
-    monkeypatch.setattr(direct, "_bounces", type(direct._bounces)())
+    monkeypatch.setattr(workers, "_bounces", type(workers._bounces)())
     made = FakeCuda(monkeypatch)
     yield made
     made.gate.set()
@@ -250,8 +250,8 @@ def test_a_forked_child_inherits_neither_arena_nor_bounce_buffers(fake: FakeCuda
         pass
     for buffer in (made.buffer, bounce):
         assert "dc" in flags_of(buffer.address)
-    assert answer(lambda: bool(direct._bounces)) == (False, 0)
-    assert direct._bounces
+    assert answer(lambda: bool(workers._bounces)) == (False, 0)
+    assert workers._bounces
     made.close()
 
 

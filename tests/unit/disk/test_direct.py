@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 
-from titan_ckpt.disk import direct, posix
-from titan_ckpt.disk.background import BackgroundCall
-from titan_ckpt.disk.direct import meanwhile, run_workers
-from titan_ckpt.disk.file_writer import FileWriter
+from titan_ckpt.disk import files, posix, workers
+from titan_ckpt.disk.files import FileWriter
+from titan_ckpt.disk.workers import BackgroundCall, meanwhile, run_workers
 from titan_ckpt.guard import outside_request
 from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.training.outcome import STOPPED, Outcome, record_stop
@@ -68,7 +67,7 @@ def test_an_interrupt_leaves_no_lock_taken() -> None:
     raised: list[str] = []
 
     def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
-        is_ours = frame.f_back is not None and frame.f_back.f_code.co_filename == direct.__file__
+        is_ours = frame.f_back is not None and frame.f_back.f_code.co_filename == workers.__file__
         if event == "return" and is_ours and frame.f_code is threading.Condition.__enter__.__code__ and not raised:
             raised.append("interrupt")
             raise KeyboardInterrupt
@@ -115,7 +114,7 @@ def test_threads_that_read_around_the_page_cache_leave_no_descriptor(
     """A descriptor that nobody closes keeps the bytes of a deleted file on the disk."""
     path, both_open = tmp_path / "file", threading.Barrier(2)
     path.write_bytes(bytes(range(256)) * 16 * 8)
-    open_direct, preadv = direct.open_direct, os.preadv
+    open_direct, preadv = files.open_direct, os.preadv
 
     def slowly(path: Path, flags: int) -> int:
         fd = -1 if refuses == "the open" else open_direct(path, flags)
@@ -129,14 +128,14 @@ def test_threads_that_read_around_the_page_cache_leave_no_descriptor(
         return preadv(fd, views, offset)
 
     def read(start: int) -> None:
-        with direct.bounce_buffer() as buffer:
+        with workers.bounce_buffer() as buffer:
             file.read_aligned(buffer.view, start, 4096)
             assert bytes(buffer.view[:4096]) == bytes(range(256)) * 16
 
-    monkeypatch.setattr(direct, "open_direct", slowly)
+    monkeypatch.setattr(files, "open_direct", slowly)
     if refuses == "the read":
         monkeypatch.setattr(os, "preadv", refuse)
-    file = direct.FileReader(path)
+    file = files.FileReader(path)
     run_workers(range(0, 8 * 4096, 4096), read, 4)
     file.close()
     links = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if os.path.islink(entry)]
@@ -156,7 +155,7 @@ def test_threads_whose_direct_writes_are_refused_at_the_same_time_write_the_file
         return pwrite(fd, data, offset)
 
     monkeypatch.setattr(os, "pwrite", refuse)
-    with FileWriter.create(tmp_path / "file", 4 * 4096) as file, direct.bounce_buffer() as buffer:
+    with FileWriter.create(tmp_path / "file", 4 * 4096) as file, workers.bounce_buffer() as buffer:
         buffer.view[:4096] = bytes([7]) * 4096
         run_workers(range(0, 4 * 4096, 4096), lambda start: file.write(buffer.view[:4096], start), 4)
         file.finish(4 * 4096)

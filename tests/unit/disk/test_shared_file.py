@@ -13,11 +13,11 @@ import pytest
 
 from tests.faults.shim import Counter, intercepted
 from tests.test_interrupted_waits import Interrupt
-from titan_ckpt.disk import descriptors, file_writer
-from titan_ckpt.disk.file_writer import FileWriter
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer
+from titan_ckpt.disk import files, kernel
+from titan_ckpt.disk.files import FileWriter
+from titan_ckpt.disk.kernel import ALIGNMENT, Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.publish.outputs import OutputFiles
+from titan_ckpt.formats.publish.plan import OutputFiles
 from titan_ckpt.formats.safetensors.container import Layout
 
 
@@ -110,7 +110,7 @@ def test_a_close_that_fails_leaves_no_other_descriptor_open(tmp_path: Path) -> N
 
 def test_an_interrupt_closes_no_descriptor_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every bytecode of the creation: the number of a closed descriptor may be that of another thread's file."""
-    monkeypatch.setattr(file_writer, "open_direct", descriptors.open_file)  # on any file system
+    monkeypatch.setattr(files, "open_direct", kernel.open_file)  # on any file system
     made: list[FileWriter] = []
 
     def is_interrupted(at: int) -> bool:

@@ -12,7 +12,7 @@ import pytest
 
 from tests.forked import fork
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.holder import Holder
+from titan_ckpt.disk.kernel import Holder
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 
 DEAD = ".staging-" + "a" * 32

@@ -15,7 +15,7 @@ from titan_ckpt.config import StoreConfig, from_dict
 from titan_ckpt.converting import convert
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.encoding.local_path import is_uri
+from titan_ckpt.encoding.paths import is_uri
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.formats.open import detect_format, open_reader
 from titan_ckpt.training.config import RunConfig

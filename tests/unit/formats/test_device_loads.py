@@ -12,8 +12,8 @@ from safetensors.torch import save_file
 
 from tests.fake_cuda import DEVICE, FakeCuda, OnDevice, on_device
 from tests.unit.formats.quantized.test_reading import fp8_folder
-from titan_ckpt.disk import cuda, direct
-from titan_ckpt.disk.direct import IO_BYTES, FileReader
+from titan_ckpt.disk import cuda, workers
+from titan_ckpt.disk.files import IO_BYTES, FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.writer import DcpExport
@@ -21,8 +21,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.reading import slices
-from titan_ckpt.formats.safetensors.container import read_header
-from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import FilePart
 
@@ -89,7 +88,7 @@ def test_columns_leave_the_upload_before_them_with_its_own_buffer(
 ) -> None:
     """The buffer that a device still reads is not lent again, though columns pass another one meanwhile."""
     FakeCuda(monkeypatch)
-    monkeypatch.setattr(direct, "_bounces", deque())
+    monkeypatch.setattr(workers, "_bounces", deque())
     sources = dict[int, torch.cuda.Event]()
     record: Callable[[torch.Tensor, torch.device], torch.Tensor] = vars(slices)["upload"]
 
@@ -101,14 +100,14 @@ def test_columns_leave_the_upload_before_them_with_its_own_buffer(
     monkeypatch.setattr(slices, "upload", upload)
     tensors = {"a": torch.randn(1000), "b": torch.randn(100, 100)}
     WritePlan.of(tensors, Coordinator.current()).write(tmp_path, tensors)
-    direct._bounces.clear()
+    workers._bounces.clear()
     into = {"a": on_device(torch.zeros(1000)), "b": on_device(torch.zeros(100, 50))}
     with NativeReader(tmp_path) as native:
         native.read(
             [FilePart("a", Chunk.whole((1000,)), into["a"]), FilePart("b", Chunk((0, 3), (100, 50)), into["b"])]
         )
     assert torch.equal(into["a"], tensors["a"]) and torch.equal(into["b"], tensors["b"][:, 3:53])
-    copies = {bounce.buffer.address: bounce.copies for bounce in direct._bounces}
+    copies = {bounce.buffer.address: bounce.copies for bounce in workers._bounces}
     assert len(sources) == 2 and all(event in copies[address] for address, event in sources.items())
 
 

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from tests.unit.formats.native.test_native import drop_from_page_cache
 from tests.unit.formats.native.test_native import save as save_native
-from titan_ckpt.disk.direct import IO_BYTES
+from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo

@@ -40,7 +40,7 @@ MOUNTED_ALONE = {
     "directory/names.py": "a bucket has the manifest of a step apart from its files",
     "directory/steps.py": "how a commit is made: by a rename, or by creating an object",
     "formats/open.py": "torch_checkpointing's own reader opens paths",
-    "formats/publish/outputs.py": "whether ranks write into one file",
+    "formats/publish/plan.py": "whether ranks write into one file",
     "formats/publish/record.py": "how an export is published: by a rename, or by its last file",
     "integrations/torchtitan/checkpointer.py": "a path is compared by its absolute name",
     "loading/adapters.py": "the hub's cache and a base's name are paths",

@@ -11,7 +11,7 @@ from tests.world import Bare
 from titan_ckpt.errors import ConverterError, KeyMapError
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, Identity, KeyMap, KeyRule, PermuteRotary, Unstack
-from titan_ckpt.loading.partial import Partial
+from titan_ckpt.loading.plan import Partial
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
 from titan_ckpt.weights.transforms import FileGroup, ReadPlan, StateDictTransforms

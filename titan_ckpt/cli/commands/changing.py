@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 
 from titan_ckpt.cli.command import DIFFERENT, SAME, Shown, place
-from titan_ckpt.encoding.local_path import require_local
+from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.errors import ConfigError, SaveError
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ import tyro
 from rich.console import Console
 
 from titan_ckpt.cli.command import SAME, Command
-from titan_ckpt.encoding.hub import how_to_get, hub_folder
+from titan_ckpt.encoding.paths import how_to_get, hub_folder
 from titan_ckpt.errors import CheckpointError, ConfigError
 
 TEMPLATES = Path(__file__).parents[1] / "templates"

@@ -21,10 +21,8 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import IO_BYTES
-from titan_ckpt.disk.files import Reader
-from titan_ckpt.disk.kernel import advise
-from titan_ckpt.disk.memory import ALIGNMENT, round_up
+from titan_ckpt.disk.files import IO_BYTES, Reader
+from titan_ckpt.disk.kernel import ALIGNMENT, advise, round_up
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.filling import ByChunk, ChunkSource, DcpFill
 from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table

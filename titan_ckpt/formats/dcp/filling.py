@@ -16,7 +16,7 @@ import numpy as np
 import xxhash
 
 from titan_ckpt import progress
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.formats.reading.shared import Deal, Run, joined, warn_of
 from titan_ckpt.geometry.requests import FilePart
 

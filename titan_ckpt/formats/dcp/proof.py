@@ -14,8 +14,8 @@ from typing import IO, Any, NamedTuple, cast
 import xxhash
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import IO_BYTES, bounce_buffer, run_workers
-from titan_ckpt.disk.files import Writer
+from titan_ckpt.disk.files import IO_BYTES, Writer
+from titan_ckpt.disk.workers import bounce_buffer, run_workers
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.stores.mounted import store_of

@@ -21,12 +21,11 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_ckpt.disk import posix
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.files import FileReader
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader, Stored
 from titan_ckpt.formats.dcp.filling import ByChunk
-from titan_ckpt.formats.dcp.metadata import MAX_METADATA_BYTES
-from titan_ckpt.formats.dcp.unpickle import unpickle
+from titan_ckpt.formats.dcp.metadata import MAX_METADATA_BYTES, unpickle
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, chunks_at, local_tensor
 from titan_ckpt.geometry.requests import FilePart, Fill

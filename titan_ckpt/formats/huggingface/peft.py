@@ -42,8 +42,7 @@ from titan_ckpt.formats.huggingface.reader import read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportFiles
 from titan_ckpt.formats.publish.run import FolderFormat
 from titan_ckpt.formats.reading.engine import CheckedFill
-from titan_ckpt.formats.safetensors.container import read_header
-from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.stores.store import Place

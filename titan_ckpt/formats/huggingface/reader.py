@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.disk.direct import IO_BYTES
-from titan_ckpt.encoding import special_floats, strict_json
+from titan_ckpt.disk.files import IO_BYTES
+from titan_ckpt.encoding import strict_json
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -25,8 +25,7 @@ from titan_ckpt.errors import (
     listed,
 )
 from titan_ckpt.formats.quantized.open import open_quantized
-from titan_ckpt.formats.safetensors.container import SafetensorsHeader, read_header
-from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.formats.safetensors.container import SafetensorsFiles, SafetensorsHeader, read_header
 from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import selected
@@ -132,7 +131,7 @@ def read_config(path: Place) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     try:
-        config = special_floats.decode(strict_json.loads_by_hand(data))
+        config = strict_json.decode_floats(strict_json.loads_by_hand(data))
     except (ValueError, RecursionError) as error:
         raise CorruptCheckpointError(f"{path}: not JSON: {error}", str(path)) from error
     if not isinstance(config, dict):
@@ -142,7 +141,7 @@ def read_config(path: Place) -> dict[str, Any]:
 
 def to_json(value: Mapping[str, Any]) -> bytes:
     """Return the bytes of a JSON file as transformers and PEFT write them."""
-    return (json.dumps(special_floats.encode(value), indent=2, sort_keys=True) + "\n").encode()
+    return (json.dumps(strict_json.encode_floats(value), indent=2, sort_keys=True) + "\n").encode()
 
 
 def _read_json_file(path: Place) -> bytes:

@@ -14,10 +14,10 @@ from functools import partial
 
 import torch
 
-from titan_ckpt.disk import cuda, descriptors
-from titan_ckpt.disk.background import BackgroundCall, Latch
-from titan_ckpt.disk.direct import IO_BYTES, num_copy_workers, run_workers
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer, SharedBuffer, round_up
+from titan_ckpt.disk import cuda, kernel
+from titan_ckpt.disk.files import IO_BYTES
+from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, SharedBuffer, round_up
+from titan_ckpt.disk.workers import BackgroundCall, Latch, num_copy_workers, run_workers
 from titan_ckpt.formats.native.segments import Places, Segments
 
 COPY_BYTES = 32 << 20
@@ -202,4 +202,4 @@ class Arena:
             self._pinned = False
         shared, self.shared = self.shared, None  # first: closed twice, the number may be that of another file
         if shared is not None:
-            descriptors.close(shared.fd)
+            kernel.close(shared.fd)

@@ -18,12 +18,12 @@ import numpy as np
 import torch
 import xxhash
 
-from titan_ckpt.disk.direct import IO_BYTES
-from titan_ckpt.disk.memory import ALIGNMENT
+from titan_ckpt.disk.files import IO_BYTES
+from titan_ckpt.disk.kernel import ALIGNMENT
 from titan_ckpt.encoding import strict_json
 from titan_ckpt.encoding.typed_json_reader import TENSOR_DTYPES
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.native.layout import (
+from titan_ckpt.formats.native.rank_file import (
     CARRIERS,
     DIGEST_AT,
     DIGEST_CHARS,

@@ -1,25 +1,211 @@
-"""Writing one rank's file: from pieces of its data section, or from a stream of tensors.
+"""A rank's file: the layout of its entries, the space for its digests, and its writing.
 
-The pieces come from live memory, from the arena, or from a writer process. The stream serves tensors that are computed
-while they are written. Both ways hash each block while it is in the processor's cache; the header holds the digests.
+Owns the layout that docs/format-rank-file.md describes; header.py reads it.
+
+The file is a safetensors file. The digests of the data section are known only after it is written, but the header
+stands before it. So their space is fixed when the file is laid out, and `RankFileLayout.seal` fills it in at the end.
+The header's own digest covers the digests of all blocks, so it stands for the whole file (a tree of two levels).
+
+It is written from pieces of its data section, which come from live memory, from the arena or from a writer process, or
+from a stream of tensors that are computed meanwhile. Both ways hash each block while it is in the processor's cache.
 """
 
 from __future__ import annotations
 
+import json
+import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import FileRecord
-from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer
-from titan_ckpt.disk.memory import round_up
-from titan_ckpt.formats.native.layout import BLOCK_BYTES, RankFileLayout, in_file_order, lay_out, rank_file_name
-from titan_ckpt.geometry.chunks import Chunk, LazyTensor, as_bytes, blocks_of, info_of
+from titan_ckpt.disk.files import NUM_WORKERS
+from titan_ckpt.disk.kernel import ALIGNMENT, round_up
+from titan_ckpt.disk.workers import bounce_buffer
+from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.formats.safetensors import container
+from titan_ckpt.geometry.chunks import Chunk, LazyTensor, Shape, TensorInfo, as_bytes, blocks_of, dtype_name, info_of
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
+
+FORMAT_VERSION = 1
+BLOCK_BYTES = 1 << 20
+"""Bytes of the data section per digest: so few that a resharded load reads little more than it needs."""
+
+LARGE_BYTES = 64 * BLOCK_BYTES
+"""Data sections from this size on start at a multiple of BLOCK_BYTES: requests for whole blocks can then be cut where a
+bucket cuts the object, and the header grows by less than 2 % of the file."""
+
+MAX_HEADER_BYTES = container.MAX_HEADER_BYTES
+
+DTYPE_NAMES: Mapping[torch.dtype, str] = {
+    **container.DTYPE_NAMES,
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+}
+
+CARRIERS: Mapping[torch.dtype, tuple[torch.dtype, int]] = {
+    torch.complex128: (torch.float64, 2),
+    torch.complex32: (torch.float16, 2),
+    torch.float4_e2m1fn_x2: (torch.uint8, 1),
+}
+"""Dtypes that not all safetensors readers know -> (dtype that carries their bytes, carriers per element)."""
+STORED_DTYPES = (*DTYPE_NAMES, *CARRIERS)
+
+PREFIX = b'{"__metadata__":{"titan_ckpt.digest":"'
+DIGEST_AT = 8 + len(PREFIX)
+DIGEST_CHARS = 32
+NO_DIGEST = b"0" * DIGEST_CHARS
+_BLOCKS_KEY = b'","titan_ckpt.blocks":"'
+_quoted = json.encoder.encode_basestring
+
+
+def rank_file_name(rank: int) -> str:
+    """Return the name of a rank's file inside a checkpoint's folder."""
+    return f"rank-{rank:05d}.safetensors"
+
+
+@dataclass(frozen=True, slots=True)
+class RankFileLayout:
+    """A rank's file before it is written."""
+
+    data_start: int
+    data_bytes: int
+    template: bytes
+    """The header with zeros for digests."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.data_start + self.data_bytes
+
+    @property
+    def num_blocks(self) -> int:
+        return -(-self.data_bytes // BLOCK_BYTES)
+
+    def seal(self, block_digests: Sequence[str]) -> tuple[bytes, str]:
+        """Return the header's bytes and its digest, which stands for the whole file."""
+        assert len(block_digests) == self.num_blocks
+        header = bytearray(self.template)
+        at = DIGEST_AT + DIGEST_CHARS + len(_BLOCKS_KEY)
+        header[at : at + DIGEST_CHARS * self.num_blocks] = "".join(block_digests).encode()
+        digest = xxhash.xxh3_128_hexdigest(header)
+        header[DIGEST_AT : DIGEST_AT + DIGEST_CHARS] = digest.encode()
+        return bytes(header), digest
+
+
+def in_file_order(info: TensorInfo, chunk: Chunk) -> tuple[bool, int]:
+    """Return the key by which a file's chunks are sorted: those of whole blocks first, then wider elements first.
+
+    Blocks at the beginning hold one chunk each, wherever ranks cut its rows: their digests tell whether two steps hold
+    the same values (`NativeReader.blocks_of`).
+    """
+    num_bytes = chunk.numel * info.dtype.itemsize
+    return not num_bytes or num_bytes % BLOCK_BYTES > 0, -info.dtype.itemsize
+
+
+def lay_out(
+    chunks: Sequence[tuple[str, TensorInfo, Chunk]],
+    rank: int,
+    world_size: int,
+    elsewhere: Mapping[str, TensorInfo] | None = None,
+) -> RankFileLayout:
+    """Lay out a rank's file for chunks of global tensors, in their order, which is that of `in_file_order`.
+
+    So every entry starts at a multiple of its element size without gaps.
+    `elsewhere` (rank 0): tensors of the checkpoint that this file has no chunk of, so that rank 0's file names all.
+    Raises: StateEncodingError if the header is over the limit of the safetensors format.
+    """
+    order = [in_file_order(info, chunk) for _, info, chunk in chunks]
+    assert order == sorted(order), "an entry would not be aligned"
+    names = _entry_names([fqn for fqn, _, _ in chunks])
+    sizes = [chunk.numel * info.dtype.itemsize for _, info, chunk in chunks]
+    data_bytes = sum(sizes)
+    metadata = {
+        "titan_ckpt.version": str(FORMAT_VERSION),
+        "titan_ckpt.rank": str(rank),
+        "titan_ckpt.world_size": str(world_size),
+        "titan_ckpt.block_bytes": str(BLOCK_BYTES),
+        "format": "pt",
+        **_chunk_texts(names, chunks),
+    }
+    if elsewhere:
+        infos = {fqn: [dtype_name(i.dtype), list(i.shape)] for fqn, i in elsewhere.items()}
+        metadata["titan_ckpt.elsewhere"] = _compact(infos)
+    tensors = _tensor_rows(names, chunks, sizes)
+    blocks = b"0" * (DIGEST_CHARS * -(-data_bytes // BLOCK_BYTES))
+    head = PREFIX + NO_DIGEST + _BLOCKS_KEY + blocks + b'",' + _compact(metadata).encode()[1:]
+    text = b"".join([head, b"," if tensors else b"", tensors, b"}"])
+    length = round_up(8 + len(text), BLOCK_BYTES if data_bytes >= LARGE_BYTES else ALIGNMENT) - 8
+    if length > MAX_HEADER_BYTES:
+        raise StateEncodingError(
+            f"rank {rank} would write {len(chunks)} tensors under a header of {length} bytes, over the "
+            f"{MAX_HEADER_BYTES} of the safetensors format: stack small tensors, or use more ranks"
+        )
+    return RankFileLayout(8 + length, data_bytes, struct.pack("<Q", length) + text.ljust(length))
+
+
+def _entry_names(fqns: Sequence[str]) -> list[str]:
+    """Name the second and later chunks of an fqn `<fqn>#<n>`, avoiding names of tensors."""
+    taken = set(fqns)
+    seen = {"__metadata__": 1}
+    names = []
+    for fqn in fqns:
+        count = seen.get(fqn, 0)
+        name = fqn
+        while count and (name := f"{fqn}#{count}") in taken:
+            count += 1
+        taken.add(name)
+        seen[fqn] = count + 1
+        names.append(name)
+    return names
+
+
+def _chunk_texts(names: Sequence[str], chunks: Sequence[tuple[str, TensorInfo, Chunk]]) -> dict[str, str]:
+    """Return the header's metadata on chunks; entries with equal shape, offsets and carrier share one description."""
+    kinds: dict[tuple[Shape, Shape, torch.dtype | None], int] = {}
+    numbers = []
+    for _, info, chunk in chunks:
+        carried = info.dtype if info.dtype in CARRIERS else None
+        if carried is None and chunk.sizes == info.shape:
+            numbers.append(0)
+        else:
+            numbers.append(kinds.setdefault((info.shape, chunk.offsets, carried), len(kinds) + 1))
+    fqns = {name: fqn for name, (fqn, _, _) in zip(names, chunks, strict=True) if name != fqn}
+    texts = {"titan_ckpt.fqns": _compact(fqns)} if fqns else {}
+    if kinds:
+        rows = [[*place] if carried is None else [*place, dtype_name(carried)] for *place, carried in kinds]
+        texts |= {"titan_ckpt.kinds": _compact(rows), "titan_ckpt.kind_of": _compact(numbers)}
+    return texts
+
+
+def _tensor_rows(names: Sequence[str], chunks: Sequence[tuple[str, TensorInfo, Chunk]], sizes: Sequence[int]) -> bytes:
+    """Return `"name":{...}` of every entry as JSON, without the outer braces."""
+    kinds: dict[tuple[torch.dtype, Shape], str] = {}
+    rows = []
+    start = 0
+    for name, (_, info, chunk), num_bytes in zip(names, chunks, sizes, strict=True):
+        kind = info.dtype, chunk.sizes
+        text = kinds.get(kind) or kinds.setdefault(kind, _kind_of_row(*kind))
+        rows.append(f"{_quoted(name)}{text}{start},{start + num_bytes}]}}")
+        start += num_bytes
+    return ",".join(rows).encode()
+
+
+def _kind_of_row(dtype: torch.dtype, shape: Shape) -> str:
+    if dtype in CARRIERS:
+        dtype, count = CARRIERS[dtype]
+        shape = (*shape, count)
+    return f':{{"dtype":"{DTYPE_NAMES[dtype]}","shape":{_compact(shape)},"data_offsets":['
+
+
+def _compact(value: Any) -> str:
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
+
 
 Pieces = Callable[[int, int], AbstractContextManager[memoryview]]
 """(start, stop) -> these bytes of the data section, in aligned memory, padded to a multiple of the alignment."""

@@ -19,7 +19,7 @@ from titan_ckpt.directory.names import manifest_path
 from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile, StoredChunk, header_bytes, parse_header
-from titan_ckpt.formats.native.layout import rank_file_name
+from titan_ckpt.formats.native.rank_file import rank_file_name
 from titan_ckpt.formats.reading.engine import SliceFill, verify
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused

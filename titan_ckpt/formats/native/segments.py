@@ -16,7 +16,7 @@ from typing import Self
 import torch
 
 from titan_ckpt.disk import cuda
-from titan_ckpt.disk.memory import Buffer, move_bytes
+from titan_ckpt.disk.kernel import Buffer, move_bytes
 from titan_ckpt.geometry.chunks import as_bytes, is_plain_memory
 
 _PACKED_BYTES = 256 << 10

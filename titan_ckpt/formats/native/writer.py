@@ -16,14 +16,20 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.directory.manifest import FileRecord
-from titan_ckpt.disk.direct import bounce_buffer
-from titan_ckpt.disk.memory import round_up
+from titan_ckpt.disk.kernel import round_up
+from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import Share, divide
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.native.arena import Arena, StagingHandle
-from titan_ckpt.formats.native.layout import STORED_DTYPES, RankFileLayout, in_file_order, lay_out, rank_file_name
-from titan_ckpt.formats.native.rank_file import write_rank_file
+from titan_ckpt.formats.native.rank_file import (
+    STORED_DTYPES,
+    RankFileLayout,
+    in_file_order,
+    lay_out,
+    rank_file_name,
+    write_rank_file,
+)
 from titan_ckpt.formats.native.segments import Places, Segments
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.gc_paused import gc_paused

@@ -22,12 +22,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.disk.kernel import map_memory
-from titan_ckpt.disk.memory import Buffer, SharedBuffer, round_up
+from titan_ckpt.disk.kernel import Buffer, SharedBuffer, map_memory, round_up
 from titan_ckpt.encoding.named import import_named
 from titan_ckpt.errors import SaveError
-from titan_ckpt.formats.native.layout import RankFileLayout
-from titan_ckpt.formats.native.rank_file import write_rank_file
+from titan_ckpt.formats.native.rank_file import RankFileLayout, write_rank_file
 from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.settings import OTHERS, StoreConfig

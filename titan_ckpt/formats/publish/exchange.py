@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import Replicate
 
-from titan_ckpt.disk.direct import IO_BYTES, run_workers
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer, move_bytes, round_up
+from titan_ckpt.disk.files import IO_BYTES
+from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, move_bytes, round_up
+from titan_ckpt.disk.workers import run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError

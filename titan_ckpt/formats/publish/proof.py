@@ -15,8 +15,9 @@ from dataclasses import dataclass
 import xxhash
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import IO_BYTES, NUM_WORKERS, bounce_buffer, run_workers
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer, bytes_at, round_up
+from titan_ckpt.disk.files import IO_BYTES, NUM_WORKERS
+from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, bytes_at, round_up
+from titan_ckpt.disk.workers import bounce_buffer, run_workers
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes_of_range
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo

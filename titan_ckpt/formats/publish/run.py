@@ -16,13 +16,12 @@ from functools import partial
 from typing import Any, ClassVar
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import meanwhile
+from titan_ckpt.disk.workers import meanwhile
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.formats.publish.exchange import everyone, row_peers
-from titan_ckpt.formats.publish.outputs import OutputFiles, is_shared
-from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, plan_export
+from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, OutputFiles, is_shared, plan_export
 from titan_ckpt.formats.publish.publication import (
     Unpublished,
     compare_infos,

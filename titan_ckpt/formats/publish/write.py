@@ -23,9 +23,9 @@ from operator import itemgetter
 import torch
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import NUM_WORKERS, bounce_buffer, run_workers
-from titan_ckpt.disk.files import Writer
-from titan_ckpt.disk.memory import ALIGNMENT, bytes_at
+from titan_ckpt.disk.files import NUM_WORKERS, Writer
+from titan_ckpt.disk.kernel import ALIGNMENT, bytes_at
+from titan_ckpt.disk.workers import bounce_buffer, run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError
@@ -36,8 +36,7 @@ from titan_ckpt.formats.publish.exchange import (
     part_of,
     row_peers,
 )
-from titan_ckpt.formats.publish.outputs import OutputFiles
-from titan_ckpt.formats.publish.plan import ExportPlan
+from titan_ckpt.formats.publish.plan import ExportPlan, OutputFiles
 from titan_ckpt.formats.publish.proof import Written, differing, digest
 from titan_ckpt.formats.reading.engine import RUN_BYTES
 from titan_ckpt.formats.reading.slices import windows

@@ -16,8 +16,7 @@ import torch
 from titan_ckpt.encoding import strict_json
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.quantized.folder import FLOATS, Findings, QuantizedFolder
-from titan_ckpt.formats.quantized.tables import nibbles
-from titan_ckpt.formats.quantized.values import Codes, Constant, Numbers, Scaled, Unflattened, Values
+from titan_ckpt.formats.quantized.values import Codes, Constant, Numbers, Scaled, Unflattened, Values, nibbles
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
 _STATE = ".quant_state.bitsandbytes__"

@@ -16,8 +16,17 @@ from typing import Any
 import torch
 
 from titan_ckpt.formats.quantized.folder import FLOAT8, Findings, QuantizedFolder, num_blocks, numbers, scales
-from titan_ckpt.formats.quantized.tables import E2M1_PAIRS, offset_integers
-from titan_ckpt.formats.quantized.values import Codes, Joined, Numbers, Quotient, Scaled, Transposed, Values
+from titan_ckpt.formats.quantized.values import (
+    E2M1_PAIRS,
+    Codes,
+    Joined,
+    Numbers,
+    Quotient,
+    Scaled,
+    Transposed,
+    Values,
+    offset_integers,
+)
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
 _FORMATS = frozenset(

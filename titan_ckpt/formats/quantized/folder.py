@@ -12,8 +12,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError, listed
-from titan_ckpt.formats.quantized.tables import EXPONENTS, floats
-from titan_ckpt.formats.quantized.values import Codes, Numbers, Values
+from titan_ckpt.formats.quantized.values import EXPONENTS, Codes, Numbers, Values, floats
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 from titan_ckpt.stores.store import Place
 

@@ -12,8 +12,7 @@ from math import prod
 import torch
 
 from titan_ckpt.formats.quantized.folder import FLOAT8, Findings, QuantizedFolder, num_blocks, numbers, scales
-from titan_ckpt.formats.quantized.tables import E2M1_PAIRS
-from titan_ckpt.formats.quantized.values import Codes, Scaled
+from titan_ckpt.formats.quantized.values import E2M1_PAIRS, Codes, Scaled
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
 _FP4_GROUP = 32

@@ -9,8 +9,7 @@ from __future__ import annotations
 import torch
 
 from titan_ckpt.formats.quantized.folder import Findings, QuantizedFolder
-from titan_ckpt.formats.quantized.tables import E2M1_PAIRS, EXPONENTS
-from titan_ckpt.formats.quantized.values import Codes, Scaled, Transposed
+from titan_ckpt.formats.quantized.values import E2M1_PAIRS, EXPONENTS, Codes, Scaled, Transposed
 from titan_ckpt.geometry.chunks import TensorInfo
 
 _BLOCKS, _SCALES = "_blocks", "_scales"

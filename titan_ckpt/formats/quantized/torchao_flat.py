@@ -18,8 +18,16 @@ import torch
 from titan_ckpt.encoding import strict_json
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.quantized.folder import FLOAT8, FLOATS, Findings, QuantizedFolder, num_blocks, numbers
-from titan_ckpt.formats.quantized.tables import E2M1_PAIRS, INT4_PAIRS
-from titan_ckpt.formats.quantized.values import Codes, Joined, Numbers, Scaled, Transposed, Values
+from titan_ckpt.formats.quantized.values import (
+    E2M1_PAIRS,
+    INT4_PAIRS,
+    Codes,
+    Joined,
+    Numbers,
+    Scaled,
+    Transposed,
+    Values,
+)
 from titan_ckpt.geometry.chunks import Shape, TensorInfo
 
 _NAMES = "tensor_names"

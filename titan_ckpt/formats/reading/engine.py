@@ -21,9 +21,9 @@ from typing import NamedTuple
 import xxhash
 
 from titan_ckpt import progress
-from titan_ckpt.disk.direct import IO_BYTES, bounce_buffer, finish_uploads, num_copy_workers, run_workers
-from titan_ckpt.disk.files import Reader
-from titan_ckpt.disk.memory import ALIGNMENT, bytes_at
+from titan_ckpt.disk.files import IO_BYTES, Reader
+from titan_ckpt.disk.kernel import ALIGNMENT, bytes_at
+from titan_ckpt.disk.workers import bounce_buffer, finish_uploads, num_copy_workers, run_workers
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.shared import Deal, warn_of
 from titan_ckpt.formats.reading.slices import Held, Slice, Window, scatter

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 import xxhash
 
 from titan_ckpt.disk import cuda
-from titan_ckpt.disk.direct import num_copy_workers, run_workers
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer, round_up
+from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, round_up
+from titan_ckpt.disk.workers import num_copy_workers, run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import CheckpointError

@@ -1,3 +1,3 @@
 """safetensors files: their header, and reads of any region of their tensors."""
 
-__all__ = ["container", "reader"]
+__all__ = ["container"]

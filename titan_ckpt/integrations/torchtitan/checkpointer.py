@@ -24,7 +24,7 @@ from torchtitan.components.checkpointer import CheckpointManager as TorchtitanMa
 from titan_ckpt.config import StopConfig
 from titan_ckpt.converters import LoRAConverter, ModelConvertersContainer
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.encoding.local_path import is_uri
+from titan_ckpt.encoding.paths import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.integrations.torchtitan import held, settings

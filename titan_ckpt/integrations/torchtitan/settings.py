@@ -19,7 +19,7 @@ from titan_ckpt.config import (
     SaveConfig,
 )
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.encoding.local_path import is_uri
+from titan_ckpt.encoding.paths import is_uri
 from titan_ckpt.errors import ConfigError, counted
 from titan_ckpt.formats.huggingface.peft import CONFIG as PEFT_CONFIG
 from titan_ckpt.stores.bucket import open_location

@@ -28,7 +28,7 @@ from titan_ckpt.errors import (
     StateEncodingError,
 )
 from titan_ckpt.formats.native.header import header_bytes
-from titan_ckpt.formats.native.layout import BLOCK_BYTES, STORED_DTYPES
+from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, STORED_DTYPES
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.geometry.chunks import Chunk

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tests.fake_cuda import on_device
 from tests.world import bits
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.formats.native import segments
 from titan_ckpt.formats.native.segments import Places, Segments
 

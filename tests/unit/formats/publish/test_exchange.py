@@ -19,8 +19,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.faults.forked_ranks import outcome
 from tests.faults.forked_ranks import run as run_ranks
-from titan_ckpt.disk.direct import IO_BYTES
-from titan_ckpt.disk.memory import ALIGNMENT, Buffer
+from titan_ckpt.disk.files import IO_BYTES
+from titan_ckpt.disk.kernel import ALIGNMENT, Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.publish.exchange import Exchange, Marks, part_of, row_peers, runs_of
 from titan_ckpt.formats.publish.proof import digest

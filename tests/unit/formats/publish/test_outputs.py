@@ -12,7 +12,7 @@ import torch
 
 from tests.faults.shim import intercepted
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.publish.outputs import OutputFiles
+from titan_ckpt.formats.publish.plan import OutputFiles
 from titan_ckpt.formats.safetensors.container import lay_out
 from titan_ckpt.geometry.chunks import TensorInfo
 

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.interop.folders import a_box
-from titan_ckpt.formats.quantized import tables
-from titan_ckpt.formats.quantized.reading import cut
+from titan_ckpt.formats.quantized import values
+from titan_ckpt.formats.quantized.open import cut
 from titan_ckpt.formats.quantized.values import (
     Codes,
     Constant,
@@ -79,7 +79,7 @@ def test_a_box_of_scaled_blocks_is_that_box_of_the_whole(data: st.DataObject) ->
     block = tuple(data.draw(st.integers(1, n)) for n in shape)
     grid = tuple(-(-n // b) for n, b in zip(shape, block, strict=True))
     stored: Stored = {}
-    table = data.draw(st.sampled_from([tables.E2M1_PAIRS, tables.offset_integers(4), tables.offset_integers(8)]))
+    table = data.draw(st.sampled_from([values.E2M1_PAIRS, values.offset_integers(4), values.offset_integers(8)]))
     parts = [numbers(stored, name, torch.randn(grid)) for name in ("scale", "zero", "offset")]
     zero, offset = (part if data.draw(st.booleans()) else None for part in parts[1:])
     value = Scaled(codes(stored, "codes", shape, table), parts[0], block, zero=zero, offset=offset)
@@ -113,7 +113,7 @@ def test_a_box_of_rearranged_values_is_that_box_of_the_whole(data: st.DataObject
     dense = stored["base"].permute(dims).reshape(sizes)[tuple(slice(n) for n in shape)]
     assert torch.equal(whole(joined, stored), dense)
     check_box(joined, stored, a_box(data, shape))
-    flat = codes(stored, "flat", (a * b * c,), tables.E2M1_PAIRS)
+    flat = codes(stored, "flat", (a * b * c,), values.E2M1_PAIRS)
     many = Unflattened(flat, (a, b, c))
     assert torch.equal(whole(many, stored), whole(flat, stored).view(a, b, c))
     check_box(many, stored, a_box(data, many.shape))
@@ -155,18 +155,18 @@ def _factorings(n: int) -> list[tuple[int, ...]]:
 def test_tables_of_numbers_are_what_torch_casts(dtype: torch.dtype) -> None:
     """Every byte has the value that torch gives it, not-a-number included."""
     every = torch.arange(256).to(torch.uint8).view(dtype).float()
-    assert torch.equal(tables.floats(dtype).view(256).view(torch.int32), every.view(torch.int32))
+    assert torch.equal(values.floats(dtype).view(256).view(torch.int32), every.view(torch.int32))
 
 
 def test_tables_of_codes_are_what_the_formats_say() -> None:
     """E8M0 is a power of two, subnormal ones too; nibbles come low or high first, signed or with an offset."""
     powers = torch.arange(255).to(torch.uint8)
-    assert torch.equal(tables.EXPONENTS.view(256)[:255], powers.view(torch.float8_e8m0fnu).float())
-    assert tables.INT4_PAIRS[0x8F].tolist() == [-1, -8]
-    assert tables.offset_integers(4)[0x8F].tolist() == [7, 0]
-    assert tables.offset_integers(8)[[0, 128, 255]].view(-1).tolist() == [-128, 0, 127]
-    assert tables.E2M1_PAIRS[0xF7].tolist() == [6, -6]
-    assert tables.nibbles(torch.arange(16), high_first=True)[0x2A].tolist() == [2, 10]
+    assert torch.equal(values.EXPONENTS.view(256)[:255], powers.view(torch.float8_e8m0fnu).float())
+    assert values.INT4_PAIRS[0x8F].tolist() == [-1, -8]
+    assert values.offset_integers(4)[0x8F].tolist() == [7, 0]
+    assert values.offset_integers(8)[[0, 128, 255]].view(-1).tolist() == [-128, 0, 127]
+    assert values.E2M1_PAIRS[0xF7].tolist() == [6, -6]
+    assert values.nibbles(torch.arange(16), high_first=True)[0x2A].tolist() == [2, 10]
 
 
 def test_tables_are_the_same_where_a_model_is_built() -> None:
@@ -174,12 +174,12 @@ def test_tables_are_the_same_where_a_model_is_built() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            made = runpy.run_path(tables.__file__)
+            made = runpy.run_path(values.__file__)
             made["FLOAT8"], made["OFFSET"] = made["floats"](torch.float8_e4m3fn), made["offset_integers"](8)
     finally:
         torch.set_default_dtype(torch.float32)
-    expected = {name: getattr(tables, name) for name in ("EXPONENTS", "E2M1_PAIRS", "INT4_PAIRS")}
-    expected |= {"FLOAT8": tables.floats(torch.float8_e4m3fn), "OFFSET": tables.offset_integers(8)}
+    expected = {name: getattr(values, name) for name in ("EXPONENTS", "E2M1_PAIRS", "INT4_PAIRS")}
+    expected |= {"FLOAT8": values.floats(torch.float8_e4m3fn), "OFFSET": values.offset_integers(8)}
     for name, table in expected.items():
         assert made[name].dtype == torch.float32
         assert torch.equal(made[name].view(torch.int32), table.view(torch.int32)), name
@@ -189,6 +189,6 @@ def test_leaves_are_the_stored_tensors() -> None:
     """An expression names every tensor that it is computed from, once."""
     stored: Stored = {}
     scale = numbers(stored, "scale", torch.ones(2, 2))
-    value = Transposed(Scaled(codes(stored, "codes", (4, 6), tables.E2M1_PAIRS), scale, (2, 3)), (1, 0))
+    value = Transposed(Scaled(codes(stored, "codes", (4, 6), values.E2M1_PAIRS), scale, (2, 3)), (1, 0))
     assert sorted(leaf.key for leaf in value.leaves()) == ["codes", "scale"]
     assert all(isinstance(leaf, Leaf) for leaf in value.leaves())

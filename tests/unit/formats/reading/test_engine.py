@@ -14,8 +14,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from titan_ckpt.disk import direct
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk import files
+from titan_ckpt.disk.files import FileReader
 from titan_ckpt.formats.reading import engine
 from titan_ckpt.formats.reading.engine import Blocks, SliceFill
 from titan_ckpt.formats.reading.slices import Slice
@@ -131,7 +131,7 @@ def test_a_disk_that_fails_under_a_mapping_has_not_cut_the_file_short(
     def fails(_mapping: memoryview, _advice: int) -> None:
         raise OSError(errno.EFAULT, "bad address")
 
-    monkeypatch.setattr(direct, "advise", fails)
+    monkeypatch.setattr(files, "advise", fails)
     monkeypatch.setattr(FileReader, "cached_bytes", lambda _self, _offset, num_bytes: num_bytes)
     file, into = FileReader(tmp_path / "a.bin"), torch.zeros(value.shape, dtype=torch.float64)
     SliceFill([(file, None, [Slice("x", 0, value.shape, value.dtype, None, into)])])()

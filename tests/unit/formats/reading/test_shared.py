@@ -10,7 +10,7 @@ import pytest
 import torch
 import xxhash
 
-from titan_ckpt.disk.direct import FileReader
+from titan_ckpt.disk.files import FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.reading import shared
 from titan_ckpt.formats.reading.engine import Blocks, SliceReader

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from titan_ckpt.disk.direct import FileReader
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.files import FileReader
+from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.reading.slices import Held, Slice, scatter
 from titan_ckpt.geometry.chunks import Chunk

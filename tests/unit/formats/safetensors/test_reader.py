@@ -16,13 +16,12 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from tests.unit.formats.native.test_native import drop_from_page_cache
-from titan_ckpt.disk.direct import FileReader
-from titan_ckpt.disk.memory import Buffer
+from titan_ckpt.disk.files import FileReader
+from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.reading import engine
 from titan_ckpt.formats.reading.slices import windows
-from titan_ckpt.formats.safetensors.container import read_header
-from titan_ckpt.formats.safetensors.reader import SafetensorsFiles
+from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
 from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import PermuteRotary

@@ -124,7 +124,7 @@ def read(optimizer: Optimizer) -> OptimizerContent:
             f"{error} Take an optimizer that returns its state on every rank, such as one over parameters that "
             "fully_shard() has sharded"
         ) from error
-    order = parameters_of(optimizer)
+    order = [*_numbers(optimizer)]
     groups: Any = own.get("param_groups") if type(own) in DICTS else None
     if not _lists(groups, optimizer) or type(own.get("state")) not in DICTS:
         return OptimizerContent({}, [{} for _ in optimizer.param_groups], {"state_dict": {"": own}})
@@ -166,7 +166,7 @@ def give(optimizer: Optimizer, content: OptimizerContent) -> None:
         return
     name = type(optimizer).__qualname__
     beside = content.beside.get("state_dict", {})
-    index = {parameter: i for i, parameter in enumerate(parameters_of(optimizer))}
+    index = _numbers(optimizer)
     state: dict[Any, Any] = {index[p]: dict(own) for p, own in content.state.items()}
     pairs = zip(content.groups, optimizer.param_groups, strict=True)
     numbered = [{**group, "params": [index[p] for p in live["params"]]} for group, live in pairs]
@@ -200,13 +200,18 @@ def _give_directly(optimizer: Optimizer, content: OptimizerContent) -> None:
 
 
 def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Return the parameters in the order by which torch numbers them."""
-    return list(dict.fromkeys(p for group in optimizer.param_groups for p in group["params"]))
+    """Return the parameters of all groups; every step asks for them."""
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def _numbers(optimizer: Optimizer) -> dict[nn.Parameter, int]:
+    """Return the number by which torch's `state_dict` calls each parameter."""
+    return {parameter: i for i, parameter in enumerate(dict.fromkeys(parameters_of(optimizer)))}
 
 
 def _lists(groups: Any, optimizer: Optimizer) -> bool:
     """Return whether these are the live groups with numbers for parameters, as torch's `state_dict` lists them."""
-    index = {parameter: i for i, parameter in enumerate(parameters_of(optimizer))}
+    index = _numbers(optimizer)
     numbers = [[index[p] for p in group["params"]] for group in optimizer.param_groups]
     return type(groups) is list and [g.get("params") if type(g) is dict else None for g in groups] == numbers
 

@@ -250,9 +250,6 @@ def room(
 
 def _texts(value: DTensor) -> list[str] | None:
     """Return placements as text; None for those that cannot be made by name."""
-    texts = []
-    for placement in value.placements:
-        if not isinstance(placement, Replicate) and type(placement) is not Shard:
-            return None
-        texts.append(f"S{placement.dim}" if isinstance(placement, Shard) else "R")
-    return texts
+    if any(not isinstance(placement, Replicate) and type(placement) is not Shard for placement in value.placements):
+        return None
+    return [f"S{placement.dim}" if isinstance(placement, Shard) else "R" for placement in value.placements]

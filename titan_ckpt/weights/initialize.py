@@ -119,24 +119,21 @@ def construct(
 
 def match_patterns(parameters: Collection[str], patterns: Sequence[NamePattern]) -> dict[str, NamePattern]:
     """Return the first pattern that matches each name. Raises: ConfigError listing names and patterns without one."""
-    matched: dict[str, NamePattern] = {}
-    used: set[int] = set()
-    for fqn in parameters if patterns else ():
-        numbers = [i for i, pattern in enumerate(patterns) if re.fullmatch(pattern.names, clean_fqn(fqn))]
-        used.update(numbers)
-        if numbers:
-            matched[fqn] = patterns[numbers[0]]
-    bare = [fqn for fqn in parameters if fqn not in matched] if patterns else []
+    matching = {
+        fqn: [pattern for pattern in patterns if re.fullmatch(pattern.names, clean_fqn(fqn))]
+        for fqn in (parameters if patterns else ())
+    }
+    bare = [fqn for fqn, own in matching.items() if not own]
     problems = [f"model.initial_values: no pattern matches {listed(bare, ', ', ' ', _LISTED)}"] if bare else []
     problems += [
         f"model.initial_values: {pattern.names!r} matches no parameter; names look like {fqn}"
-        for i, pattern in enumerate(patterns)
+        for pattern in patterns
         for fqn in [*parameters][:1]
-        if i not in used
+        if not any(pattern is each for own in matching.values() for each in own)
     ]
     if problems:
         raise ConfigError(problems)
-    return matched
+    return {fqn: own[0] for fqn, own in matching.items()}
 
 
 def materialize(model: nn.Module, device: torch.device | str) -> None:

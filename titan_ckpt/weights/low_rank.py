@@ -30,13 +30,10 @@ KIND = "lora"
 PARTS = "titan_ckpt_parts"
 """Record beside adapter_config.json: module -> the ranks of the blocks of its pair, if the pair is block diagonal."""
 A, B, MAGNITUDE, COPY, ROWS, BIAS = "lora_a", "lora_b", "lora_magnitude", "trained", "trained_rows", "lora_b.bias"
-_NAMES = (
-    (rf"(?P<module>.+)\.(?P<role>{A}|{B}|{MAGNITUDE}|{ROWS})\.weight", "{module}", "{module}.weight"),
-    (rf"(?P<module>.+)\.(?P<role>{re.escape(BIAS)})", "{module}", "{module}.bias"),
-    (rf"(?P<module>.+)\.lora_(?P<parameter>[^.]+)\.(?P<role>{A}|{B})", "{module}.{parameter}", "{module}.{parameter}"),
-    (rf"(?P<module>.+)\.(?P<role>{COPY})\.(?P<parameter>[^.]+)", "{module}", "{module}.{parameter}"),
-)
-"""The name of a tensor, its site, and the tensor of the base that it changes."""
+_OF_MODULE = re.compile(rf"(?P<module>.+)\.(?P<role>{A}|{B}|{MAGNITUDE}|{ROWS})\.weight")
+_OF_BIAS = re.compile(rf"(?P<module>.+)\.{re.escape(BIAS)}")
+_OF_STACK = re.compile(rf"(?P<module>.+)\.lora_(?P<parameter>[^.]+)\.(?P<role>{A}|{B})")
+_OF_COPY = re.compile(rf"(?P<module>.+)\.{COPY}\.(?P<parameter>[^.]+)")
 _WILD = frozenset("*?[")
 Operation = Literal["linear", "embedding", "conv1d", "stack"]
 """How a weight is used: by a linear module, as an embedding table, by GPT-2's Conv1D, whose weight is transposed, or as
@@ -58,10 +55,15 @@ class LoRATensor:
 
 def lora_tensor(name: str) -> LoRATensor | None:
     """Return the part of a tensor in an adapter; None for a name that LoRA does not give."""
-    for pattern, site, weight in _NAMES:
-        if match := re.fullmatch(pattern, name):
-            names = match.groupdict()
-            return LoRATensor(names["role"], site.format(**names), weight.format(**names))
+    if match := _OF_MODULE.fullmatch(name):
+        return LoRATensor(match["role"], match["module"], f"{match['module']}.weight")
+    if match := _OF_BIAS.fullmatch(name):
+        return LoRATensor(BIAS, match["module"], f"{match['module']}.bias")
+    if match := _OF_STACK.fullmatch(name):
+        site = f"{match['module']}.{match['parameter']}"
+        return LoRATensor(match["role"], site, site)
+    if match := _OF_COPY.fullmatch(name):
+        return LoRATensor(COPY, match["module"], f"{match['module']}.{match['parameter']}")
     return None
 
 

@@ -94,9 +94,8 @@ class Optimizers(Item):
         total = 0
         for optimizer in self.optimizers:
             total += sum(local_tensor(value).nbytes for s in optimizer.state.values() for value in tensors_in(s))
-            for group in optimizer.param_groups:
-                fresh = [p for p in group["params"] if p not in optimizer.state]
-                total += sum(8 * block.data.numel() for p in fresh for block in blocks_of(p))
+            fresh = (p for p in optimizer_content.parameters_of(optimizer) if p not in optimizer.state)
+            total += sum(8 * block.data.numel() for p in fresh for block in blocks_of(p))
         return total
 
     @classmethod

@@ -60,14 +60,13 @@ def _modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _kinds(module: nn.Module) -> tuple[type, ...]:
     """Return the user's own classes of a module; none if its integration judges it."""
-    kind: type = type(module)
-    return _own_kinds(kind)
+    return _own_kinds(type(module).__mro__)
 
 
 @cache
-def _own_kinds(kind: type) -> tuple[type, ...]:
-    is_judged = any(package_of(base) in _JUDGED for base in kind.__mro__)
-    return () if is_judged else tuple(base for base in kind.__mro__ if is_own_kind(base))
+def _own_kinds(kinds: tuple[type, ...]) -> tuple[type, ...]:
+    is_judged = any(package_of(kind) in _JUDGED for kind in kinds)
+    return () if is_judged else tuple(filter(is_own_kind, kinds))
 
 
 def _gives(module: nn.Module, *methods: str) -> bool:

@@ -33,9 +33,8 @@ from titan_ckpt.models.registry import build_model, find_architecture, read_conf
 from titan_ckpt.rng import RandomState
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue
 from titan_ckpt.training.callbacks.base import import_callbacks
-from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
 from titan_ckpt.training.callbacks.console import METRICS, Logging, ProgressBar
-from titan_ckpt.training.callbacks.evaluation import Evaluation
+from titan_ckpt.training.callbacks.due import Checkpointing, Evaluation, Export
 from titan_ckpt.training.callbacks.monitors import GradientHealth, LoadBalance, MemoryMonitor
 from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
 from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb

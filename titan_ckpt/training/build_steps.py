@@ -41,7 +41,7 @@ from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import DEFAULT_STEPS, RunConfig
 from titan_ckpt.training.data.batch import Batch, collate
 from titan_ckpt.training.data.chat import ChatTemplate
-from titan_ckpt.training.data.loader import Workers, build_dataloader
+from titan_ckpt.training.data.loader import build_dataloader
 from titan_ckpt.training.data.sequences import IndexedDataset
 from titan_ckpt.training.data.stream import Encoder
 from titan_ckpt.training.data.tokenizer import TextTokenizer
@@ -211,8 +211,9 @@ class BuildSteps:
         """Return a loader whose state_dict holds the position in the data. If it ends, the run ends there."""
         assert self.dataset is not None, "who builds no dataset builds a loader"
         data, training = self.config.data, self.config.training
-        workers = Workers(data.num_workers, data.prefetch, self.ranks.device.type == "cuda")
-        return build_dataloader(self.dataset, training.batch_size, self.collate, self.config.seed, workers)
+        batches = (self.dataset, training.batch_size, self.collate, self.config.seed)
+        pinned = self.ranks.device.type == "cuda"
+        return build_dataloader(*batches, data.num_workers, data.prefetch, pin_memory=pinned)
 
     def parallelize_model(self) -> Sequence[nn.Module]:
         """Return this rank's parts of the model, with memory; reseed ranks with different data differently.

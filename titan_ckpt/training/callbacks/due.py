@@ -8,20 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from titan_ckpt.rng import RandomState
-from titan_ckpt.training.callbacks.base import Callback, StepMetrics
+from titan_ckpt.training.callbacks.base import Callback, StepMetrics, Trainer
 from titan_ckpt.training.config import EVALUATED, EvaluationConfig
 from titan_ckpt.training.data.batch import Batch, without_labels
 from titan_ckpt.training.data.sequences import IndexedDataset
 from titan_ckpt.training.loss import num_predicted
 from titan_ckpt.training.parallel.data_parallel import free_gathered
-
-if TYPE_CHECKING:
-    from titan_ckpt.training.trainer import Trainer
 
 
 class Evaluation(Callback):

@@ -1,8 +1,8 @@
 """QAT as a model converter: torchao's fake quantization in the forward, plain weights in every checkpoint.
 
 Owns the schemes, the choice of modules, and quantized weights in torchao's form on disk: the inner tensors of its
-tensor subclasses, as transformers saves them. torchao quantizes each tensor and takes it apart; nothing here repeats its
-arithmetic. It is imported only when a model is converted, or exported.
+tensor subclasses, as transformers saves them. torchao quantizes each tensor and takes it apart; nothing here repeats
+its arithmetic. It is imported only when a model is converted, or exported.
 Source of the form: torchao, `prototype/safetensors/safetensors_support.py`; transformers,
 `utils/quantization_config.py` TorchAoConfig.
 """

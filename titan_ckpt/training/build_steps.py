@@ -31,9 +31,10 @@ from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel, Model
 from titan_ckpt.models.registry import build_model, find_architecture, read_config
 from titan_ckpt.rng import RandomState
+from titan_ckpt.telemetry.events import METRICS
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue
 from titan_ckpt.training.callbacks.base import import_callbacks
-from titan_ckpt.training.callbacks.console import METRICS, Logging, ProgressBar
+from titan_ckpt.training.callbacks.console import Logging, ProgressBar
 from titan_ckpt.training.callbacks.due import Checkpointing, Evaluation, Export
 from titan_ckpt.training.callbacks.monitors import GradientHealth, LoadBalance, MemoryMonitor
 from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler

@@ -24,8 +24,6 @@ from titan_ckpt.progress import CONSOLE
 from titan_ckpt.telemetry.events import read_events
 from titan_ckpt.training.callbacks.base import Callback, LogValue, StepMetrics, Trainer
 
-METRICS = "metrics.jsonl"
-
 logger = logging.getLogger(__name__)
 
 

@@ -43,8 +43,6 @@ from titan_ckpt.weights.low_rank import (
     BIAS,
     ROWS,
     LoRARecord,
-    LowRank,
-    Stack,
     StoredUpdates,
     TrainedRows,
     WeightUpdate,
@@ -58,7 +56,7 @@ _LATER = ("frozen_copies", "bias", "lora_bias", "trainable_token_indices", "ensu
 """Settings that an earlier version does not have."""
 
 
-class LoRAConverter(ModelConverter):
+class LoRAConverter(ModelConverter, PeftAdapter):
     """Adds A and B, DoRA's magnitudes and trained copies of modules; base weights keep their names."""
 
     stage: ClassVar[Stage] = "adapt"
@@ -67,21 +65,10 @@ class LoRAConverter(ModelConverter):
 
     def __init__(self, config: LoRAConfig) -> None:
         super().__init__(config)
-        self.adapted: dict[str, LowRank] = {}
-        """The adapter of each adapted module, by the module's fqn."""
+        PeftAdapter.__init__(self)
         self.tied: set[str] = set()
         """The adapted modules that share their weight with another one, which merging would change too."""
-        self._stacks: dict[str, Stack] = {}
-        self._following: dict[str, str] = {}
-        self._shares = False
-        self._frozen: list[str] = []
-        self.added: list[WeightUpdate] = []
-        """Updates beside the pairs: of biases, and rows of tables."""
-        self._copied: dict[str, str] = {}
-        """The fqn of a trained copy's tensor -> the fqn of the base's tensor."""
         self._owned: set[str] = set()
-        self._others: list[str] = []
-        """The base's tensors without an adapter; target_modules of a PEFT export must not select their modules."""
 
     def convert(self, model: nn.Module) -> None:
         """Freeze the model and attach adapters, in place.
@@ -125,8 +112,8 @@ class LoRAConverter(ModelConverter):
         both = {
             table for fqn, table in following.items() if config.ensure_weight_tying or (table in rows) > (fqn in rows)
         }
-        self._frozen = frozen
-        self._shares = bool(tied & {*adapted, *copied})
+        self.frozen = frozen
+        self.shares = bool(tied & {*adapted, *copied})
         self.tied |= (tied & {*adapted, *copied, *rows}) - both
         if self.tied:
             shared = ", ".join(sorted(self.tied))
@@ -137,7 +124,7 @@ class LoRAConverter(ModelConverter):
         for site in chosen:
             self.adapted[site.fqn] = site.update
             if site.update.operation == "stack":
-                self._stacks[site.fqn] = stack_of(site.module, site.parameter)
+                self.stacks[site.fqn] = stack_of(site.module, site.parameter)
             attach(
                 site.module,
                 site.update,
@@ -148,24 +135,24 @@ class LoRAConverter(ModelConverter):
             )
             self.added += [site.update.added_bias] if site.update.added_bias else []
         for fqn in copied:
-            self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in leaves[fqn].state_dict()}
+            self.copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in leaves[fqn].state_dict()}
             attach_copy(leaves[fqn], dtype)
         for fqn, leader in following.items():  # before its own rows, which act on the table that it follows
             if leader in both:
-                self._following[fqn] = leader
+                self.following[fqn] = leader
             if leader in both or leader in frozen:
                 follow(modules[fqn], modules[leader], adapter=leader in both)
         for fqn, module in {**biased, **{fqn: leaves[fqn] for fqn in frozen}}.items():
             own = [name for name, _ in module.named_parameters(recurse=False)] if fqn in frozen else ["bias"]
-            self._copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in own}
+            self.copied |= {f"{fqn}.trained.{name}": f"{fqn}.{name}" for name in own}
             copy_parameters(module, own, dtype, trained=fqn not in frozen)
         for fqn, indices in rows.items():
             self.added.append(TrainedRows(f"{fqn}.weight", f"{fqn}.{ROWS}.weight", indices))
             copy_rows(leaves[fqn], indices, dtype)
         updates = [*self.adapted.values(), *self.added]
-        self._owned = {name for update in updates for name in update.tensors} | set(self._copied)
+        self._owned = {name for update in updates for name in update.tensors} | set(self.copied)
         weights = {update.weight for update in self.adapted.values()} | self._owned
-        self._others += [fqn for name in model.state_dict() if (fqn := clean_fqn(name)) not in weights]
+        self.others += [fqn for name in model.state_dict() if (fqn := clean_fqn(name)) not in weights]
         self.initialize([model])
         FirstForward(model, tied)
         logger.info(
@@ -187,7 +174,7 @@ class LoRAConverter(ModelConverter):
         for update in (*self.adapted.values(), *self.added):
             if update.tensors[0] in state_dict:
                 updates.setdefault(update.weight, []).append(update)
-        copies = {base: trained for trained, base in self._copied.items() if trained in state_dict}
+        copies = {base: trained for trained, base in self.copied.items() if trained in state_dict}
         changed = {*updates, *copies}
         if tied := sorted(self.tied & {fqn.rpartition(".")[0] for fqn in changed}):
             raise ExportError(
@@ -199,7 +186,7 @@ class LoRAConverter(ModelConverter):
                 f"{', '.join(absent)}: the model has no such tensor to merge the adapter into, such as a bias for that "
                 'of B. Export the adapter alone (format = "peft")'
             )
-        check_adapters(self.adapted, state_dict, copies=[*self._copied, *(n for u in self.added for n in u.tensors)])
+        check_adapters(self.adapted, state_dict, copies=[*self.copied, *(n for u in self.added for n in u.tensors)])
         out: StateDict = {}
         for fqn, value in state_dict.items():
             if fqn in self._owned:
@@ -211,11 +198,7 @@ class LoRAConverter(ModelConverter):
 
     def state_dict_adapter(self) -> StateDictAdapter:
         """Return the adapter that names the keys as PEFT does."""
-        others, added = tuple(self._others), tuple(self.added)
-        return PeftAdapter(
-            self.config, self.adapted, self._copied, others, added, self._following, self._stacks, self._shares,
-            self._frozen,
-        )  # fmt: skip
+        return self
 
     def describe(self) -> list[dict[str, Any]]:
         """Return the settings; those of later versions only where they have an effect, so that old steps are equal."""

@@ -55,7 +55,7 @@ class LowRankPath(nn.Module):
     """
 
     weight: torch.Tensor
-    bias: nn.Parameter | None
+    bias: nn.Parameter
     adapter: LowRank
     lora_dropout: float
     lora_a: Factor
@@ -92,7 +92,7 @@ class LowRankPath(nn.Module):
 
     def _growth(self, combined: torch.Tensor) -> torch.Tensor:
         """Return the factor that gives every output row DoRA's trained norm."""
-        norms = torch.linalg.vector_norm(combined.detach(), dim=int(not self.adapter.transposed))
+        norms: torch.Tensor = torch.linalg.vector_norm(combined.detach(), dim=int(not self.adapter.transposed))
         return self.get_parameter("lora_magnitude.weight") / norms
 
 

@@ -10,7 +10,6 @@ import contextlib
 import math
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import accumulate, chain
 from typing import Any
 
@@ -56,25 +55,29 @@ _FUSED = ({"gate_proj", "up_proj"}, {"w1", "w3"})
 """Projections of experts that are one parameter in transformers 5. Source: peft, _MOE_FUSED_TARGETS."""
 
 
-@dataclass(frozen=True, slots=True)
 class PeftAdapter:
-    """LoRA's StateDictAdapter; see titan_ckpt.types."""
+    """LoRA's StateDictAdapter (titan_ckpt.types), and what LoRA has added to a model: all names are fqns."""
 
     config: LoRAConfig
-    adapted: Mapping[str, LowRank]
-    copied: Mapping[str, str]
-    others: Sequence[str]
-    """The base's other tensors: nothing that is written may select their modules."""
-    added: Sequence[WeightUpdate] = ()
-    """Updates beside the pairs."""
-    following: Mapping[str, str] = field(default_factory=dict)
-    """Linear modules that follow a table, whose weight they share -> that table."""
-    stacks: Mapping[str, Stack] = field(default_factory=dict)
-    """Adapted parameters of stacked experts, in the order of each module's parameters -> their form in PEFT."""
-    shares: bool = False
-    """Whether an adapter or a copy is on a module that shares its weight."""
-    frozen: Collection[str] = ()
-    """The modules whose copies are not trained."""
+
+    def __init__(self) -> None:
+        """Begin with nothing."""
+        self.adapted: dict[str, LowRank] = {}
+        """The adapter of each adapted module, or parameter of stacked experts."""
+        self.stacks: dict[str, Stack] = {}
+        """Adapted parameters of stacked experts, in the order of each module's parameters -> their form in PEFT."""
+        self.added: list[WeightUpdate] = []
+        """Updates beside the pairs: of biases, and rows of tables."""
+        self.copied: dict[str, str] = {}
+        """A trained copy's tensor -> the base's tensor."""
+        self.frozen: list[str] = []
+        """The modules whose copies are not trained."""
+        self.following: dict[str, str] = {}
+        """Linear modules that follow a table, whose weight they share -> that table."""
+        self.shares = False
+        """Whether an adapter or a copy is on a module that shares its weight."""
+        self.others: list[str] = []
+        """The base's tensors without an adapter: nothing that is written may select their modules."""
 
     def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
         """Return the table of the owned keys. If the base's table permutes a weight's rows, B's rows are permuted too.

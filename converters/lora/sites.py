@@ -61,7 +61,8 @@ class Site:
     def misfits(self, config: LoRAConfig) -> Iterator[str]:
         """Yield the reasons why this weight cannot have the adapter that `config` gives it."""
         kind = type(self.module).__name__
-        if isinstance(self.module, _ADAPTED) or self._is_adapted_stack():
+        stacks = self.module.adapters if isinstance(self.module, AdaptedStacks) else {}
+        if isinstance(self.module, _ADAPTED) or self.parameter in stacks:
             yield f"{self.fqn}: has an adapter already"
         elif self.parameter not in dict(self.module.named_parameters(recurse=False)):
             yield f"{self.fqn}: {kind} computes its {self.parameter} from others (weight_norm, parametrize); {_OUT}"
@@ -94,9 +95,6 @@ class Site:
         elif config.dropout and (operation == "stack" or quantized_forward(self.module) is not None):
             why = "an adapter's input" if operation == "stack" else "an adapter's input, and QAT quantizes"
             yield f"{self.fqn}: dropout acts on {why} the merged weight; set dropout = 0"
-
-    def _is_adapted_stack(self) -> bool:
-        return isinstance(self.module, AdaptedStacks) and self.parameter in self.module.adapters
 
 
 def find_sites(model: nn.Module, config: LoRAConfig) -> dict[str, Site]:

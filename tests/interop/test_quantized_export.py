@@ -288,9 +288,8 @@ def test_nothing_is_published_that_is_not_a_number_or_does_not_come_back(
         export(model, converters, tmp_path)
     with torch.no_grad():
         weight.copy_(kept)
-    module = (
-        "titan_ckpt.converters.qat.export._decoded" if table is INT4 else "titan_ckpt.converters.float8.export.decode"
-    )
+    function = "qat.converter._decoded" if table is INT4 else "float8.converter.decode"
+    module = f"titan_ckpt.converters.{function}"
     right: Any = resolve_name(module)
     monkeypatch.setattr(module, lambda *found: right(*found) * 1.001)
     with pytest.raises(ExportError, match=r"14 quantized weight\(s\) come back as other values than were written"):

@@ -59,9 +59,15 @@ class Plan:
 
 def plan_load(config: Path, overrides: Sequence[str] = ()) -> Plan:
     """Return what a run would load. `overrides`: settings such as "training.steps=100". Raises: ConfigError."""
-    changes = [part for text in overrides for part in _override(text)]
+    changes: list[str] = []
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals:
+            raise ConfigError([f"{text!r}: expected a setting such as training.steps=100"])
+        changes += [f"--{name.removeprefix('--')}", value]
     raw = apply_overrides(read_toml(str(config)), changes)
-    tables = raw.pop("converters", [])
+    given = raw.pop("converters", [])
+    tables = given if isinstance(given, list) else [given]
     run = from_dict(RunConfig, raw, str(config))
     settings = checkpoint_settings(run)
     folder = open_location(settings.folder, run.output_folder, settings.store)
@@ -82,16 +88,9 @@ def plan_load(config: Path, overrides: Sequence[str] = ()) -> Plan:
             problems.append(f"{source.path}: {' '.join(str(error).split())}")
     action = _action(plan, problems)
     problems += _misfits_of_shape(run)
-    problems += _not_installed(run, tables if isinstance(tables, list) else [tables])
-    notes += _about(settings, plan, origin.manifest, tables if isinstance(tables, list) else [tables])
+    problems += _not_installed(run, tables)
+    notes += _about(settings, plan, origin.manifest, tables)
     return Plan(str(config), action, origin.step, tuple(sources), tuple(notes), tuple(problems))
-
-
-def _override(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise ConfigError([f"{text!r}: expected a setting such as training.steps=100"])
-    return f"--{name.removeprefix('--')}", value
 
 
 def _origin(settings: CheckpointConfig, found: Survey, folder: Place, notes: list[str]) -> Origin:

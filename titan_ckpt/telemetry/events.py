@@ -30,6 +30,8 @@ from typing import Any, Literal
 from titan_ckpt.errors import CheckpointError, without_credentials
 
 TELEMETRY = "telemetry.jsonl"
+METRICS = "metrics.jsonl"
+"""The file beside it with a row for each step that a trainer has reported."""
 Kind = Literal["load", "save", "export"]
 Sink = Callable[[Mapping[str, Any]], None]
 """Gets every event of rank 0, in the thread that made it, when the event has ended. Two threads may call it at once."""

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
-from titan_ckpt.telemetry.events import TELEMETRY, read_events
+from titan_ckpt.telemetry.events import METRICS, TELEMETRY, read_events
 from titan_ckpt.tools.listing import Listing, list_run
 
-METRICS = "metrics.jsonl"
 _MOST = {"unix_seconds": 2.2e11, "seconds": 2.2e11, "num_bytes": 2**63, "world_size": 2**31}
 """Larger numbers are not believed; the calendar ends at the first."""
 

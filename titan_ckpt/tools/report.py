@@ -79,10 +79,11 @@ def write_report(run: Path, output: Path) -> dict[str, Any]:
 def page(figures: Figures) -> str:
     """Return the page."""
     name = Path(figures.folder).resolve().name
+    cards = "".join(f"<div><b>{_text(value)}</b>{_text(title)}</div>" for title, value in _headline(figures))
     parts = [
         f"<h1>{_text(name)}</h1>",
         f'<p class="soft">{_text(Path(figures.folder).resolve())}</p>',
-        _cards(_headline(figures)),
+        f'<div class="cards">{cards}</div>',
         *_section("Loss, gradients and learning rate", _training(figures)),
         *_section("Saves", _saves(figures)),
         *_section("Starts, kills and resumes", _sessions(figures.sessions)),
@@ -123,11 +124,6 @@ def _headline(figures: Figures) -> Iterator[tuple[str, str]]:
     if figures.sessions:
         yield "starts", str(len(figures.sessions))
         yield "total time", _span(sum(session.seconds for session in figures.sessions))
-
-
-def _cards(values: Iterable[tuple[str, str]]) -> str:
-    cells = "".join(f"<div><b>{_text(value)}</b>{_text(name)}</div>" for name, value in values)
-    return f'<div class="cards">{cells}</div>'
 
 
 def _section(title: str, parts: Iterable[str]) -> list[str]:

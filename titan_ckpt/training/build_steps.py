@@ -31,18 +31,18 @@ from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel, Model
 from titan_ckpt.models.registry import build_model, find_architecture, read_config
 from titan_ckpt.rng import RandomState
+from titan_ckpt.telemetry.events import METRICS
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue
 from titan_ckpt.training.callbacks.base import import_callbacks
-from titan_ckpt.training.callbacks.checkpoint import Checkpointing, Export
-from titan_ckpt.training.callbacks.console import METRICS, Logging, ProgressBar
-from titan_ckpt.training.callbacks.evaluation import Evaluation
+from titan_ckpt.training.callbacks.console import Logging, ProgressBar
+from titan_ckpt.training.callbacks.due import Checkpointing, Evaluation, Export
 from titan_ckpt.training.callbacks.monitors import GradientHealth, LoadBalance, MemoryMonitor
 from titan_ckpt.training.callbacks.process import GarbageCollection, Profiler
 from titan_ckpt.training.callbacks.trackers import TensorBoard, Wandb
 from titan_ckpt.training.config import DEFAULT_STEPS, RunConfig
 from titan_ckpt.training.data.batch import Batch, collate
 from titan_ckpt.training.data.chat import ChatTemplate
-from titan_ckpt.training.data.loader import Workers, build_dataloader
+from titan_ckpt.training.data.loader import build_dataloader
 from titan_ckpt.training.data.sequences import IndexedDataset
 from titan_ckpt.training.data.stream import Encoder
 from titan_ckpt.training.data.tokenizer import TextTokenizer
@@ -212,8 +212,9 @@ class BuildSteps:
         """Return a loader whose state_dict holds the position in the data. If it ends, the run ends there."""
         assert self.dataset is not None, "who builds no dataset builds a loader"
         data, training = self.config.data, self.config.training
-        workers = Workers(data.num_workers, data.prefetch, self.ranks.device.type == "cuda")
-        return build_dataloader(self.dataset, training.batch_size, self.collate, self.config.seed, workers)
+        batches = (self.dataset, training.batch_size, self.collate, self.config.seed)
+        pinned = self.ranks.device.type == "cuda"
+        return build_dataloader(*batches, data.num_workers, data.prefetch, pin_memory=pinned)
 
     def parallelize_model(self) -> Sequence[nn.Module]:
         """Return this rank's parts of the model, with memory; reseed ranks with different data differently.

@@ -11,8 +11,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.outside_request import ANSWER, TAKER
 from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import local_path
-from titan_ckpt.telemetry.events import TELEMETRY
-from titan_ckpt.training.callbacks.console import METRICS
+from titan_ckpt.telemetry.events import METRICS, TELEMETRY
 from titan_ckpt.training.callbacks.process import PROFILES
 from titan_ckpt.training.callbacks.trackers import RUN_ID
 from titan_ckpt.training.config import RunConfig

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING
 
 from torch import nn
 
 from titan_ckpt.errors import counted
 from titan_ckpt.models.language_model import LanguageModel
+from titan_ckpt.training.callbacks.base import Trainer
 from titan_ckpt.training.data.sequences import DummyDataset, IndexedDataset
-
-if TYPE_CHECKING:
-    from titan_ckpt.training.trainer import Trainer
 
 
 def count_parameters(parameters: Iterable[nn.Parameter]) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from titan_ckpt.errors import ConfigError
 from titan_ckpt.models.language_model import LanguageModel, Model
 from titan_ckpt.models.registry import build_model
 from titan_ckpt.training.callbacks import Callback, Callbacks, StepMetrics
-from titan_ckpt.training.callbacks.checkpoint import Checkpointing
+from titan_ckpt.training.callbacks.due import Checkpointing
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.data.sequences import PackedDataset
 from titan_ckpt.training.parallel.ranks import Ranks

@@ -41,7 +41,7 @@ from titan_ckpt.models.qwen3_moe import Qwen3Moe, entropy
 from titan_ckpt.testing import distributed
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue, StepMetrics, monitors
 from titan_ckpt.training.callbacks.console import Logging, read_metrics
-from titan_ckpt.training.callbacks.evaluation import Evaluation
+from titan_ckpt.training.callbacks.due import Evaluation
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.data.sequences import PackedDataset
 from titan_ckpt.training.loss import num_predicted

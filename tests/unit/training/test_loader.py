@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler, IterableDataset, get_worker_inf
 from titan_ckpt.errors import ConfigError, DataError, LoadMismatchError
 from titan_ckpt.training.data.batch import IGNORED, Batch, checked, collate, to_device
 from titan_ckpt.training.data.corpus import open_corpus
-from titan_ckpt.training.data.loader import Workers, build_dataloader
+from titan_ckpt.training.data.loader import build_dataloader
 from titan_ckpt.training.data.sequences import DummyDataset, MapDataset, OrderedDataset, PackedDataset
 from titan_ckpt.training.data.tokens import tokenise
 
@@ -31,7 +31,7 @@ STACK: Any = torch.stack
 
 
 def loader(dataset: OrderedDataset, batch_size: int, num_workers: int = 0) -> Any:
-    return build_dataloader(dataset, batch_size, collate, 0, Workers(num_workers))
+    return build_dataloader(dataset, batch_size, collate, 0, num_workers)
 
 
 def starts(dataset: PackedDataset, num: int) -> list[int]:
@@ -94,16 +94,16 @@ def test_a_loader_draws_no_random_numbers_of_the_run() -> None:
 )
 def test_d4_a_position_that_data_of_ones_own_cannot_take_is_refused(num_workers: int, state: Any) -> None:
     """That of built-in data, or of batches that were made by other processes; torchdata says so at the first batch."""
-    own = build_dataloader(Own(), 4, collate, 0, Workers(num_workers))
+    own = build_dataloader(Own(), 4, collate, 0, num_workers)
     with pytest.raises(
         LoadMismatchError,
         match=rf"not one in data of your own with data\.num_workers = {num_workers}\. .* checkpoint\.resume\.exclude",
     ):
         own.load_state_dict(state)
-    own = build_dataloader(Own(), 4, collate, 0, Workers())
+    own = build_dataloader(Own(), 4, collate, 0, 0)
     next(iter(own))
     state = own.state_dict()
-    again = build_dataloader(Own(), 4, collate, 0, Workers())
+    again = build_dataloader(Own(), 4, collate, 0, 0)
     again.load_state_dict(state)
     assert torch.equal(next(iter(again))["tokens"], torch.full((4, 3), 1))
 
@@ -113,7 +113,7 @@ def test_d8_the_position_after_the_end_of_ones_own_data_is_its_end(num_workers: 
     """The same data has no more, and longer data goes on; torchdata would begin anew."""
 
     def made(num: int) -> Any:
-        return build_dataloader(Own(num), 4, collate, 0, Workers(num_workers))
+        return build_dataloader(Own(num), 4, collate, 0, num_workers)
 
     ended = made(6)
     assert [len(batch["tokens"]) for batch in ended] == [4], "two samples fill no batch"
@@ -133,7 +133,7 @@ def test_d8_data_that_gives_no_state_is_read_again_at_every_resume(num_workers: 
     """Nothing is left out or comes twice, however often it is resumed, before its first batch and at its end too."""
 
     def made(num: int = 31, draws: bool = False) -> Any:
-        return build_dataloader(Stateless(num, draws), 2, STACK, 0, Workers(num_workers))
+        return build_dataloader(Stateless(num, draws), 2, STACK, 0, num_workers)
 
     for draws in (False, True)[: 1 + num_workers]:
         expected, found, state = taken(made(draws=draws), 99), [], None
@@ -369,7 +369,7 @@ def test_d8_map_style_data_is_dealt_as_distributed_sampler_deals_it(
     data = [torch.tensor(number) for number in range(11)]
     for rank in range(ranks):
         own = mapped(data, rank, ranks, shuffle, drop_last)
-        batches = build_dataloader(own, 2, STACK, 0, Workers(workers))
+        batches = build_dataloader(own, 2, STACK, 0, workers)
         sampler: Any = DistributedSampler(data, ranks, rank, shuffle, 5, drop_last)  # type: ignore[arg-type]
         expected = []
         for epoch in range(3):

@@ -15,7 +15,7 @@ from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.training.data.batch import IGNORED, Batch, collate
 from titan_ckpt.training.data.chat import ChatTemplate
 from titan_ckpt.training.data.corpus import open_corpus
-from titan_ckpt.training.data.loader import Workers, build_dataloader
+from titan_ckpt.training.data.loader import build_dataloader
 from titan_ckpt.training.data.stream import StreamDataset
 
 
@@ -75,7 +75,7 @@ LAYOUTS = [(1, 4, 0), (2, 2, 0), (2, 3, 2), (3, 1, 0), (4, 1, 1)]
 
 def loaders(make: Any, ranks: int, batch: int, workers: int) -> list[Any]:
     datasets = [make(rank, ranks) for rank in range(ranks)]
-    return [build_dataloader(dataset, batch, collate, 0, Workers(workers)) for dataset in datasets]
+    return [build_dataloader(dataset, batch, collate, 0, workers) for dataset in datasets]
 
 
 def take(readers: list[Any], steps: int) -> list[list[int]]:
@@ -168,7 +168,7 @@ def test_d8_a_bad_row_of_a_stream_is_one_error(tmp_path: Path, workers: int) -> 
     with pytest.raises(ConfigError, match=r'x\.jsonl:1: expected an object with a string "text", found the fields txt'):
         stream(path)
     path.write_text('{"text": "1 2 3 4 5 6 7 8 9"}\nbroken\n')
-    reader = build_dataloader(stream(path), 1, collate, 0, Workers(workers))
+    reader = build_dataloader(stream(path), 1, collate, 0, workers)
     with pytest.raises(ConfigError) as caught:
         take([reader], 5)
     assert len(caught.value.problems) == 1 and "x.jsonl:2: not JSON" in caught.value.problems[0]

@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from titan_ckpt.converters.float8.export import BlockQuantizer, decode, encode
+from titan_ckpt.converters.float8.converter import BlockQuantizer, decode, encode
 from titan_ckpt.errors import ExportError
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, PermuteRotary, Split, TensorOp, Unstack

@@ -81,7 +81,7 @@ class TorchtitanLoRA(LoRAConverter):
         self.tied = {fqn for fqn, (_, _, tied, _) in adapted.items() if tied}
         self._owned = {name for update in updates.values() for name in update.tensors}
         hidden = {update.weight for update in updates.values()} | self._owned
-        self._others = [name for name in names if name not in hidden]
+        self.others = [name for name in names if name not in hidden]
 
     def convert(self, model: nn.Module) -> None:
         """Refuse: torchtitan has converted the model's config. Raises: ConverterError."""

@@ -13,11 +13,13 @@ from typing import TYPE_CHECKING, Any
 from titan_ckpt.encoding.named import make_named
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.run_guard import StopRun
+from titan_ckpt.loading.external import ExternalLoad
+from titan_ckpt.loading.restore import LoadResult
 
 if TYPE_CHECKING:
-    from titan_ckpt.loading.external import ExternalLoad
-    from titan_ckpt.loading.restore import LoadResult
-    from titan_ckpt.training.trainer import Trainer
+    from titan_ckpt.training.trainer import Trainer as Trainer
+else:
+    Trainer = Any  # the trainer is made of callbacks, and they name it in annotations alone
 
 LogValue = float | list[float]
 """A number, or a list with one number for each item of a kind, such as a layer's experts."""

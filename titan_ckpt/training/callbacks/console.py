@@ -13,21 +13,16 @@ import time
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from titan_ckpt.errors import counted
+from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.progress import CONSOLE
 from titan_ckpt.telemetry.events import read_events
-from titan_ckpt.training.callbacks.base import Callback, LogValue, StepMetrics
-
-if TYPE_CHECKING:
-    from titan_ckpt.loading.restore import LoadResult
-    from titan_ckpt.training.trainer import Trainer
-
-METRICS = "metrics.jsonl"
+from titan_ckpt.training.callbacks.base import Callback, LogValue, StepMetrics, Trainer
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,10 +16,7 @@ from torch.distributed.tensor import DTensor
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.loading.external import ExternalLoad
-from titan_ckpt.training.callbacks.base import Callback, StepMetrics
-
-if TYPE_CHECKING:
-    from titan_ckpt.training.trainer import Trainer
+from titan_ckpt.training.callbacks.base import Callback, StepMetrics, Trainer
 
 
 def publish(tensors: dict[str, torch.Tensor], path: Path) -> None:

@@ -9,16 +9,12 @@ import math
 import resource
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from titan_ckpt.errors import ConfigError, GradientError
 from titan_ckpt.models.qwen3_moe import Qwen3Moe, Router, entropy, imbalance
-from titan_ckpt.training.callbacks.base import Callback, StepMetrics
-
-if TYPE_CHECKING:
-    from titan_ckpt.training.trainer import Trainer
+from titan_ckpt.training.callbacks.base import Callback, StepMetrics, Trainer
 
 GIB = 2**30
 

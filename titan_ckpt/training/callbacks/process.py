@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity
 
-from titan_ckpt.training.callbacks.base import Callback, StepMetrics
+from titan_ckpt.training.callbacks.base import Callback, StepMetrics, Trainer
 from titan_ckpt.training.config import ProfilingConfig
-
-if TYPE_CHECKING:
-    from titan_ckpt.training.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 

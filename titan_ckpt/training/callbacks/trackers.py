@@ -7,18 +7,15 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.training.callbacks.base import Callback, LogValue
+from titan_ckpt.loading.restore import LoadResult
+from titan_ckpt.training.callbacks.base import Callback, LogValue, Trainer
 from titan_ckpt.training.config import TensorBoardConfig, WandbConfig
-
-if TYPE_CHECKING:
-    from titan_ckpt.loading.restore import LoadResult
-    from titan_ckpt.training.trainer import Trainer
 
 RUN_ID = "wandb-run-id"
 

@@ -30,43 +30,35 @@ _READ = "titan_ckpt.samples_read"
 _AFRESH = 'start the data afresh with checkpoint.resume.exclude = ["dataloader"]'
 
 
-@dataclass(frozen=True, slots=True)
-class Workers:
-    """Settings of the processes that make batches ahead."""
-
-    num_workers: int = 0
-    """Processes that make batches; with 0 this process makes them."""
-    prefetch: int = 2
-    """Batches that each worker makes ahead."""
-    pin_memory: bool = False
-
-    def settings(self) -> dict[str, Any]:
-        """Return the arguments of torch's DataLoader."""
-        ahead = {"prefetch_factor": self.prefetch} if self.num_workers else {}
-        return {"num_workers": self.num_workers, "pin_memory": self.pin_memory, **ahead}
-
-
 def build_dataloader(
-    dataset: IterableDataset[Batch], batch_size: int, collate: Collate, seed: int, workers: Workers | None = None
+    dataset: IterableDataset[Batch],
+    batch_size: int,
+    collate: Collate,
+    seed: int,
+    num_workers: int = 0,
+    prefetch: int = 2,
+    *,
+    pin_memory: bool = False,
 ) -> Any:
     """Return a loader whose state is the position in the data.
 
+    `num_workers`: processes that make batches; with 0 this process makes them. `prefetch`: those that each makes ahead.
     Data of your own is read by torchdata's StatefulDataLoader. A loader has its own generator, because a new iterator
     draws from it and would otherwise advance the run's generator.
     """
-    workers = workers or Workers()
-    if workers.num_workers:
+    settings: dict[str, Any] = {"generator": torch.Generator().manual_seed(seed)}
+    settings |= {"num_workers": num_workers, "pin_memory": pin_memory}
+    if num_workers:
+        settings["prefetch_factor"] = prefetch
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # it ends at a fork, with a warning
     if isinstance(dataset, OrderedDataset):
-        return OrderedLoader(dataset, batch_size, collate, seed, workers)
+        return OrderedLoader(dataset, batch_size, collate, **settings)
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         dataset = ReadAgain(dataset)  # torchdata counts what it reads again twice
-    generator = torch.Generator().manual_seed(seed)
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
-        settings = {"collate_fn": collate, "generator": generator, **workers.settings()}
         # torchdata cannot go on after a short batch
-        return OwnDataLoader(dataset, batch_size, drop_last=True, **settings)
+        return OwnDataLoader(dataset, batch_size, collate_fn=collate, drop_last=True, **settings)
 
 
 class ReadAgain(IterableDataset[Any]):
@@ -165,7 +157,8 @@ def _parts_of(state_dict: dict[str, Any]) -> tuple[int | None, list[Any]]:
 class OrderedLoader:
     """Batches of an OrderedDataset, whose position can be restored on any number of ranks and workers."""
 
-    def __init__(self, dataset: OrderedDataset, batch_size: int, collate: Collate, seed: int, workers: Workers) -> None:
+    def __init__(self, dataset: OrderedDataset, batch_size: int, collate: Collate, **settings: Any) -> None:
+        """`settings`: other arguments of torch's DataLoader."""
         dataset.batch_size = batch_size
         self.dataset = dataset
         self.dp_rank = dataset.rank
@@ -174,13 +167,7 @@ class OrderedLoader:
         self._bookmark: Bookmark = None
         self._is_whole = dataset.every_label_counts and getattr(collate, "func", collate) is join
         self._samples = _Samples(dataset, are_filled=not self.may_end)
-        self._batches = DataLoader(
-            self._samples,
-            batch_size,
-            collate_fn=partial(_collated, collate),
-            generator=torch.Generator().manual_seed(seed),
-            **workers.settings(),
-        )
+        self._batches = DataLoader(self._samples, batch_size, collate_fn=partial(_collated, collate), **settings)
 
     @property
     def epoch(self) -> int:

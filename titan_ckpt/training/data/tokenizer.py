@@ -84,25 +84,24 @@ def train_tokenizer(corpus: Corpus, vocab_size: int, cache: Path) -> TextTokeniz
     return read_tokenizer(cached_folder(cache, "tokenizer", key, lambda folder: _train(corpus, vocab_size, folder)))
 
 
-def read_tokenizer(folder: Path, setting: str = "data.tokenizer") -> TextTokenizer:
+def read_tokenizer(folder: Path) -> TextTokenizer:
     """Return the tokenizer of a Hugging Face folder: tokenizer.json and the names of its special tokens.
 
-    `setting`: the key that errors name.
     Raises: ConfigError for a file that is missing or damaged, and if no eos token is named.
     """
     file = folder / "tokenizer.json"
     if not file.is_file():
-        raise ConfigError([f"{setting}: {file} is not there; expected a folder that AutoTokenizer loads"])
+        raise ConfigError([f"data.tokenizer: {file} is not there; expected a folder that AutoTokenizer loads"])
     try:
         data = posix.read_whole(os.path.realpath(file), _MAX_BYTES)
         backend = tokenizers.Tokenizer.from_str(data.decode())
     except Exception as error:  # tokenizers raises nothing narrower
-        raise ConfigError([f"{setting}: {file} is no tokenizer: {error}"]) from None
+        raise ConfigError([f"data.tokenizer: {file} is no tokenizer: {error}"]) from None
     backend.no_truncation()  # a file may hold those of the last call before it was saved; AutoTokenizer drops them, too
     backend.no_padding()
     bos, eos = (_special(backend, folder, kind) for kind in ("bos", "eos"))
     if eos is None:
-        raise ConfigError([f"{setting}: tokenizer_config.json or config.json in {folder} must name an eos"])
+        raise ConfigError([f"data.tokenizer: tokenizer_config.json or config.json in {folder} must name an eos"])
     return TextTokenizer(backend, bos, eos, folder, hashlib.sha256(data).hexdigest())
 
 

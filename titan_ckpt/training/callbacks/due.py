@@ -1,30 +1,30 @@
-"""Evaluation: the loss on held-out text, which is equal every time and distributed over all ranks.
+"""What is due at the end of a step: an evaluation, a save, an export. The manager decides whether the last two are.
 
-It does not change the run: not its random numbers, its position in the data, its weights or the mode of a module.
+An evaluation does not change the run: not its random numbers, its position in the data, its weights or the mode of a
+module.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 
 from titan_ckpt.rng import RandomState
-from titan_ckpt.training.callbacks.base import Callback, StepMetrics
+from titan_ckpt.training.callbacks.base import Callback, StepMetrics, Trainer
 from titan_ckpt.training.config import EVALUATED, EvaluationConfig
 from titan_ckpt.training.data.batch import Batch, without_labels
 from titan_ckpt.training.data.sequences import IndexedDataset
 from titan_ckpt.training.loss import num_predicted
 from titan_ckpt.training.parallel.data_parallel import free_gathered
 
-if TYPE_CHECKING:
-    from titan_ckpt.training.trainer import Trainer
-
 
 class Evaluation(Callback):
-    """Measures `eval/loss`, the mean over all predicted tokens, and `eval/perplexity`, also at the last step."""
+    """Measures `eval/loss`, the mean over all predicted tokens of held-out text, and `eval/perplexity`.
+
+    It is equal every time, distributed over all ranks, and also made at the last step.
+    """
 
     def __init__(self, config: EvaluationConfig, dataset: IndexedDataset) -> None:
         """`dataset`: the whole held-out text, equal on every rank."""
@@ -72,3 +72,23 @@ class Evaluation(Callback):
         """Return a sequence; for a number beyond the last sequence, a repeated one whose labels are IGNORED."""
         sample = self._dataset.sequence(number % num_sequences)
         return sample if number < num_sequences else without_labels(sample)
+
+
+class Checkpointing(Callback):
+    """Saves if the step is due; the manager delays the next optimizer step until its copy is complete."""
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        last_step = metrics.step == trainer.num_steps
+        measured = {name: value for name, value in trainer.measurements.items() if isinstance(value, float)}
+        if trainer.manager.is_save_due(metrics.step, last_step):
+            trainer.callbacks.on_save_begin(trainer, metrics.step)
+        values = ({"loss": metrics.loss} if trainer.is_measured else {}) | measured
+        if trainer.manager.save(metrics.step, last_step=last_step, metrics=values, export=False):
+            trainer.callbacks.on_save(trainer, metrics.step)
+
+
+class Export(Callback):
+    """Makes the exports of [[checkpoint.export]] at their interval and at the last step."""
+
+    def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
+        trainer.manager.export(metrics.step, last_step=metrics.step == trainer.num_steps)

@@ -24,10 +24,10 @@ from titan_ckpt import CheckpointManager, ExportConfig, RunGuard, SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.errors import CommitConflictError, ConfigError, ExportError, PeerError, SaveError, StateEncodingError
 from titan_ckpt.exporting.exporter import ExportJob
-from titan_ckpt.failures import DISK_ERRORS, is_disk_failure
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.guard import outside_request
 from titan_ckpt.saving import saver
+from titan_ckpt.saving.handle import DISK_ERRORS, is_disk_failure
 from titan_ckpt.testing import distributed
 
 

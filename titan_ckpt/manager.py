@@ -41,12 +41,11 @@ from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, listed
 from titan_ckpt.exporting.checks import check_exports, check_folders
 from titan_ckpt.exporting.exporter import Exporter, ExportJob
-from titan_ckpt.failures import Failures
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
-from titan_ckpt.saving.handle import SaveHandle
+from titan_ckpt.saving.handle import Failures, SaveHandle
 from titan_ckpt.saving.saver import DueSave, Saver, SaveRequest
 from titan_ckpt.saving.step import CompletedStep, ModelContent
 from titan_ckpt.stores.bucket import open_location

@@ -88,7 +88,7 @@ def the_memory_of_an_exchange(line: Coordinator, folder: Path) -> None:
     module.Buffer = SimpleNamespace(allocate=lambda size: of_rank_1(line, buffers.allocate(size)))
     group = file_group(KeyMap(identity=True).group_of_fqn("weight"), [torch.ones(4)], None)
     plan = plan_export([group], lambda infos: {"file": [*infos]}, lambda *_: {}, line)
-    outputs = OutputFiles(open_location("ram://box/out"), plan.files.layouts, line)
+    outputs = OutputFiles(open_location("ram://box/out"), plan.layouts, line)
     with closing(ExportWriter(outputs, plan, line, progress.uncounted)) as writer:
         writer.connect([group])
         writer.create()

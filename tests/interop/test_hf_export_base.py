@@ -155,7 +155,7 @@ def test_a_config_with_other_values_is_logged(
     """Another rotary base or scaling is what a run may want: it loads, with a warning that names both."""
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | rotary))
-    with caplog.at_level("WARNING", "titan_ckpt.loading.plan"):
+    with caplog.at_level("WARNING", "titan_ckpt.loading.adapters"):
         run(base, tmp_path, ExportConfig("hf"))
     assert [what in caplog.text for what in said] == [True] * len(said)
     assert bool(caplog.text) == bool(said)

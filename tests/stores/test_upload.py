@@ -20,7 +20,7 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.exporting.exporter import ExportJob
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.publish.exchange import Exchange
-from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, OutputFiles, pack_model_files, plan_export
+from titan_ckpt.formats.publish.plan import ExportPlan, OutputFiles, pack_model_files, plan_export
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, Split, Unstack
@@ -79,7 +79,7 @@ def test_a_rank_that_can_start_no_thread_is_known_to_all_ranks_at_once(
             refused.append(threading.current_thread())
         coordinator.peers = cast("Any", SimpleNamespace(connect=lambda *_: [(0, 1)], discard=lambda: None))
         outputs = OutputFiles(place, {}, coordinator)
-        plan = ExportPlan(ExportFiles({}, {}, {}, {}, {}), {})
+        plan = ExportPlan({}, {}, {}, {}, {}, {})
         writer = ExportWriter(outputs, plan, coordinator, progress.uncounted)
         writer.connect([])
         try:
@@ -138,7 +138,7 @@ def fail(*_: object) -> None:
 
 def fake_exchange(writer: ExportWriter, **verbs: Callable[..., object]) -> None:
     """Give a writer an exchange of all tensors with another rank."""
-    keys = writer._plan.files.infos
+    keys = writer._plan.infos
     verbs = {"reach": lambda _: None, "put": lambda *_: None, "end": lambda: None, "finish": lambda: None, **verbs}
     made: Any = SimpleNamespace(runs_in=lambda piece: [(0, 0)], **verbs)
     writer._exchanges[0, 1] = made
@@ -165,9 +165,9 @@ def writer_of(groups: Sequence[FileGroup], write: Callable[[memoryview, int], ob
     """Return the writer of one rank, to a bucket, whose files have this `write`."""
     alone = Coordinator(0, 1, None, "", 1.0)
     plan = plan_export(groups, lambda infos: pack_model_files(infos, 1 << 20), lambda *_: {}, alone)
-    outputs = OutputFiles(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), plan.files.layouts, alone)
+    outputs = OutputFiles(BucketPath(Bucket("s3", "box", StoreConfig()), "e"), plan.layouts, alone)
     file: Any = SimpleNamespace(write=write, is_direct=False, is_reserved=False, flush=lambda: None)
-    outputs._files = dict.fromkeys(plan.files.layouts, file)
+    outputs._files = dict.fromkeys(plan.layouts, file)
     return ExportWriter(outputs, plan, alone, progress.uncounted)
 
 
@@ -211,7 +211,7 @@ def test_tensors_in_memory_are_written_in_the_order_of_the_files() -> None:
     written: list[int] = []
     writer = writer_of(groups, lambda view, offset: written.append(offset))
     writer.write(groups)
-    (layout,) = writer._plan.files.layouts.values()
+    (layout,) = writer._plan.layouts.values()
     at = {entry.start: key for key, entry in layout.entries.items()}
     assert [at[offset] for offset in written] == [
         *("attention.q", "attention.v", "attention.k", "attention.o"),

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from titan_ckpt.disk import kernel, posix
-from titan_ckpt.disk.kernel import ALIGNMENT, advise, libc, map_memory, release, round_up
+from titan_ckpt.disk.kernel import ALIGNMENT, address_of, advise, libc, map_memory, round_up
 from titan_ckpt.errors import CorruptCheckpointError
 
 IO_BYTES = 4 << 20
@@ -286,8 +286,13 @@ class FileReader(Reader):
         return mapped[skipped:]
 
     def release(self, view: memoryview) -> None:
-        """Give the pages of a view back, that no more of the file is in this process than is being read."""
-        release(view)
+        """Give the pages of a view back, that no more of the file is in this process than is being read.
+
+        They stay in the page cache.
+        """
+        first = address_of(view)
+        skipped = first % mmap.ALLOCATIONGRANULARITY
+        libc().madvise(first - skipped, skipped + len(view), mmap.MADV_DONTNEED)
 
     def _direct(self) -> int:
         with self._opening:  # two descriptors would be opened otherwise, and one of them closed

@@ -87,13 +87,6 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
-def release(view: memoryview) -> None:
-    """Take the pages that hold a part of a mapped file out of this process; they stay in the page cache."""
-    first = address_of(view)
-    skipped = first % mmap.ALLOCATIONGRANULARITY
-    libc().madvise(first - skipped, skipped + len(view), mmap.MADV_DONTNEED)
-
-
 def advise(view: memoryview, advice: int) -> None:
     """Call madvise for memory of `map_memory`. Raises: OSError."""
     if libc().madvise(address_of(view), len(view), advice):

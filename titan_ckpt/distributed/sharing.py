@@ -177,27 +177,6 @@ def _holders_of_kind(
     return _Holders(TensorInfo(tuple(shape), getattr(torch, dtype)), mesh_shape, tuple(placements), ranks, (members,))
 
 
-@dataclass(slots=True)
-class _Replicas:
-    """Ranks that hold the same chunks, and the number of bytes that each was given so far."""
-
-    ranks: tuple[int, ...]
-    loads: list[int]
-
-    def give_to_first(self, nbytes: int) -> list[int]:
-        """Return the lowest rank: DDP takes its buffers for those of all."""
-        self.loads[0] += nbytes
-        return [self.ranks[0]]
-
-    def hand_out(self, nbytes: int, max_parts: int) -> list[int]:
-        """Return the ranks that write a chunk, one per equal part: the least loaded ones, lower ranks first."""
-        count = max(1, min(len(self.ranks), nbytes // MIN_PART_BYTES, max_parts))
-        chosen = sorted(range(len(self.ranks)), key=self.loads.__getitem__)[:count]
-        for i in chosen:
-            self.loads[i] += nbytes // count
-        return [self.ranks[i] for i in chosen]
-
-
 class _Sharing:
     """Computes one rank's shares. All replicas process a chunk in the same order with the same loads."""
 
@@ -205,8 +184,9 @@ class _Sharing:
         self._rank = rank
         self._buffers = buffers
         self._holders = holders
-        self._replicas: dict[tuple[int, ...], _Replicas] = {}
-        self._at: dict[tuple[Any, ...], _Replicas] = {}
+        self._loads: dict[tuple[int, ...], list[int]] = {}
+        """Ranks that hold the same chunks -> the number of bytes that each was given so far."""
+        self._at: dict[tuple[Any, ...], tuple[int, ...]] = {}
         self.replicated: dict[tuple[int, ...], list[str]] = {}
 
     def shares(self, tensors: Mapping[str, torch.Tensor], kind_of: Sequence[int]) -> list[Share]:
@@ -231,7 +211,7 @@ class _Sharing:
         if self._rank not in holders.ranks or not value.numel():
             return None
         chunks = _chunks_of(value)
-        return chunks if not chunks or len(self._replicas_of(value, holders).ranks) == 1 else None
+        return chunks if not chunks or len(self._replicas_of(value, holders)) == 1 else None
 
     def _shares_of(self, fqn: str, value: torch.Tensor) -> Iterator[Share]:
         """Yield this rank's part of a tensor whose chunks several ranks hold."""
@@ -243,20 +223,30 @@ class _Sharing:
                 yield Share(fqn, holders.info, Chunk.whole(value.shape), None)
             return
         replicas = self._replicas_of(value, holders)
-        self.replicated.setdefault(replicas.ranks, []).append(fqn)
+        self.replicated.setdefault(replicas, []).append(fqn)
         for chunk, index in _chunks_of(value):
             nbytes = chunk.numel * value.dtype.itemsize
-            dim = _dim_to_cut(chunk, min(len(replicas.ranks), nbytes // MIN_PART_BYTES))
-            if fqn in self._buffers:
-                writers = replicas.give_to_first(nbytes)
-            else:
-                writers = replicas.hand_out(nbytes, chunk.sizes[dim] if chunk.sizes else 1)
+            dim = _dim_to_cut(chunk, min(len(replicas), nbytes // MIN_PART_BYTES))
+            most_parts = 1 if fqn in self._buffers or not chunk.sizes else chunk.sizes[dim]
+            writers = self._hand_out(replicas, nbytes, most_parts, to_first=fqn in self._buffers)
             if len(writers) > 1 and self._rank in writers:
                 yield Share(fqn, holders.info, *_part(chunk, index, dim, writers.index(self._rank), len(writers)))
             elif self._rank in writers:
                 yield Share(fqn, holders.info, chunk, index)
 
-    def _replicas_of(self, value: torch.Tensor, holders: _Holders) -> _Replicas:
+    def _hand_out(self, ranks: tuple[int, ...], nbytes: int, max_parts: int, *, to_first: bool) -> list[int]:
+        """Return the ranks that write a chunk, one per equal part: the least loaded ones, lower ranks first.
+
+        `to_first`: the lowest rank, as DDP takes its buffers for those of all.
+        """
+        loads = self._loads[ranks]
+        count = max(1, min(len(ranks), nbytes // MIN_PART_BYTES, max_parts))
+        chosen = [0] if to_first else sorted(range(len(ranks)), key=loads.__getitem__)[:count]
+        for i in chosen:
+            loads[i] += nbytes // count
+        return [ranks[i] for i in chosen]
+
+    def _replicas_of(self, value: torch.Tensor, holders: _Holders) -> tuple[int, ...]:
         """Return the ranks at this rank's coordinate along the sharded axes, in every mesh with a copy."""
         if not isinstance(value, DTensor):
             return self._sharing_out([holders.ranks])
@@ -271,9 +261,10 @@ class _Sharing:
             self._at[key] = self._sharing_out([tuple(ranks.tolist()) for ranks in groups])
         return self._at[key]
 
-    def _sharing_out(self, groups: list[tuple[int, ...]]) -> _Replicas:
+    def _sharing_out(self, groups: list[tuple[int, ...]]) -> tuple[int, ...]:
         ranks = tuple(sorted(rank for group in groups for rank in group))
-        return self._replicas.setdefault(ranks, _Replicas(ranks, [0] * len(ranks)))
+        self._loads.setdefault(ranks, [0] * len(ranks))
+        return ranks
 
 
 def _chunks_of(value: torch.Tensor) -> list[tuple[Chunk, Index | None]]:

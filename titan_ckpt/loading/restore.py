@@ -468,7 +468,8 @@ def joined(fills: Sequence[tuple[Sequence[str], Fill]]) -> list[tuple[Sequence[s
     """Make neighbouring fills of slices one, so that no read of one waits for the last of the other."""
     rounds: list[tuple[Sequence[str], Fill]] = []
     for names, fill in fills:
-        if rounds and isinstance(fill, SliceFill) and isinstance(before := rounds[-1][1], SliceFill):
+        before = rounds[-1][1] if rounds else None
+        if isinstance(fill, SliceFill) and isinstance(before, SliceFill) and not (fill.check or before.check):
             rounds[-1] = [*rounds[-1][0], *names], before + fill
         else:
             rounds.append((names, fill))

@@ -24,9 +24,9 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Shape, TensorInfo, blocks_of, info_of
 from titan_ckpt.geometry.keymap import KeyGroup, KeyMap, selected
 from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
-from titan_ckpt.loading.adapters import check_fits, check_named_base, check_settings
+from titan_ckpt.loading.adapters import check_fits, check_model_config, check_named_base, check_settings
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
-from titan_ckpt.loading.plan import LoadSource, Partial, check_model_config, partial_of, refuse_unmatched
+from titan_ckpt.loading.plan import LoadSource, Partial, partial_of, refuse_unmatched
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import LoadReport, Mismatch, ModelConverter, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD

@@ -281,7 +281,7 @@ def open_location(
 
 
 def open_source(text: str, settings: StoreConfig, revision: str | None = None) -> Place:
-    """Return the place of weights to load: as `open_location` does, and the snapshot of a model's id (encoding/hub.py).
+    """Return the place of weights to load: as `open_location` does, and the snapshot of a model's id (`hub_folder`).
 
     Raises: ConfigError if the client cannot be made; CheckpointNotFoundError for a revision that was not downloaded.
     """

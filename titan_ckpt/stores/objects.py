@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Self, TypeVar
 
-from titan_ckpt.disk.files import Reader, Writer
+from titan_ckpt.disk.files import IO_BYTES, Reader, Writer
 from titan_ckpt.errors import ExportError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.settings import StoreConfig
@@ -205,7 +205,6 @@ class ObjectStore(Store):
         """
         import numpy as np
 
-        from titan_ckpt.disk.files import IO_BYTES
         from titan_ckpt.disk.workers import num_copy_workers, run_workers
         from titan_ckpt.stores.object_writer import PartMemory
 

@@ -1,6 +1,6 @@
 """Reading folders of the package torch_checkpointing: metadata.pkl, and a file of each rank for each item.
 
-Owns that format's metadata. metadata.pkl is read as data (unpickle.py), every item with `weights_only`.
+Owns that format's metadata. metadata.pkl is read as data (metadata.py), every item with `weights_only`.
 Source: torch_checkpointing 0.1.1, distributed_metadata.py, dtensor_metadata.py and checkpoint_layout.py.
 """
 
@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from operator import add, gt
 from pathlib import Path, PurePosixPath
 from pickle import UnpicklingError
 from typing import Any
@@ -152,7 +153,7 @@ def _held(about: Any, shape: Shape, rank: int) -> _Cell:
     else:
         raise UnpicklingError(f"it describes a tensor as {about['type']!r:.80}, which this version does not know")
     for chunk, _ in held:
-        if len(chunk.sizes) != len(shape) or any(map(_outside, chunk.offsets, chunk.sizes, shape)):
+        if len(chunk.sizes) != len(shape) or any(map(gt, map(add, chunk.offsets, chunk.sizes), shape)):
             raise UnpicklingError("a chunk is not inside its tensor")
     return held
 
@@ -161,10 +162,6 @@ def _held(about: Any, shape: Shape, rank: int) -> _Cell:
 def _coordinates(sizes: tuple[int, ...], ranks: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     """Return the place of each rank in a mesh."""
     return dict(zip(ranks, itertools.product(*map(range, sizes)), strict=True))
-
-
-def _outside(offset: int, size: int, whole: int) -> bool:
-    return offset + size > whole
 
 
 def _numbers(values: Any) -> tuple[int, ...]:

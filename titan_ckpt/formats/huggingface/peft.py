@@ -39,9 +39,8 @@ from titan_ckpt.formats.huggingface.peft_fields import (
     wrong_types,
 )
 from titan_ckpt.formats.huggingface.reader import read_config, to_json
-from titan_ckpt.formats.publish.plan import ExportFiles
+from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.run import FolderFormat
-from titan_ckpt.formats.reading.engine import CheckedFill
 from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
@@ -190,7 +189,7 @@ class PeftReader(TensorReader):
                 file = self.path / WEIGHTS
                 raise CorruptCheckpointError(f"{file}: not finite: {listed(sorted(bad))}. {_AGAIN}", str(self.path))
 
-        return CheckedFill(self._files.plan(requests), check)
+        return replace(self._files.plan(requests), check=check)
 
     def updates(self) -> list[WeightUpdate]:
         """Return the updates of the base's weights, by their names in its own files."""
@@ -299,9 +298,9 @@ class PeftFormat(FolderFormat):
     def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
         return {WEIGHTS: sorted(infos)}
 
-    def companions(self, files: ExportFiles) -> dict[str, bytes | Place]:
+    def companions(self, plan: ExportPlan) -> dict[str, bytes | Place]:
         own = {name: value for name, value in self.config.items() if name.startswith(OWN)}
-        if faults := self.faults(files.infos):
+        if faults := self.faults(plan.infos):
             raise ExportError(listed(faults))
         return {CONFIG: to_json(self._public()), **({RECORD: to_json(own)} if own else {})}
 

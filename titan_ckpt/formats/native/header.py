@@ -1,6 +1,6 @@
 """Reading the header of a rank's file: its entries, where they lie in global tensors, and its blocks' digests.
 
-Owns every check of what layout.py writes, whatever the bytes are. Moves no tensor values and opens no files.
+Owns every check of what rank_file.py writes, whatever the bytes are. Moves no tensor values and opens no files.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class RankFile:
 def parse_header(raw: bytes, file_bytes: int, path: str) -> RankFile:
     """Check and read a header. `raw` holds the file's bytes before the data section.
 
-    Raises: CorruptCheckpointError for anything but a header that layout.py wrote, whatever the bytes are.
+    Raises: CorruptCheckpointError for anything but a header that rank_file.py wrote, whatever the bytes are.
     """
     digest = raw[DIGEST_AT : DIGEST_AT + DIGEST_CHARS]
     if raw[8:DIGEST_AT] != PREFIX:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import errno
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,6 @@ from titan_ckpt.weights.identity import base_settings
 _AGAIN = "Load another step, or copy the folder again from where it is whole"
 
 
-class _Source(NamedTuple):
-    """The open file of one rank, and its header."""
-
-    file: Reader
-    header: RankFile
-
-
 class NativeReader(TensorReader):
     """Reads the ranks' files of one folder. Each is opened when it is needed; this rank's own comes first."""
 
@@ -56,7 +49,8 @@ class NativeReader(TensorReader):
         Raises: CheckpointNotFoundError; NotACheckpointError if there is no rank's file; CorruptCheckpointError.
         """
         self.path = path
-        self._sources: dict[int, _Source] = {}
+        self._headers: dict[int, RankFile] = {}
+        self._files: dict[int, Reader] = {}
         if store_of(path).misses(path, folder=True):
             raise CheckpointNotFoundError(f"{self.path}: no such folder")
         self.manifest = manifest_of(self.path)
@@ -68,14 +62,14 @@ class NativeReader(TensorReader):
         name = rank_file_name(rank)
         has_own = name in self._records if self._records is not None else not store_of(path).misses(path / name)
         self._own = self._open(rank if has_own else 0)
-        self._world_size = self._own.header.world_size
+        self._world_size = self._own.world_size
         position = rank * self._world_size / world_size
         self._by_distance = sorted(range(self._world_size), key=lambda r: abs(r - position))
 
     @functools.cached_property
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Return every tensor of the checkpoint; the file of rank 0 names them all. Raises: CorruptCheckpointError."""
-        first = self._open(0).header
+        first = self._open(0)
         with gc_paused():
             return {**first.infos(), **first.elsewhere}
 
@@ -84,14 +78,14 @@ class NativeReader(TensorReader):
         base = None if self.manifest is None else self.manifest.base
         return {} if base is None else base_settings(base)
 
-    def _open(self, rank: int) -> _Source:
+    def _open(self, rank: int) -> RankFile:
         """Open and check one rank's file, once."""
-        if rank in self._sources:
-            return self._sources[rank]
+        if rank in self._headers:
+            return self._headers[rank]
         name = rank_file_name(rank)
         path = self.path / name
         try:
-            self._sources[rank] = read_twice(path, lambda path: self._opened(rank, path))
+            self._headers[rank] = read_twice(path, lambda path: self._opened(rank, path))
         except FileNotFoundError:
             if rank == 0 and not self._records:
                 raise NotACheckpointError(f"{self.path}: holds no {name}, so no checkpoint of this format") from None
@@ -100,15 +94,15 @@ class NativeReader(TensorReader):
             if error.errno != errno.ELOOP:
                 raise
             raise CorruptCheckpointError(f"{path}: is a symbolic link; put the file itself there", str(path)) from None
-        return self._sources[rank]
+        return self._headers[rank]
 
-    def _opened(self, rank: int, path: Place) -> _Source:
+    def _opened(self, rank: int, path: Place) -> RankFile:
         """Open and check one rank's file."""
         name = path.name
         file = store_of(path).open(path)
         try:
             header = read_header(file)
-            if header.rank != rank or (self._sources and header.world_size != self._world_size):
+            if header.rank != rank or (self._headers and header.world_size != self._world_size):
                 raise CorruptCheckpointError(
                     f"{path}: was written by rank {header.rank} of {header.world_size}; it belongs to another "
                     "checkpoint. Copy the folder again from where it is whole",
@@ -119,7 +113,8 @@ class NativeReader(TensorReader):
         except BaseException:
             file.close()
             raise
-        return _Source(file, header)
+        self._files[rank] = file
+        return header
 
     def _check_record(self, name: str, header: RankFile, num_bytes: int) -> None:
         if self._records is None:
@@ -151,8 +146,7 @@ class NativeReader(TensorReader):
         """
         with gc_paused():
             slices = self._slices(requests)
-        sources = [(self._sources[rank], of_file) for rank, of_file in sorted(slices.items())]
-        return SliceFill([(source.file, source.header.blocks, of_file) for source, of_file in sources])
+        return SliceFill([(self._files[rank], self._headers[rank].blocks, slices[rank]) for rank in sorted(slices)])
 
     def verify(self, count: progress.Count = progress.uncounted) -> None:
         """Check every byte of every rank's file, and that the stored chunks of each tensor cover it exactly once.
@@ -164,15 +158,15 @@ class NativeReader(TensorReader):
         chunks: dict[str, list[Chunk]] = {fqn: [] for fqn in self.tensors}
         for rank in range(self._world_size):
             try:
-                source = self._open(rank)
-                entries = [source.header.entry(i) for i in range(len(source.header.names))]
-                _check_blocks(source, entries, count)
+                header = self._open(rank)
+                entries = [header.entry(i) for i in range(len(header.names))]
+                _check_blocks(self._files[rank], header, entries, count)
             except CorruptCheckpointError as error:
                 problems.append(str(error))
                 continue
             for entry in entries:
                 if (expected := self.tensors.get(entry.fqn)) != entry.info:
-                    problems.append(f"{source.header.path}: {_contradiction(entry, expected)}")
+                    problems.append(f"{header.path}: {_contradiction(entry, expected)}")
                 else:
                     chunks[entry.fqn].append(entry.chunk)
         for fqn, parts in chunks.items() if not problems else ():
@@ -191,13 +185,13 @@ class NativeReader(TensorReader):
         Raises: CorruptCheckpointError.
         """
         blocks = []
-        for source, entry, _ in self._locate(key, Chunk.whole(self.tensors[key].shape)):
+        for header, entry, _ in self._locate(key, Chunk.whole(self.tensors[key].shape)):
             box, first = _place(entry)
-            size, stop = source.header.block_bytes, entry.start + entry.chunk.numel * entry.info.dtype.itemsize
+            size, stop = header.block_bytes, entry.start + entry.chunk.numel * entry.info.dtype.itemsize
             for block in range(entry.start // size, -(-stop // size)):
                 start, end = max(entry.start, block * size), min(stop, (block + 1) * size)
                 at = start - block * size
-                digest = source.header.block_digest(block)
+                digest = header.block_digest(block)
                 blocks.append((box, first + start - entry.start, at, at + end - start, digest))
         return sorted(blocks)
 
@@ -205,7 +199,7 @@ class NativeReader(TensorReader):
         """Return the chunks in which the ranks' files hold each tensor. Raises: CorruptCheckpointError."""
         chunks: dict[str, list[Chunk]] = {}
         for rank in range(self._world_size):
-            header = self._open(rank).header
+            header = self._open(rank)
             for entry in map(header.entry, range(len(header.names))):
                 chunks.setdefault(entry.fqn, []).append(entry.chunk)
         return chunks
@@ -213,7 +207,7 @@ class NativeReader(TensorReader):
     def _slices(self, requests: Sequence[FilePart]) -> dict[int, list[Slice]]:
         """Return the slices of each rank's file."""
         own: list[Slice] = []
-        header = self._own.header
+        header = self._own
         slices = {header.rank: own}
         for key, chunk, into in requests:
             entire = header.entire(key, chunk)
@@ -223,11 +217,11 @@ class NativeReader(TensorReader):
                 continue
             if into.is_contiguous():
                 into = into.detach().view(chunk.sizes)
-            for source, entry, part in self._locate(key, chunk):
-                slices.setdefault(source.header.rank, []).append(_slice(source.header, entry, part, into, chunk))
+            for stored, entry, part in self._locate(key, chunk):
+                slices.setdefault(stored.rank, []).append(_slice(stored, entry, part, into, chunk))
         return slices
 
-    def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[_Source, StoredChunk, Chunk]]:
+    def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[RankFile, StoredChunk, Chunk]]:
         """Find the stored parts that make up a chunk, first in this rank's file, then in those of neighbouring ranks.
 
         If tensors are sharded by rows, as with FSDP, the files of a few neighbours suffice; the others are not opened.
@@ -241,21 +235,21 @@ class NativeReader(TensorReader):
         for rank in self._by_distance:
             if missing <= 0:
                 break
-            if rank != self._own.header.rank:
+            if rank != self._own.rank:
                 more = _parts(self._open(rank), fqn, chunk)
                 missing -= sum(part.numel for _, _, part in more)
                 parts += more
-        for source, entry, _ in parts:
+        for header, entry, _ in parts:
             if entry.info != self.tensors[fqn]:
-                path = source.header.path
-                raise CorruptCheckpointError(f"{path}: {_contradiction(entry, self.tensors[fqn])}. {_AGAIN}", path)
+                wrong = f"{header.path}: {_contradiction(entry, self.tensors[fqn])}. {_AGAIN}"
+                raise CorruptCheckpointError(wrong, header.path)
         _check_cover(fqn, chunk, [part for _, _, part in parts], str(self.path))
         return parts
 
     def close(self) -> None:
-        sources, self._sources = self._sources, {}
-        for source in sources.values():
-            source.file.close()
+        files, self._files, self._headers = self._files, {}, {}
+        for file in files.values():
+            file.close()
 
 
 def manifest_of(folder: Place) -> Manifest | None:
@@ -278,11 +272,11 @@ def read_header(file: Reader) -> RankFile:
     return parse_header(file.read(0, length), file.num_bytes, path)
 
 
-def _check_blocks(source: _Source, entries: Sequence[StoredChunk], count: progress.Count) -> None:
+def _check_blocks(file: Reader, header: RankFile, entries: Sequence[StoredChunk], count: progress.Count) -> None:
     """Check the digests of all blocks of a file. Raises: CorruptCheckpointError."""
     scratch = torch.empty(0)
-    slices = [_slice(source.header, entry, entry.chunk, scratch, entry.chunk) for entry in entries if entry.chunk.numel]
-    verify(source.file, source.header.blocks, slices, count)
+    slices = [_slice(header, entry, entry.chunk, scratch, entry.chunk) for entry in entries if entry.chunk.numel]
+    verify(file, header.blocks, slices, count)
 
 
 def _slice(header: RankFile, entry: StoredChunk, part: Chunk, into: torch.Tensor, chunk: Chunk) -> Slice:
@@ -316,10 +310,10 @@ def _contradiction(entry: StoredChunk, expected: TensorInfo | None) -> str:
     return f"{entry.fqn} is {entry.info}, rank 0's file says {expected or 'that there is none'}"
 
 
-def _parts(source: _Source, fqn: str, chunk: Chunk) -> list[tuple[_Source, StoredChunk, Chunk]]:
+def _parts(header: RankFile, fqn: str, chunk: Chunk) -> list[tuple[RankFile, StoredChunk, Chunk]]:
     """Return the parts of a chunk that a file holds, in global coordinates."""
-    hits = ((entry, entry.chunk.intersect(chunk)) for entry in source.header.entries_of(fqn))
-    return [(source, entry, part) for entry, part in hits if part is not None]
+    hits = ((entry, entry.chunk.intersect(chunk)) for entry in header.entries_of(fqn))
+    return [(header, entry, part) for entry, part in hits if part is not None]
 
 
 def _check_cover(fqn: str, chunk: Chunk, parts: Sequence[Chunk], path: str) -> None:

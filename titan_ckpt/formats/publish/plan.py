@@ -36,8 +36,8 @@ MakeHeader = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], Mapping[str
 
 
 @dataclass(frozen=True, slots=True)
-class ExportFiles:
-    """The files of an export by the names in them: the same on every rank, and for any parallelism."""
+class ExportPlan:
+    """The files of an export, the same on every rank and for any parallelism; and this rank's part of the work."""
 
     infos: Mapping[str, TensorInfo]
     layouts: Mapping[str, Layout]
@@ -46,20 +46,13 @@ class ExportFiles:
     """Key of each tensor that is stored as several tensors -> its description in the files' headers."""
     sources: Mapping[str, Collection[str]]
     """Key -> the native tensors from which it is made, on any rank: those of tied weights by each of their names."""
+    shares: Mapping[str, Sequence[Chunk] | None]
+    """Native fqn -> the chunks that this rank writes; None: all that it holds."""
 
     @property
     def num_bytes(self) -> int:
         """Return the bytes of all tensors, without headers."""
         return sum(info.nbytes for info in self.infos.values())
-
-
-@dataclass(frozen=True, slots=True)
-class ExportPlan:
-    """The files of an export, and this rank's part of the work."""
-
-    files: ExportFiles
-    shares: Mapping[str, Sequence[Chunk] | None]
-    """Native fqn -> the chunks that this rank writes; None: all that it holds."""
 
     def shares_of(self, fqn: str) -> Sequence[Chunk] | None:
         """Return the chunks of a native tensor that this rank writes; None: all that it holds."""
@@ -110,7 +103,7 @@ def plan_export(
     metadata = {"format": "pt", **header(infos, quantized)}
     layouts = {name: lay_out({key: infos[key] for key in keys}, metadata) for name, keys in packed.items()}
     file_of = {key: name for name, keys in packed.items() for key in keys}
-    return ExportPlan(ExportFiles(infos, layouts, file_of, quantized, sources), shares)
+    return ExportPlan(infos, layouts, file_of, quantized, sources, shares)
 
 
 def pack_model_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:

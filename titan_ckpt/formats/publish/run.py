@@ -21,7 +21,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.formats.publish.exchange import everyone, row_peers
-from titan_ckpt.formats.publish.plan import ExportFiles, ExportPlan, OutputFiles, is_shared, plan_export
+from titan_ckpt.formats.publish.plan import ExportPlan, OutputFiles, is_shared, plan_export
 from titan_ckpt.formats.publish.publication import (
     Unpublished,
     compare_infos,
@@ -57,7 +57,7 @@ class FolderFormat(ABC):
         return {}
 
     @abstractmethod
-    def companions(self, files: ExportFiles) -> Mapping[str, bytes | Place]:
+    def companions(self, plan: ExportPlan) -> Mapping[str, bytes | Place]:
         """Return file name -> its bytes, or the file to copy. Called on rank 0 before anything is written.
 
         Raises: ExportError if they and the tensors disagree.
@@ -95,8 +95,8 @@ class FolderExport:
         started = time.perf_counter()
         is_proved = False
         try:
-            files = (plan := self.plan(coordinator)).files
-            companions = partial(self.format.companions, files)
+            plan = self.plan(coordinator)
+            companions = partial(self.format.companions, plan)
             with published(folder, coordinator, "export/", companions, record) as unpublished:
                 self._fill(unpublished, plan, coordinator, f"exporting {folder.name}")
                 is_proved = True
@@ -107,7 +107,7 @@ class FolderExport:
             unsure = is_proved and isinstance(error, PeerError)  # another rank fell silent after that
             became = "it is proved, and may be published all the same" if unsure else "nothing was published"
             raise ExportError(f"export to {folder} failed, {became}: {error}") from error
-        log_export(len(files.infos), files.num_bytes, folder, started, coordinator)
+        log_export(len(plan.infos), plan.num_bytes, folder, started, coordinator)
 
     def peers(self, folder: Place, coordinator: Coordinator) -> set[Ranks]:
         """Return the groups of ranks that exchange bytes while the folder is written."""
@@ -124,8 +124,8 @@ class FolderExport:
 
         Raises: ExportError on every rank, as `write` would.
         """
-        files = self.plan(coordinator).files
-        coordinator.on_rank_0("export/companions", lambda: [*self.format.companions(files)])
+        plan = self.plan(coordinator)
+        coordinator.on_rank_0("export/companions", lambda: [*self.format.companions(plan)])
 
     def _fill(
         self,
@@ -137,8 +137,8 @@ class FolderExport:
         """Write everything into the unpublished folder and prove it."""
         companions = dict(unpublished.prepared or {})
         unpublished.keep_last(companions, self.format.last, "export/last", coordinator)
-        share = 2 * plan.files.num_bytes // coordinator.world_size  # written, and read back
-        outputs = OutputFiles(unpublished.path, plan.files.layouts, coordinator)
+        share = 2 * plan.num_bytes // coordinator.world_size  # written, and read back
+        outputs = OutputFiles(unpublished.path, plan.layouts, coordinator)
         with (
             progress.shown(what, share) as count,
             closing(ExportWriter(outputs, plan, coordinator, count)) as writer,
@@ -150,7 +150,7 @@ class FolderExport:
             )
             if broken := dict.fromkeys(why for why, _ in written if why):
                 raise ExportError("; ".join(broken))
-            if faults := coverage_faults(plan.files.infos, (parts for _, parts in written)):
+            if faults := coverage_faults(plan.infos, (parts for _, parts in written)):
                 raise ExportError(f"{len(faults)} tensor(s) are not whole: {'; '.join(faults)}")
             if not outputs.is_shared:  # a rank reads what it has uploaded
                 coordinator.together("export/uploaded", lambda: outputs.sync(unpublished.require_own))
@@ -179,10 +179,10 @@ class FolderExport:
         with ExitStack() as stack:
             stored = reader = stack.enter_context(self.format.open(source, dequantize=False))
             stack.enter_context(meanwhile(outputs.sync))  # what is read back becomes durable
-            if faults := compare_infos(plan.files.infos, stored.tensors):
+            if faults := compare_infos(plan.infos, stored.tensors):
                 raise ExportError(f"the re-opened export differs in {len(faults)} tensor(s): {'; '.join(faults)}")
             writer.prove(stored)
-            if plan.files.quantized:
+            if plan.quantized:
                 reader = stack.enter_context(self.format.open(source, dequantize=True))
                 check_quantized(self.groups, reader)
             if unpublished.staged is not None:  # on rank 0

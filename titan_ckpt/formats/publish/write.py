@@ -92,7 +92,7 @@ class ExportWriter:
         coordinator, is_shared = self._coordinator, self._outputs.is_shared
         if coordinator.world_size == 1:
             return
-        infos = {k: entry.info for layout in self._plan.files.layouts.values() for k, entry in layout.entries.items()}
+        infos = {k: entry.info for layout in self._plan.layouts.values() for k, entry in layout.entries.items()}
         numbers = {key: number for number, key in enumerate(infos)}
         peers: dict[str, Ranks] = {}
 
@@ -112,7 +112,7 @@ class ExportWriter:
             def owner(key: str, number: int, ranks: Ranks = ranks) -> int:
                 if is_shared:
                     return ranks[(numbers[key] + number) % len(ranks)]
-                return self._outputs.owners[self._plan.files.file_of[key]]
+                return self._outputs.owners[self._plan.file_of[key]]
 
             self._exchanges[ranks] = Exchange(
                 coordinator,
@@ -197,14 +197,14 @@ class ExportWriter:
 
         Ranks that compute values together, and those of a bucket, keep the order of the files.
         """
-        names = [*self._plan.files.layouts]
+        names = [*self._plan.layouts]
         first = self._coordinator.rank * len(names) // self._coordinator.world_size
         if not self._outputs.is_shared or any(group.collective for group, _ in groups):
             first = 0
         turns = {name: (number - first) % len(names) for number, name in enumerate(names)}
 
         def position(key: str, chunk: Chunk | None = None) -> int:
-            return (turns[self._plan.files.file_of[key]] << 48) + self._offset(key, chunk)
+            return (turns[self._plan.file_of[key]] << 48) + self._offset(key, chunk)
 
         def whole(piece: FilePart) -> Iterator[_Item]:
             yield position(piece.key, piece.chunk), piece, 0
@@ -253,7 +253,7 @@ class ExportWriter:
         """Read every region that this rank wrote and compare it. Raises: ExportError naming the tensors that differ."""
         if wrong := differing(self._written, reader, self._count):
             number = sum(map(len, wrong.values()))
-            names = {key: self._plan.files.sources[key] for key in wrong}
+            names = {key: self._plan.sources[key] for key in wrong}
             tied = {key: f" (tied, and not equal: {', '.join(fqns)})" for key, fqns in names.items() if len(fqns) > 1}
             listed = ", ".join(key + tied.get(key, "") for key in wrong)
             raise ExportError(f"{number} region(s) read back differ from what was written, of {listed}")
@@ -274,7 +274,7 @@ class ExportWriter:
             self._write_queued()
 
     def _entry(self, key: str) -> Entry:
-        return self._plan.files.layouts[self._plan.files.file_of[key]].entries[key]
+        return self._plan.layouts[self._plan.file_of[key]].entries[key]
 
     def _offset(self, key: str, chunk: Chunk | None = None) -> int:
         """Return the byte of the file at which the first element of a tensor, or of a part of it, lies."""
@@ -283,12 +283,12 @@ class ExportWriter:
         return entry.start + first * entry.info.dtype.itemsize
 
     def _position(self, key: str) -> int:
-        return self._outputs.starts[self._plan.files.file_of[key]] + self._offset(key)
+        return self._outputs.starts[self._plan.file_of[key]] + self._offset(key)
 
     def _place_of(self, key: str, chunk: Chunk) -> tuple[int, int]:
         """Return the place of a part of a tensor in the order of all files, and its first byte in its own."""
         offset = self._offset(key, chunk)
-        return self._outputs.starts[self._plan.files.file_of[key]] + offset, offset
+        return self._outputs.starts[self._plan.file_of[key]] + offset, offset
 
     def _write_exchanged(self, part: FilePart, parts: Sequence[tuple[Chunk, bytes]]) -> None:
         """Write what came through the exchange: a run that is whole, or a box; `parts` are its ranks' digests."""
@@ -366,7 +366,7 @@ class ExportWriter:
             at += num_bytes
 
     def _output(self, key: str) -> Writer:
-        return self._outputs.file(self._plan.files.file_of[key])
+        return self._outputs.file(self._plan.file_of[key])
 
     def close(self) -> None:
         """End the exchanges, and close the files; idempotent. Collective after an error: rounds end together.

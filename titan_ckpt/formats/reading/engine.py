@@ -69,6 +69,8 @@ class SliceFill:
     """Open files, whose headers were checked; their blocks if they have digests; what is read of them."""
     what: str = "loading"
     """Title of the progress bar."""
+    check: Callable[[], None] | None = None
+    """Looks at the values when they are there."""
 
     def __call__(self) -> None:
         """Read, verify and fill.
@@ -77,7 +79,7 @@ class SliceFill:
         OSError.
         """
         with gc_paused():
-            execute(self.sources(), what=self.what)
+            self.fill_after(self.sources(), None)
 
     def sources(self) -> list[SliceReader]:
         """Return what reads each file."""
@@ -89,32 +91,15 @@ class SliceFill:
                 groups.setdefault((id(file), shift), (file, blocks, [], shift))[2].append(part)
         return [SliceReader(*group) for group in groups.values()]
 
-    def fill_after(self, sources: Sequence[SliceReader], deal: Deal) -> None:
+    def fill_after(self, sources: Sequence[SliceReader], deal: Deal | None) -> None:
         """Do as a call, after the bytes that ranks read together. Raises: as a call; ExchangeBroken."""
         with gc_paused():
             execute(sources, what=self.what, deal=deal)
+        if self.check:
+            self.check()
 
     def __add__(self, other: SliceFill) -> SliceFill:
         return SliceFill([*self.slices, *other.slices], self.what)
-
-
-@dataclass(frozen=True, slots=True)
-class CheckedFill:
-    """Fills the memory of slices, then checks it."""
-
-    fill: SliceFill
-    check: Callable[[], None]
-
-    def __call__(self) -> None:
-        self.fill()
-        self.check()
-
-    def sources(self) -> list[SliceReader]:
-        return self.fill.sources()
-
-    def fill_after(self, sources: Sequence[SliceReader], deal: Deal) -> None:
-        self.fill.fill_after(sources, deal)
-        self.check()
 
 
 def verify(file: Reader, blocks: Blocks, slices: Sequence[Slice], count: progress.Count) -> None:

@@ -231,6 +231,11 @@ def run_order(folder: str) -> None:
         late.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
         with pytest.raises(StateEncodingError, match=r"hooks on gradients of module\.first\.weight"):
             manager.load()
+    parts = [nn.Linear(4, 1) for _ in range(2)]
+    wrappers = [DistributedDataParallel(parts[0])]
+    gc.freeze()  # hides it
+    wrappers.append(DistributedDataParallel(parts[1]))
+    assert [wrapper.module for wrapper in wrappers_of(parts)] == parts
     twice = nn.Linear(4, 1)
     wrappers = [DistributedDataParallel(twice) for _ in range(2)]
     with pytest.raises(ConfigError, match=r"several wrappers of DDP around .*Linear: .*delete the one"):
@@ -245,9 +250,13 @@ def run_order(folder: str) -> None:
 def run_hooked_late(folder: str) -> None:
     """See a hook that keeps errors of its compression refused, which two ranks register after the manager is made."""
     dist.init_process_group("gloo")
+    network, config = DistributedDataParallel(inner := Late()), CheckpointConfig(save=SaveConfig(interval=1))
+    network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+    gc.freeze()
+    with pytest.raises(ConfigError, match="powerSGD_hook"):
+        CheckpointManager(config, model_parts=[inner], base_folder=folder)
     network = DistributedDataParallel(Late())
     optimizer = torch.optim.AdamW(network.parameters())
-    config = CheckpointConfig(save=SaveConfig(interval=1))
     with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
         manager.load()
         network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)

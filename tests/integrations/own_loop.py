@@ -111,10 +111,10 @@ def run_summed(folder: str, way: str) -> None:
             network, optimizer = fabric.setup(network, optimizer)
             manager = fabric_manager(fabric, config, model=network, optimizers=[optimizer], base_folder=folder)
         else:
-            network = DistributedDataParallel(inner := network)
+            network = DistributedDataParallel(inner := network, gradient_as_bucket_view=way == "views")
             if way == "frozen objects":
                 gc.freeze()
-            parts = [network if way == "ddp" else inner]
+            parts = [network if way in ("ddp", "views") else inner]
             manager = CheckpointManager(config, model_parts=parts, optimizers=[optimizer], base_folder=folder)
         with manager:
             for step in range(manager.load().step, 2):

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_ckpt.components.gradients import still_used
 from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, Stored
 from titan_ckpt.components.known.exchanges import exchange_faults, rounds_by_order, wrappers_of
 from titan_ckpt.components.unsaved_state import class_name
@@ -71,7 +72,8 @@ class ExchangeOrder(Item):
         """
         for i, ddp in enumerate(self._wrapped):
             if i not in self._found:
-                ddp._has_rebuilt_buckets |= ddp.reducer._rebuild_buckets()  # noqa: SLF001 - as the next forward pass would
+                with still_used(ddp):  # gradients may be views of the buckets
+                    ddp._has_rebuilt_buckets |= ddp.reducer._rebuild_buckets()  # noqa: SLF001 - as the next forward pass would
                 if ddp._has_rebuilt_buckets:  # noqa: SLF001 - as above
                     self._found[i] = _order_of(ddp)
 

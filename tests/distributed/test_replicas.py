@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tests import world
 from tests.world import Value, heard, manager
@@ -175,6 +175,31 @@ def test_sharded_buffers_and_extra_state_that_differ_are_each_rank_s_own(tmp_pat
         pytest.raises(SaveError, match=r"mean: rank \d of 2 ranks.*returns it as it is"),
     ):
         m.save(1)
+
+
+class Shown(nn.Module):
+    """A statistic in shards along one dim of a mesh, whose copies along the other dim differ."""
+
+    def __init__(self, *placements: Placement) -> None:
+        super().__init__()
+        mesh = init_device_mesh("cpu", (2, 2))
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("mean", DTensor.from_local(torch.zeros(2), mesh, placements, run_check=False))
+
+
+@distributed(nproc=4)
+def test_a_part_of_a_buffer_goes_to_no_rank_that_holds_another_part(tmp_path: Path) -> None:
+    """Ranks 1 and 2 hold each other's part at the resume, and keep the values of the lowest rank that had theirs."""
+    rank = dist.get_rank()
+    model, other = Shown(Replicate(), Shard(0)), Shown(Shard(0), Replicate())
+    local_tensor(model.get_buffer("mean")).fill_(10 * (rank % 2) + rank // 2)
+    with manager(tmp_path, model, async_mode="disabled") as m:
+        m.save(1)
+    for resumed, value in ((model, 10 * (rank % 2) + rank // 2), (other, (0, 0, 10, 11)[rank])):
+        local_tensor(resumed.get_buffer("mean")).fill_(-1)
+        with manager(tmp_path, resumed, save=None) as m:
+            m.load()
+        assert local_tensor(resumed.get_buffer("mean")).tolist() == [value] * 2
 
 
 def statistics() -> nn.Module:

@@ -110,10 +110,10 @@ def run_summed(folder: str, way: str) -> None:
             network, optimizer = fabric.setup(network, optimizer)
             manager = fabric_manager(fabric, config, model=network, optimizers=[optimizer], base_folder=folder)
         else:
-            network = DistributedDataParallel(inner := network)
+            network = DistributedDataParallel(inner := network, gradient_as_bucket_view=way == "views")
             if way == "frozen objects":
                 gc.freeze()
-            parts = [network if way == "ddp" else inner]
+            parts = [network if way in ("ddp", "views") else inner]
             manager = CheckpointManager(config, model_parts=parts, optimizers=[optimizer], base_folder=folder)
         with manager:
             for step in range(manager.load().step, 2):
@@ -230,6 +230,11 @@ def run_order(folder: str) -> None:
         late.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
         with pytest.raises(StateEncodingError, match=r"hooks on gradients of module\.first\.weight"):
             manager.load()
+    parts = [nn.Linear(4, 1) for _ in range(2)]
+    wrappers = [DistributedDataParallel(parts[0])]
+    gc.freeze()  # hides it
+    wrappers.append(DistributedDataParallel(parts[1]))
+    assert [wrapper.module for wrapper in wrappers_of(parts)] == parts
     twice = nn.Linear(4, 1)
     wrappers = [DistributedDataParallel(twice) for _ in range(2)]
     with pytest.raises(ConfigError, match=r"several wrappers of DDP around .*Linear: .*delete the one"):
@@ -244,9 +249,13 @@ def run_order(folder: str) -> None:
 def run_hooked_late(folder: str) -> None:
     """See a hook that keeps errors of its compression refused, which two ranks register after the manager is made."""
     dist.init_process_group("gloo")
+    network, config = DistributedDataParallel(inner := Late()), CheckpointConfig(save=SaveConfig(interval=1))
+    network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+    gc.freeze()
+    with pytest.raises(ConfigError, match="powerSGD_hook"):
+        CheckpointManager(config, model_parts=[inner], base_folder=folder)
     network = DistributedDataParallel(Late())
     optimizer = torch.optim.AdamW(network.parameters())
-    config = CheckpointConfig(save=SaveConfig(interval=1))
     with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
         manager.load()
         network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)

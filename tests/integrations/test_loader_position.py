@@ -26,6 +26,7 @@ from tests.integrations.loader_cases import (
     SAMPLED,
     STREAMS,
     Counting,
+    Jittered,
     Numbers,
     Plain,
     Stream,
@@ -195,6 +196,20 @@ class Unknown(IterableDataset[int]):
         return iter(range(9))
 
 
+class Stated(Plain):
+    """Data with a generator in its state, for which torch's own loader asks no worker."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+        self.random = np.random.default_rng(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"random": self.random.bit_generator.state}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.random.bit_generator.state = state_dict["random"]
+
+
 @pytest.mark.parametrize(
     ("loader", "fault"),
     [
@@ -204,6 +219,9 @@ class Unknown(IterableDataset[int]):
             "persistent_workers: .* would begin each later epoch of the stream at the position of the resume",
         ),
         (lambda: DataLoader(Stream(), num_workers=1), "Stream is read by 1 worker processes"),
+        (lambda: DataLoader(Stated(), num_workers=1), "draws from a numpy.*Generator: each worker process draws from"),
+        (lambda: StatefulDataLoader(Stated(), num_workers=1, collate_fn=Jittered()), "each worker process draws from"),
+        (lambda: StatefulDataLoader(Stream(), num_workers=1, collate_fn=Jittered()), "each worker process draws from"),
         (lambda: [1, 2], "list is no DataLoader"),
         (lambda: DataLoader(Plain(2), collate_fn=seeded()), "its seed"),
     ],

@@ -54,7 +54,7 @@ def test_a_killed_loop_reads_the_samples_of_an_uninterrupted_one(way: str, tmp_p
     assert together["7"] != together["1"], "another order in each epoch"
 
 
-@pytest.mark.parametrize("way", ["ddp", "its model", "fabric", "frozen objects"])
+@pytest.mark.parametrize("way", ["ddp", "views", "its model", "fabric", "frozen objects"])
 def test_three_ranks_of_ddp_sum_gradients_in_the_order_of_the_whole_run(way: str, tmp_path: Path) -> None:
     """The manager finds DDP around the model by itself, in a loop of one's own and in Fabric."""
     assert play("tests.integrations.own_loop", [Phase("run_summed", str(tmp_path), 3, (way,))]) == [[0] * 3]

@@ -175,8 +175,10 @@ def test_a_config_json_of_another_model_with_the_same_tensors_is_refused_or_said
     assert call("convert", root / "hf", tmp_path / "alone", "--to", "native", "--model", "hf") == 0
     assert "nothing in" not in capsys.readouterr().out
     assert call("convert", tmp_path / "alone", target, "--to", "hf", *other) == 0
+    (tmp_path / "alone/config.json").write_text("{")
+    assert call("convert", tmp_path / "alone", tmp_path / "cut off", "--to", "hf", *other) == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "alone shows that it is of the mistral in --config" in said, said
+    assert said.count("alone shows that it is of the mistral in --config") == 2, said
     assert json.loads((target / "config.json").read_text())["sliding_window"] == 4
 
 

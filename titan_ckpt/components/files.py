@@ -12,16 +12,15 @@ from typing import Any
 
 import torch
 import xxhash
-from torch.distributed.tensor import DTensor
 
 from titan_ckpt.components.items.item import STATES, Item
-from titan_ckpt.components.items.states import OWN_BUFFERS
+from titan_ckpt.components.items.states import OWN_BUFFERS, place_of
 from titan_ckpt.components.snapshot import DATA_RANK, LAYOUT, Snapshot
 from titan_ckpt.distributed.replicas import digest_of
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import StateEncodingError, listed
-from titan_ckpt.geometry.chunks import local_chunks, local_tensor
+from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.geometry.nested import names_of, rename_tensors, take_tensors
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.stored_names import MODEL
@@ -75,7 +74,7 @@ def run_parts(snapshot: Snapshot) -> dict[str, Json]:
             of_tensors = [digest_of(tensor) for tensor in _plain_tensors(value, snapshot.tensors).values()]
             parts[key] = xxhash.xxh3_128_hexdigest(typed_json.dumps(value, key) + "".join(of_tensors).encode())
     own = sorted(snapshot.own_buffers) if snapshot.has_own else ()
-    parts[OWN_BUFFERS] = {_place(name, snapshot): digest_of(snapshot.tensors[name]) for name in own}
+    parts[OWN_BUFFERS] = {place_of(n, snapshot.tensors[n]): digest_of(snapshot.tensors[n]) for n in own}
     return parts
 
 
@@ -93,9 +92,9 @@ def divided(snapshot: Snapshot, differing: Mapping[str, Sequence[Json]], rank: i
     for key, values in differing.items():
         of_ranks: Any = values
         if key == OWN_BUFFERS:
-            places = _apart(of_ranks)
-            moved = sorted(name for name in snapshot.own_buffers if _place(name, snapshot) in places)
-            apart |= {name.removeprefix(MODEL): local_tensor(snapshot.tensors[name]) for name in moved}
+            held = {place_of(name, snapshot.tensors[name]): name for name in sorted(snapshot.own_buffers)}
+            moved = {place: snapshot.tensors[held[place]] for place in held if place in _apart(of_ranks)}
+            apart |= {place.removeprefix(MODEL): local_tensor(value) for place, value in moved.items()}
         elif key in snapshot.merge:
             if key == "model" and snapshot.has_own:
                 apart |= _own_extra_state(run.get(key, {}), _apart(of_ranks))
@@ -112,12 +111,6 @@ def divided(snapshot: Snapshot, differing: Mapping[str, Sequence[Json]], rank: i
     tensors = {names.get(name, name): value for name, value in snapshot.tensors.items()} | more
     volatile = frozenset(names.get(name, name) for name in snapshot.volatile) | more.keys()
     return replace(snapshot, run=run, rank=own, tensors=tensors, volatile=volatile)
-
-
-def _place(name: str, snapshot: Snapshot) -> str:
-    """Return the name of a buffer with the part of it that this rank holds; ranks compare what is of one part."""
-    value = snapshot.tensors[name]
-    return f"{name} {[chunk for chunk, _ in local_chunks(value)]}" if isinstance(value, DTensor) else name
 
 
 def _apart(of_ranks: Sequence[Mapping[str, Any] | None]) -> set[str]:

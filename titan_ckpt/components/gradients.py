@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,7 +101,19 @@ class Gradients:
 
 def note_used(optimizer: Optimizer, *_: Any) -> None:
     """Mark the gradients of an optimizer as used by the step that has ended."""
-    for parameter in parameters_of(optimizer):
+    _mark(parameters_of(optimizer))
+
+
+@contextmanager
+def still_used(module: nn.Module) -> Iterator[None]:
+    """Keep the marks through a block that puts equal gradients in place of a module's, as new buckets of DDP do."""
+    used = [p for p in module.parameters() if p.grad is not None and is_used(p.grad)]
+    yield
+    _mark(used)
+
+
+def _mark(parameters: Sequence[nn.Parameter]) -> None:
+    for parameter in parameters:
         if (grad := parameter.grad) is not None:
             setattr(grad, _USED, _version(grad))
 

@@ -413,9 +413,9 @@ class PositionedLoader:
             yield from stateful_faults(self.inner, self._allow)
         else:
             yield from sampler_faults(samplers_of(self.inner), self._allow)
-        in_workers = getattr(self.inner, "num_workers", 0) > 0
-        is_copied = in_workers and not isinstance(data, IterableDataset) and not has_state(data)
-        for generator in self._of_data if is_copied else ():
+        is_asked = isinstance(data, IterableDataset) or (self._gives_state and has_state(data))  # in each worker
+        copied = held_generators(getattr(self.inner, "collate_fn", None)) if is_asked else self._of_data
+        for generator in copied if getattr(self.inner, "num_workers", 0) and not self._read_again else ():
             name = class_name(generator)
             yield from unless_allowed(f"data: it draws from a {name}", name, _COPIED, self._allow)
 

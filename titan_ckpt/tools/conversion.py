@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -23,7 +23,7 @@ from titan_ckpt.converting import convert, is_taken, mounted_target, native_tens
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ExportError, LoadMismatchError, listed
+from titan_ckpt.errors import ConfigError, ExportError, LoadMismatchError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader
@@ -213,11 +213,13 @@ def _about_config(reader: TensorReader, given: Place | None) -> tuple[str, ...]:
     """
     if given is None:
         return ()
-    config, own = read_config_json(require_config(reader, given)), own_config(reader)
+    config, own, theirs = read_config_json(require_config(reader, given)), None, None
     kind = config.get("model_type")
-    if own is None:
+    with suppress(ConfigError, OSError):  # --config may be named because its own cannot be read
+        own = own_config(reader)
+        theirs = own and read_config_json(own)
+    if own is None or theirs is None:
         return (f"nothing in {reader.path} shows that it is of the {kind} in --config: other models have its names",)
-    theirs = read_config_json(own)
     stored = theirs.get("model_type")
     if None in (kind, stored) or kind in _model_types(theirs) or stored in _model_types(config):
         return ()

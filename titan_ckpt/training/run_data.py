@@ -129,7 +129,7 @@ def _encoding(tokenizer: TextTokenizer, encode: Encoder) -> str:
     if not isinstance(digest, str):
         problem = f"it returns a {type(encode).__name__}, and its ids are kept in data.cache_folder by what made them"
         raise ConfigError([f"build_data_transform: {problem}: give it a `digest`, a text that other ids change"])
-    return digest
+    return digest if isinstance(encode, ChatTemplate) else f"{digest} {tokenizer.digest}"
 
 
 def _indexed(

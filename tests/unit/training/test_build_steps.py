@@ -194,6 +194,8 @@ def test_d1_a_data_transform_of_ones_own_is_not_answered_from_the_cache_of_anoth
     Backwards.digest = f"backwards {tmp_path}"  # type: ignore[attr-defined]
     assert first_tokens(Own(config)) != default
     assert first_tokens(Trainer(config)) == default
+    fewer = settings(tmp_path, data={"tokenizer": 280})
+    assert max(first_tokens(Own(fewer))) < 280, "its own digest says nothing of the tokenizer"
 
 
 def test_d1_a_step_can_be_called_by_itself(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_ckpt.components.gradients import still_used
 from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, Stored
 from titan_ckpt.components.unsaved_state import class_name, fault_of, unless_allowed
 from titan_ckpt.errors import StateEncodingError
@@ -103,7 +104,8 @@ class ExchangeOrder(Item):
         """
         for i, ddp in enumerate(self._wrapped):
             if i not in self._found:
-                ddp._has_rebuilt_buckets |= ddp.reducer._rebuild_buckets()  # noqa: SLF001 - as the next forward pass would
+                with still_used(ddp):  # gradients may be views of the buckets
+                    ddp._has_rebuilt_buckets |= ddp.reducer._rebuild_buckets()  # noqa: SLF001 - as the next forward pass would
                 if ddp._has_rebuilt_buckets:  # noqa: SLF001 - as above
                     self._found[i] = _order_of(ddp)
 
@@ -192,7 +194,7 @@ def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[Distr
     """
     if not is_initialized() or get_world_size() < min_ranks:
         return []
-    found = _around(models) or (_around(models, frozen=True) if get_world_size() > 2 else [])
+    found = _around(models)
     if len({place for place, _ in found}) < len(found):
         del found
         gc.collect()  # the wrapper of a cell that ran before may wait for that, on some ranks alone
@@ -200,11 +202,13 @@ def wrappers_of(models: Collection[nn.Module], min_ranks: int = 1) -> list[Distr
     return [ddp for _, ddp in sorted(found, key=lambda pair: pair[0])]
 
 
-def _around(models: Collection[nn.Module], *, frozen: bool = False) -> list[tuple[int, DistributedDataParallel]]:
+def _around(models: Collection[nn.Module]) -> list[tuple[int, DistributedDataParallel]]:
     modules = (module for model in models for _, module in named_modules(model))
     parameters = enumerate(p for module in modules for p in module._parameters.values())  # noqa: SLF001 - a hot path
     places = {id(p): n for n, p in parameters if p is not None and not isinstance(p, DTensor)}  # DDP takes no DTensor
-    wrappers = instances_of(DistributedDataParallel, frozen=frozen) if places else []
+    wrappers = instances_of(DistributedDataParallel) if places else []
+    if gc.get_freeze_count() and places.keys() - {id(p) for ddp in wrappers for p in ddp.parameters()}:
+        wrappers = instances_of(DistributedDataParallel, frozen=True)
     first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in wrappers]
     return [(place, ddp) for place, ddp in zip(first, wrappers, strict=True) if place is not None]
 

@@ -21,7 +21,7 @@ from titan_ckpt.errors import (
     counted,
     listed,
 )
-from titan_ckpt.geometry.chunks import TensorInfo, local_tensor
+from titan_ckpt.geometry.chunks import TensorInfo, local_chunks, local_tensor
 from titan_ckpt.geometry.nested import give_tensors, names_of, take_tensors, unlike_plain
 from titan_ckpt.rng import RandomState
 from titan_ckpt.types import StateDict, Stateful
@@ -96,11 +96,11 @@ class OwnBuffers(Item):
 
         Those of parts that another layout of ranks gives to other ranks stay as they are.
         """
-        live = {fqn: local_tensor(value) for fqn, value in self._model.buffers().items()}
+        live = {place_of(fqn, value): local_tensor(value) for fqn, value in self._model.buffers().items()}
         own = give_tensors(stored.values.get(self.key, {}), tensors)
-        for fqn, value in own.items():
-            if fqn in live and live[fqn].shape == value.shape:
-                live[fqn].copy_(value)
+        for place, value in own.items():
+            if place in live and live[place].shape == value.shape:
+                live[place].copy_(value)
         self._model.load_extra_state(own)
 
     def from_torchtitan(self, folder: FlatFolder) -> None:
@@ -203,6 +203,16 @@ class Generators(Item):
     def leaves(self) -> Leaves:
         """Yield nothing: torchtitan stores no generators."""
         yield from ()
+
+
+def place_of(name: str, value: torch.Tensor) -> str:
+    """Return the name of a buffer, and where the part of it begins that this rank holds, if that is not all of it.
+
+    Ranks compare what is of one part, and take back what is of theirs.
+    """
+    if not isinstance(value, DTensor) or local_tensor(value).shape == value.shape:
+        return name
+    return f"{name} at {[[*chunk.offsets] for chunk, _ in local_chunks(value)]}"
 
 
 def _stored_names(stored: Stored, key: str, available: Mapping[str, TensorInfo]) -> list[str]:

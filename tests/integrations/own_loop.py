@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from datetime import timedelta
@@ -236,6 +237,12 @@ def run_order(folder: str) -> None:
     with pytest.raises(ConfigError, match=r"several wrappers of DDP around .*Linear: .*delete the one"):
         CheckpointManager(config, model_parts=[twice], base_folder=folder)
     del wrappers
+    fixed = nn.Linear(4, 1)
+    network = DistributedDataParallel(fixed, static_graph=True)
+    with pytest.raises(ConfigError, match=r"DDP's static_graph: three or more ranks .*: leave it out") as refused:
+        CheckpointManager(config, model_parts=[fixed], base_folder=folder)
+    (allowed,) = re.findall(r'checkpoint\.allow = \["(.*)"\]', str(refused.value))
+    CheckpointManager(CheckpointConfig(allow=[allowed]), model_parts=[fixed], base_folder=folder).close()
     sparse = nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True), nn.Linear(4, 1))
     network = DistributedDataParallel(sparse)
     with pytest.raises(ConfigError, match=r"sparse gradients of module\.0.*find_unused_parameters=True"):

@@ -1,12 +1,11 @@
 """Loops over what accelerate has prepared, each with settings, data and a form that a seed has drawn.
 
-Many run one after another in the same processes: once whole, of which a copy is left as a kill would leave it, and in new
-processes from that copy on.
+Many run one after another in the same processes: once whole, of which a copy is left as a kill would leave it, and in
+new processes from that copy on.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import random
 import shutil
@@ -27,10 +26,9 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from tests.integrations.accelerate_runs import Counted, wait
-from tests.integrations.phases import leave_behind
-from tests.world import heard
+from tests.world import gathered, heard
 from titan_ckpt import CheckpointConfig, SaveConfig
-from titan_ckpt.errors import CheckpointError, ConfigError
+from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.accelerate import accelerate_manager
 
 STEPS = 9
@@ -46,9 +44,13 @@ class Vectors(torch.utils.data.Dataset[torch.Tensor]):
     def __len__(self) -> int:
         return len(self.values)
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> torch.Tensor:
         value = self.values[index]
-        return value + self.noise * torch.cat([torch.zeros(1), torch.rand(3)]) if self.noise else value
+        if self.noise:
+            noise = self.noise * torch.rand_like(value)
+            noise[..., 0] = 0
+            value = value + noise
+        return value
 
 
 class Turned(Vectors):
@@ -59,7 +61,7 @@ class Turned(Vectors):
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
 
-    def __getitem__(self, index: int) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> torch.Tensor:
         return super().__getitem__(index) + torch.tensor([0.0, self.epoch / 4, 0.0, 0.0])
 
 
@@ -98,8 +100,8 @@ class Seeded(IterableDataset[torch.Tensor]):
         return iter([self.vectors[number] for number in order])
 
 
-def rows(samples: int, shards: int = 0, *, is_shuffled: bool = False) -> Any:
-    vectors = Vectors(samples)
+def rows(samples: int, shards: int = 0, *, noise: float = 0.1, is_shuffled: bool = False) -> Any:
+    vectors = Vectors(samples, noise)
     data: Any = Dataset.from_dict({"at": [*range(samples)]})
     if not shards:
         return data.with_transform(lambda found: {"vector": [vectors[at] for at in found["at"]]})
@@ -125,7 +127,9 @@ MAPS = [name for name in DATA if "stream" not in name]
 
 
 def collated(found: Any) -> torch.Tensor:
-    return torch.stack([row["vector"] if isinstance(row, dict) else row for row in found])
+    if isinstance(found, list):
+        return torch.stack([row["vector"] if isinstance(row, dict) else row for row in found])
+    return torch.stack(found["vector"]) if isinstance(found, dict) else found  # a sampler of batches asks for all
 
 
 class Varied(BatchSampler):
@@ -143,33 +147,40 @@ class Varied(BatchSampler):
             yield batch
 
     def __len__(self) -> int:
-        samples = len(self.sampler)  # type: ignore[arg-type]
-        return 2 * (samples // 3) + (samples % 3 + 1) // 2 + (samples % 3 == 2) * 0
+        whole, rest = divmod(len(self.sampler), 3)  # type: ignore[arg-type]  # a sampler of a length
+        return 2 * whole + rest
+
+
+LOADING = (
+    "dispatch_batches", "split_batches", "even_batches", "use_seedable_sampler", "data_seed", "non_blocking",
+    "use_stateful_dataloader",
+)  # fmt: skip
+ACCUMULATING = ("sync_with_dataloader", "sync_each_batch", "adjust_scheduler")
+ACCELERATING = ("mixed_precision", "step_scheduler_with_optimizer", "rng_types")
 
 
 def drawn(number: int) -> dict[str, Any]:
-    """Return the settings of a case, by the names under which the sentences of a failure should have them."""
+    """Return the case of a seed: settings of accelerate by their names, what is read, and how."""
     draw = random.Random(number)
 
-    def rarely(value: Any, otherwise: Any = None, chance: float = 0.25) -> Any:
-        return value if draw.random() < chance else otherwise
+    def rarely(chance: float, *values: Any, otherwise: Any = None) -> Any:
+        return draw.choice(values) if draw.random() < chance else otherwise
 
     interval = draw.choice([1, 2, 3])
-    is_map = draw.random() < 0.65
     return {
-        "data": draw.choice(MAPS if is_map else [*DATA.keys() - MAPS]) if is_map else draw.choice(sorted({*DATA} - {*MAPS})),
+        "data": draw.choice(MAPS if draw.random() < 0.65 else [name for name in DATA if name not in MAPS]),
         "samples": draw.randint(5, 17),
         "batch_size": draw.randint(1, 5),
         "shuffle": draw.random() < 0.7,
         "generator": draw.random() < 0.2,
         "drop_last": draw.random() < 0.3,
-        "sampler": rarely(draw.choice(["batches as a sampler", "batches of several sizes"]), "", 0.15),
-        "workers": rarely(draw.choice(["1", "2", "1 kept"]), "", 0.08),
-        "dispatch_batches": rarely(True, draw.choice([None, False, False, False]), 0.05),
+        "sampler": rarely(0.15, "batches as a sampler", "batches of several sizes"),
+        "workers": rarely(0.1, "1", "2", "1 kept"),
+        "dispatch_batches": rarely(0.05, True, otherwise=draw.choice([None, False, False, False])),
         "split_batches": draw.random() < 0.3,
         "even_batches": draw.random() < 0.7,
         "use_seedable_sampler": draw.random() < 0.4,
-        "data_seed": rarely(5),
+        "data_seed": rarely(0.25, 5),
         "non_blocking": draw.random() < 0.3,
         "use_stateful_dataloader": draw.random() < 0.3,
         "accumulated": draw.choice([1, 2, 3]),
@@ -178,7 +189,7 @@ def drawn(number: int) -> dict[str, Any]:
         "adjust_scheduler": draw.random() < 0.75,
         "mixed_precision": draw.choice(["no", "bf16"]),
         "step_scheduler_with_optimizer": draw.random() < 0.75,
-        "rng_types": rarely(draw.choice([["torch"], ["generator"], ["torch", "generator"]])),
+        "rng_types": rarely(0.25, ["torch"], ["generator"], ["torch", "generator"]),
         "loop": draw.choice(["while", "epochs", "set_epoch", "next", "broken off", "skip_first_batches"]),
         "beside": draw.random() < 0.2,
         "limit": draw.randint(1, 4),
@@ -188,163 +199,153 @@ def drawn(number: int) -> dict[str, Any]:
 
 
 def loader_of(case: dict[str, Any]) -> Any:
-    data, workers = DATA[case["data"]](case["samples"]), case["workers"]
-    given: dict[str, Any] = {"collate_fn": collated}
-    if workers:
-        given |= {"num_workers": int(workers[0]), "persistent_workers": "kept" in workers}
-    if isinstance(data, IterableDataset) or hasattr(data, "_ex_iterable"):
+    data, workers = DATA[case["data"]](case["samples"]), case["workers"] or "0"
+    given: dict[str, Any] = {
+        "collate_fn": collated, "num_workers": int(workers[0]), "persistent_workers": "kept" in workers,
+    }  # fmt: skip
+    if case["data"] not in MAPS:
         return DataLoader(data, case["batch_size"], drop_last=case["drop_last"], **given)
     generator = torch.Generator().manual_seed(3) if case["generator"] else None
     if case["sampler"] == "batches of several sizes":
         return DataLoader(data, batch_sampler=Varied(case["samples"]), **given)
     if case["sampler"]:
-        order = RandomSampler(data, generator=generator) if case["shuffle"] else range(case["samples"])
-        return DataLoader(data, None, sampler=BatchSampler(order, case["batch_size"], case["drop_last"]), **given | {"collate_fn": as_batch})
+        order: Any = RandomSampler(data, generator=generator) if case["shuffle"] else range(case["samples"])
+        return DataLoader(data, None, sampler=BatchSampler(order, case["batch_size"], case["drop_last"]), **given)
     shuffle = {"shuffle": case["shuffle"], "generator": generator, "drop_last": case["drop_last"]}
     return DataLoader(data, case["batch_size"], **shuffle, **given)
-
-
-def as_batch(found: Any) -> torch.Tensor:
-    return found if isinstance(found, torch.Tensor) else collated(found)
-
-
-class Batches(Vectors):
-    """A map that is asked for a batch of indices at once."""
 
 
 def accelerator_of(case: dict[str, Any]) -> Accelerator:
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
-    names = "dispatch_batches split_batches even_batches use_seedable_sampler data_seed non_blocking use_stateful_dataloader"
-    plugin = GradientAccumulationPlugin(
-        num_steps=case["accumulated"],
-        **{name: case[name] for name in ("sync_with_dataloader", "sync_each_batch", "adjust_scheduler")},
-    )
+    accumulating = {name: case[name] for name in ACCUMULATING}
     return Accelerator(
         cpu=True,
-        dataloader_config=DataLoaderConfiguration(**{name: case[name] for name in names.split()}),
-        gradient_accumulation_plugin=plugin,
-        **{name: case[name] for name in ("mixed_precision", "step_scheduler_with_optimizer", "rng_types")},
+        dataloader_config=DataLoaderConfiguration(**{name: case[name] for name in LOADING}),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=case["accumulated"], **accumulating),
+        **{name: case[name] for name in ACCELERATING},
     )
 
 
 def num_batches(accelerator: Any, case: dict[str, Any]) -> list[int]:
     """Return how many batches each rank has in an epoch."""
     loader = accelerator.prepare(loader_of(case))
-    inner = getattr(loader, "base_dataloader", loader)
-    found = [0] * accelerator.num_processes
-    mine = sum(1 for _ in inner)
+    found = [sum(1 for _ in loader.base_dataloader)]
     if accelerator.num_processes > 1:
-        dist.all_gather_object(found, mine)
-    else:
-        found = [mine]
+        found = gathered(found[0])
     accelerator._dataloaders.clear()
     return found
 
 
 def train(case: dict[str, Any], path: Path, stopped_at: int | None) -> dict[str, Any]:
     """Train, and return what each step has read, its losses and rates, and the state at the end."""
-    accelerator = accelerator_of(case)
-    if len({*num_batches(accelerator, case)}) > 1:
-        return {"uneven": True}
-    if not num_batches(accelerator, case)[0]:
-        return {"empty": True}
+    accelerator: Any = accelerator_of(case)
+    if not min(numbers := num_batches(accelerator, case)) or min(numbers) < max(numbers):
+        return {"verdict": "left out: accelerate gives the ranks no batches, or not equally many"}
     set_seed(5, device_specific=True)
     torch.manual_seed(0)
     bare = network = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.1), nn.Linear(4, 1))
     optimizer: Any = torch.optim.AdamW(network.parameters(), lr=1e-2)
     scheduler: Any = OneCycleLR(optimizer, 1e-2, total_steps=20 * STEPS)
     torch.manual_seed(7 + accelerator.process_index)
-    evaluated: Any = None
     loader: Any = loader_of(case)
-    torch.rand(5 if stopped_at else 9)
+    torch.rand(5 if stopped_at else 9)  # another process has drawn other numbers before
     network, optimizer, loader, scheduler = accelerator.prepare(network, optimizer, loader, scheduler)
-    if case["beside"]:
-        evaluated = accelerator.prepare(DataLoader(Vectors(6), 3, shuffle=True, collate_fn=collated))
-    counted, steps = Counted(), Counted()
-    accelerator.register_for_checkpointing(counted)
-    accelerator.register_for_checkpointing(steps)
+    beside: Any = DataLoader(Vectors(6), 3, shuffle=True, collate_fn=collated) if case["beside"] else None
+    beside = accelerator.prepare(beside)
+    micro = Counted()
+    accelerator.register_for_checkpointing(micro)
     read: dict[int, list[Any]] = {}
     rates: dict[int, Any] = {}
     config = CheckpointConfig(save=SaveConfig(interval=case["interval"], timeout_seconds=30.0))
     with accelerate_manager(accelerator, config, dataloader=loader, base_folder=path) as manager:
-        resumed = steps.number = manager.load().step
-
-        def one(batch: torch.Tensor) -> None:
-            if steps.number == stopped_at:
-                saved = (stopped_at - 1) // case["interval"] * case["interval"]
-                wait(path / "checkpoints" / f"step-{saved}")
-                leave_behind(path)
+        step = manager.load().step
+        for batch in batches_of(case, loader, accelerator, micro):
+            if step == stopped_at:
+                wait(path / "checkpoints" / f"step-{(step - 1) // case['interval'] * case['interval']}")
+                leave_a_copy(path)
             with accelerator.accumulate(network):
                 loss = (network(batch[:, 1:]) - batch[:, 1:2]).square().mean()
                 accelerator.backward(loss)
                 optimizer.step()
                 scheduler.step()
                 optimizer.zero_grad()
-            read.setdefault(steps.number + 1, []).append([*batch[:, 0].int().tolist(), float(loss.detach())])
-            counted.number += 1
+            read.setdefault(step + 1, []).append([*batch[:, 0].int().tolist(), float(loss.detach())])
+            micro.number += 1
             if accelerator.sync_gradients:
-                steps.number += 1
-                if evaluated is not None and steps.number % 2:
-                    read[steps.number].append([values.tolist() for values in evaluated])
-                rates[steps.number] = scheduler.get_last_lr()
-                manager.save(steps.number, last_step=steps.number == STEPS)
-
-        for _ in epochs(case, loader, accelerator, one, counted, steps, resumed):
-            pass
-    return {
-        "read": read, "rates": rates, "weights": {k: v.clone() for k, v in bare.state_dict().items()},
-        "random": (torch.rand(1), random.random()),
-    }  # fmt: skip
+                step += 1
+                if beside is not None and step % 2:
+                    read[step].append([values.tolist() for values in beside])
+                rates[step] = scheduler.get_last_lr()
+                manager.save(step, last_step=step == STEPS)
+                if step == STEPS:
+                    break
+    weights = {name: value.clone() for name, value in bare.state_dict().items()}
+    return {"read": read, "rates": rates, "weights": weights, "random": (torch.rand(1), random.random())}
 
 
-def epochs(
-    case: dict[str, Any], loader: Any, accelerator: Any, one: Callable[[Any], None], counted: Any, steps: Any, resumed: int
-) -> Iterator[None]:
-    """Read epoch after epoch in the form that a case has."""
-    form = case["loop"]
-    for epoch in count(loader.iteration):
+def batches_of(case: dict[str, Any], loader: Any, accelerator: Any, micro: Counted) -> Iterator[Any]:
+    """Yield batches of epoch after epoch as a loop of the user's reads them."""
+    form, limit = case["loop"], case["limit"]
+    for epoch in count(loader.iteration if form != "while" else 0):
         if form == "set_epoch":
             loader.set_epoch(epoch)
         now = loader
-        if form == "skip_first_batches" and epoch == 0 and not (resumed and case["limit"] % 2):
-            now = skip_first_batches(loader, case["limit"]) if case["limit"] > 2 else accelerator.skip_first_batches(loader, case["limit"])
+        if form == "skip_first_batches":
+            now = accelerator.skip_first_batches(loader, limit) if limit > 2 else skip_first_batches(loader, limit)
         if form == "next":
             batches = iter(now)
             while (batch := next(batches, None)) is not None:
-                one(batch)
-                if steps.number == STEPS:
-                    return
+                yield batch
             continue
         for batch in now:
-            one(batch)
-            if steps.number == STEPS:
-                return
-            if form == "broken off" and not counted.number % (2 * case["limit"] + 1):
+            yield batch
+            if form == "broken off" and not micro.number % (2 * limit + 1):
                 break
-        yield
 
 
-def run_drawn(folder: str, numbers: Sequence[int], is_whole: bool) -> None:
+def leave_a_copy(path: Path) -> None:
+    """Copy a run's folder as a kill would leave it now, without what is being written, once, on rank 0."""
+    resumed = path.with_name("resumed")
+    if not int(os.environ.get("RANK", "0")) and not resumed.exists():
+        shutil.copytree(path, resumed, ignore=shutil.ignore_patterns(".staging"))
+
+
+def run_drawn(folder: str, cases: Sequence[dict[str, Any]], is_whole: bool) -> None:
     """Run each case; write what comes of it."""
-    rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-    for number in numbers:
-        case, part = drawn(number), "whole" if is_whole else "resumed"
+    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    part = "whole" if is_whole else "resumed"
+    for number, case in enumerate(cases):
         path = Path(folder, str(number), part)
-        result: dict[str, Any] = {}
-        if not is_whole and not (path / "checkpoints").exists():
+        if not is_whole and not path.exists():
             continue
         path.mkdir(parents=True, exist_ok=True)
         with heard() as lines:
             try:
                 result = train(case, path, case["stop"] if is_whole else None)
             except ConfigError as error:
-                result = {"refused": str(error)}
-            except CheckpointError as error:
-                result = {"error": f"{type(error).__name__}: {error}"}
+                result = {"verdict": f"refused: {error}"}
             except Exception as error:
-                result = {"raised": f"{type(error).__name__}: {error}"}
-        torch.save({**result, "lines": lines}, Path(folder, f"{number}-{part}-{rank}.pt"))
-        print(number, part, rank, {k: v for k, v in result.items() if isinstance(v, (str, bool))}, flush=True)
+                result = {"verdict": f"{type(error).__name__}: {error}"}
+        torch.save({"verdict": None, **result, "lines": lines}, path / f"result-{rank}.pt")
+
+
+def verdict(folder: Path, number: int, rank: int) -> str:
+    """Return "exact", why the case was refused or left out, or what differs without a warning."""
+    whole, resumed = (folder / str(number) / part / f"result-{rank}.pt" for part in ("whole", "resumed"))
+    expected = torch.load(whole)
+    if expected["verdict"]:
+        return str(expected["verdict"])
+    found = torch.load(resumed)
+    if found["verdict"]:
+        return f"resumed: {found['verdict']}"
+    steps = found["read"].keys()
+    differing = [name for name in ("read", "rates") if found[name] != {s: expected[name][s] for s in steps}]
+    differing += ["random"] * (found["random"] != expected["random"])
+    differing += [name for name, value in found["weights"].items() if not torch.equal(value, expected["weights"][name])]
+    differing += ["it began anew"] * (min(steps) == 1)
+    if differing and any("data: the loop leaves epoch" in line for line in expected["lines"]):
+        return "told: the loop leaves an epoch"
+    return f"different: {', '.join(differing)}" if differing else "exact"

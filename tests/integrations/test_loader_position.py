@@ -282,6 +282,15 @@ class Drawing(Plain):
         return index + self.random.random()
 
 
+class Turned(Plain):
+    """Numbers that the epoch changes, which it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
 _AGAIN = "it reads examples once more after a resume"
 
 
@@ -310,7 +319,14 @@ _AGAIN = "it reads examples once more after a resume"
             r"collate_fn .*Numbering: its code sets self\.number",
         ),
         (lambda: DataLoader(with_noise(batch_size=4), 2), "it reads examples once more after a resume, and the random"),
-        (lambda: DataLoader(Drawing(), 2, num_workers=1), r"draws from a random\.Random: each worker .* a copy of its own"),
+        (
+            lambda: DataLoader(Turned(9), 2, num_workers=1, persistent_workers=True),
+            "data: .*Turned: its set_epoch does not reach worker processes that are kept",
+        ),
+        (
+            lambda: DataLoader(Drawing(), 2, num_workers=1),
+            r"draws from a random\.Random: each worker .* a copy of its own",
+        ),
         (lambda: StatefulDataLoader(drawing(), 2, num_workers=1), "draws from a random.Random: .*without worker"),
         (lambda: StatefulDataLoader(with_noise(), 2, num_workers=1), "draws from a random.Random: .*without worker"),
     ],

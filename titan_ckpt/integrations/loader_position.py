@@ -6,13 +6,13 @@ no trainer: a loop of one's own iterates over it as it is, and subclasses do wha
 Batches of a map-style dataset are skipped by their indices alone. An IterableDataset, and a loader that has state_dict
 and load_state_dict itself, such as torchdata's StatefulDataLoader, are asked for their own position. A stream of
 datasets whose state leaves its position out is read again from the start of its epoch. Worker processes are seeded anew
-for each batch, so that what they draw for it does not depend on what came before; in a stream they are not.
+for each batch, so that what they draw for it does not depend on what came before.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain, islice
@@ -41,6 +41,10 @@ _END, _UNREAD = object(), object()
 _COPIED = (
     "each worker process draws from a copy of its own, which no step holds: draw from the process's random numbers, "
     "which workers get anew for each batch, or use no workers"
+)
+_KEPT = (
+    "its set_epoch does not reach worker processes that are kept, and a resumed run would have new ones: leave "
+    "persistent_workers out"
 )
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
@@ -200,7 +204,8 @@ class PositionedLoader:
                 _log.warning(f"data: {why} are read again, and not trained on")
                 self._set_random(resumed["start"])
             self._start = self._get_random()
-            batches = iter(self.inner)
+            with _through(self.inner, self._seeded):
+                batches = iter(self.inner)
             for _ in islice(batches, self.num_batches):
                 pass
             if resumed and within:
@@ -218,8 +223,14 @@ class PositionedLoader:
         dataset: Any = getattr(self.inner, "dataset", None)
         if resumed and resumed["source"] is not None:
             source.load_state_dict(resumed["source"])
-        batches = iter(self.inner)
-        if now and self.num_batches:
+        if is_of_torchdata(self.inner) and isinstance(dataset, IterableDataset) and self.inner.num_workers:
+            # it counts the entries of a sampler again, from the start of the epoch
+            self._start = resumed["start"] if resumed and resumed["start"] else self._get_random()
+            with _through(self.inner, self._seeded):
+                batches = iter(self.inner)
+        else:
+            batches = iter(self.inner)
+        if resumed and now and (self.num_batches or resumed["is_kept"]):
             self._set_random(now)
         elif resumed and self._keeps_state and source is dataset:
             self._set_random(resumed["now"])
@@ -255,8 +266,13 @@ class PositionedLoader:
             pass
         if resumed and skipped and resumed["now"]["random"] is not None:
             self._random.load_state_dict(resumed["now"]["random"])
+        yield from self._seeded(watch.watched(order, self._allow), skipped)
+
+    def _seeded(self, order: Iterable[Any], first: int = 0) -> Iterator[Any]:
+        """Yield entries of which each seeds the worker process that gets it. `first`: the number of the first one."""
+        assert self._start is not None
         of_epoch = _seed_of(self.epoch, self.dp_rank, self._start["random"]["torch"].tolist())
-        for number, entry in enumerate(watch.watched(order, self._allow), skipped):
+        for number, entry in enumerate(order, first):
             yield Seeded(entry, _seed_of(of_epoch, number)) if self.inner.num_workers else entry
 
     # its position
@@ -414,6 +430,10 @@ class PositionedLoader:
         else:
             yield from sampler_faults(samplers_of(self.inner), self._allow)
         in_workers = getattr(self.inner, "num_workers", 0) > 0
+        is_told = hasattr(self._stream, "set_epoch") and not hasattr(self._stream, "_ex_iterable")
+        if is_told and getattr(self.inner, "persistent_workers", False):  # datasets tells them by shared memory
+            name = class_name(self._stream)
+            yield from unless_allowed(f"data: {name}", name, _KEPT, self._allow)
         is_copied = in_workers and not isinstance(data, IterableDataset) and not has_state(data)
         for generator in self._of_data if is_copied else ():
             name = class_name(generator)

@@ -11,14 +11,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler
+from accelerate.state import GradientState
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
+from titan_ckpt.components.known.loaders import POSITIONED
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader, length_of
 from titan_ckpt.integrations.loop import Iterated
+
+_SKIPS = "data: skip_first_batches: a resume skips what was read by itself: give the loader of prepare()"
 
 
 class AcceleratedLoader(PositionedLoader):
@@ -37,9 +41,7 @@ class AcceleratedLoader(PositionedLoader):
             ahead = "rank 0 reads ahead for all ranks, so its position is not that of the training"
             raise ConfigError([f"data: dispatch_batches: {ahead}: set {self.undispatched}"])
         if self._is_prepared and loader.skip_batches:
-            raise ConfigError(
-                ["data: skip_first_batches: a resume skips what was read by itself: give the loader of prepare()"]
-            )
+            raise ConfigError([_SKIPS])
         inner = loader.base_dataloader if self._is_prepared else loader
         super().__init__(loader, inner, _share(inner, is_prepared=self._is_prepared), allow)
 
@@ -139,6 +141,20 @@ class Beside:
         finally:
             self.titan_ckpt_num_read -= 1
             self.end()  # type: ignore[attr-defined]  # or accumulate() takes one that a break left for the training's
+
+
+def begin(loader: Any) -> None:
+    """Note that a loader of accelerate begins, in place of the method of GradientState.
+
+    Raises: ConfigError for one that skip_first_batches has made of a loader with a position, which it would not move.
+    """
+    samplers = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+    skipped = [sampler.batch_sampler for sampler in samplers if isinstance(sampler, SkipBatchSampler)]
+    for read in POSITIONED:
+        is_skipped = any(sampler is read.batch_sampler or sampler is read.sampler for sampler in skipped)
+        if is_skipped or (getattr(loader, "skip_batches", 0) and loader.dataset is read.dataset):
+            raise ConfigError([_SKIPS])
+    GradientState._add_dataloader(GradientState(), loader)  # noqa: SLF001 - accelerate has no public name for it
 
 
 def _sharding(inner: Any) -> BatchSamplerShard | None:

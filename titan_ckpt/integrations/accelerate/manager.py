@@ -17,7 +17,7 @@ from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError, listed
 from titan_ckpt.integrations.accelerate.known import accelerator_faults
-from titan_ckpt.integrations.accelerate.loader import Beside, LoopLoader, Positioned
+from titan_ckpt.integrations.accelerate.loader import Beside, LoopLoader, Positioned, begin
 from titan_ckpt.integrations.loader_position import generators_of
 from titan_ckpt.integrations.loop import extend, iterate_over
 from titan_ckpt.manager import CheckpointManager
@@ -55,6 +55,7 @@ def accelerate_manager(
     position = None
     if read is not None:
         iterate_over(read, position := LoopLoader(read, config.allow), Positioned)
+        prepared.gradient_state._add_dataloader = begin  # noqa: SLF001 - as above
     others = [loader for loader in loaders if loader is not read]
     for other in others:
         if not isinstance(other, Beside):  # else an earlier manager in this process has changed it

@@ -184,7 +184,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "noise of a worker, stateful": lambda: StatefulDataLoader(Numbers(), 2, sampler=Around(), num_workers=1),
     "noise of a worker, a stream of one's own": lambda: StatefulDataLoader(Noised(), 2, num_workers=1),
     "noise of a worker that is kept, a stream of one's own": lambda: StatefulDataLoader(Noised(), 2, **KEPT),
-    "noise of a worker that is kept, a stream": lambda: DataLoader(shuffled().map(noisy), 2, **KEPT),
+    "noise of a worker that is kept, a stream": lambda: DataLoader(numbers().map(noisy), 2, **KEPT),
     "a stream": lambda: DataLoader(Stream(), 2),
     "a stream with a length": lambda: DataLoader(Sized(), 2),
     "a stream that draws its order": lambda: DataLoader(Turning(), 2),

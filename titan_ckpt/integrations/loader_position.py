@@ -100,7 +100,7 @@ class PositionedLoader:
         begin_afresh(self.inner)
         if isinstance(self.inner, DataLoader):
             POSITIONED.add(self.inner)
-        self._of_data = self._look_for_generators()
+        self._of_data = _drawn_from(self.inner, self._stream)
         faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
         if faults:
             raise ConfigError(faults)
@@ -174,7 +174,7 @@ class PositionedLoader:
         batch = next(batches, _END)
         if resumed and resumed["ahead"]:
             self._set_random(resumed["now"])
-        self._of_data = self._look_for_generators()  # an epoch or the first batch may have made them
+        self._of_data = _drawn_from(self.inner, self._stream)  # an epoch or the first batch may have made them
         while batch is not _END:
             self.num_batches += 1
             following = _UNREAD
@@ -468,10 +468,6 @@ class PositionedLoader:
         for generator, state in zip(self._of_data, state_dict["of_data"], strict=True):
             set_random(generator, state)
 
-    def _look_for_generators(self) -> list[Any]:
-        """Return the generators that the data draws from, which a step holds."""
-        return held_generators([self._stream, *functions_of(self._stream), getattr(self.inner, "collate_fn", None)])
-
     def _facts(self) -> dict[str, Any]:
         samplers = samplers_of(self.inner)
         seeds = [getattr(s, name) for s in samplers for name in ("initial_seed", "seed") if hasattr(s, name)]
@@ -510,17 +506,34 @@ class PositionedLoader:
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that decide the order; one that is seeded anew for each epoch is none of them."""
         owners = [self.inner, *samplers_of(self.inner)]
-        found = [getattr(o, "generator", None) for o in owners if not hasattr(o, "initial_seed")]
-        return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+        return generators_in([owner for owner in owners if not hasattr(owner, "initial_seed")])
 
 
-def generators_of(loader: Any) -> list[Any]:
-    """Return the generators that decide the order of a DataLoader, and those that its data draws from."""
-    found = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
-    found = [generator for generator in found if isinstance(generator, torch.Generator)]
-    data = getattr(loader, "dataset", None)
-    found += held_generators([data, *functions_of(data), getattr(loader, "collate_fn", None)])
-    return [*{id(generator): generator for generator in found}.values()]
+def order_of(loader: Any) -> list[Any]:
+    """Return the states of the generators by which a loader beside the training's goes on, without a position."""
+    return [*map(get_random, _generators_of(loader))]
+
+
+def set_order(loader: Any, states: Sequence[Any]) -> None:
+    """Set what `order_of` has returned; some of the generators are made when they are used."""
+    for generator, state in zip(_generators_of(loader), states, strict=False):
+        set_random(generator, state)
+
+
+def _generators_of(loader: Any) -> list[Any]:
+    in_order = generators_in([loader, *samplers_of(loader)])
+    return [*in_order, *_drawn_from(loader, getattr(loader, "dataset", None))]
+
+
+def generators_in(owners: Collection[Any]) -> list[torch.Generator]:
+    """Return the generators that loaders and samplers have, each once."""
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [*{id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values()]
+
+
+def _drawn_from(loader: Any, data: Any) -> list[Any]:
+    """Return the generators that a loader's data and the function that makes batches draw from."""
+    return held_generators([data, *functions_of(data), getattr(loader, "collate_fn", None)])
 
 
 def _seed_of(*facts: Any) -> int:

@@ -8,7 +8,7 @@ Source: accelerate 1.15, data_loader.py DataLoaderShard.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler
@@ -78,36 +78,31 @@ class AcceleratedLoader(PositionedLoader):
 class LoopLoader(AcceleratedLoader):
     """The position in a loader of a loop of the user's own. accelerate's wrapper, `loader`, counts the epochs."""
 
+    def __init__(self, loader: Any, allow: Collection[str] = ()) -> None:
+        """Wrap what accelerate has prepared. `allow`: as of PositionedLoader. Raises: as AcceleratedLoader."""
+        begun = loader.iteration
+        super().__init__(loader, allow)
+        self.epoch = begun
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch, which the loop may set too."""
+        number: int = self.loader.iteration
+        return number
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self.loader.iteration = number
+
     @property
     def looks_ahead(self) -> bool:
         """Return whether accumulate() cannot know from the length which batch is the last."""
         return length_of(self.loader) is None
 
-    def begin_epoch(self) -> None:
-        """Take the epoch that the loop may have set."""
-        self.epoch = self.loader.iteration
-        super().begin_epoch()
-
-    def next_epoch(self) -> None:
-        """Count the epoch in the wrapper, too."""
-        super().next_epoch()
-        self.loader.iteration = self.epoch
-
     def leave_epoch(self) -> None:
         """Begin the same epoch anew, as accelerate does."""
-        epoch = self.loader.iteration
         self.next_epoch()
-        self.epoch = self.loader.iteration = epoch
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a position. Raises: LoadMismatchError for a position in different batches."""
-        super().load_state_dict(state_dict)
-        self.loader.iteration = self.epoch
-
-    def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
-        """Continue at the position of a different number of ranks. Raises: LoadMismatchError."""
-        super().load_state_dicts(state_dicts)
-        self.loader.iteration = self.epoch
+        self.epoch -= 1
 
     def check_epoch(self, epoch: int) -> None:
         """Raise LoadMismatchError for an epoch that the loop begins with in place of that of the position."""

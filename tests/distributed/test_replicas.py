@@ -19,7 +19,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from tests import world
 from tests.world import Value, heard, manager
 from titan_ckpt.components import files
-from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, LoadMismatchError, ReplicaMismatchError, SaveError
+from titan_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    ReplicaMismatchError,
+    SaveError,
+)
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.geometry.nested import take_tensors
 from titan_ckpt.testing import distributed
@@ -202,10 +208,11 @@ def test_numbers_of_a_state_dict_that_differ_are_refused_and_a_step_that_lacks_a
 ) -> None:
     """A step has one number for all ranks; a buffer that it names and does not hold is no buffer of rank 0."""
     rank = dist.get_rank()
-    with manager(tmp_path / "numbers", Telling(rank), async_mode="disabled") as m:
-        with pytest.raises(CheckpointError, match=r"own state_dict\(\) are not equal on all ranks: number\. .*get_extra_state"):
+    telling = Telling(rank)
+    with manager(tmp_path / "numbers", telling, async_mode="disabled") as m:
+        with pytest.raises(CheckpointError, match=r"are not equal on all ranks: number\. .*get_extra_state"):
             m.save(1)
-        m._run.model.parts[0].number = 7  # type: ignore[assignment]  # a Telling
+        telling.number = 7
         m.save(2)
     again = Telling(rank)
     with manager(tmp_path / "numbers", again, save=None) as m:

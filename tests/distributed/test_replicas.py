@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,16 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tests import world
 from tests.world import Value, heard, manager
-from titan_ckpt.errors import LoadMismatchError, ReplicaMismatchError, SaveError
+from titan_ckpt.components import files
+from titan_ckpt.errors import (
+    CheckpointError,
+    CorruptCheckpointError,
+    LoadMismatchError,
+    ReplicaMismatchError,
+    SaveError,
+)
 from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.geometry.nested import take_tensors
 from titan_ckpt.testing import distributed
 
 
@@ -200,6 +209,51 @@ def test_a_part_of_a_buffer_goes_to_no_rank_that_holds_another_part(tmp_path: Pa
         with manager(tmp_path, resumed, save=None) as m:
             m.load()
         assert local_tensor(resumed.get_buffer("mean")).tolist() == [value] * 2
+
+
+class Telling(nn.Module):
+    """Returns a number as part of its state, and takes it back."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.weight, self.number = nn.Parameter(torch.ones(2)), number
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}number"] = self.number
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.number = state_dict.pop(f"{prefix}number")
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+@distributed(nproc=2)
+def test_numbers_of_a_state_dict_that_differ_are_refused_and_a_step_that_lacks_a_rank_s_own_buffer(
+    tmp_path: Path,
+) -> None:
+    """A step has one number for all ranks; a buffer that it names and does not hold is no buffer of rank 0."""
+    rank = dist.get_rank()
+    telling = Telling(rank)
+    with manager(tmp_path / "numbers", telling, async_mode="disabled") as m:
+        with pytest.raises(CheckpointError, match=r"are not equal on all ranks: number\. .*get_extra_state"):
+            m.save(1)
+        telling.number = 7
+        m.save(2)
+    again = Telling(rank)
+    with manager(tmp_path / "numbers", again, save=None) as m:
+        m.load()
+    assert again.number == 7
+
+    model = Net()
+    model.get_buffer("mean").add_(rank)
+    forgetful = mock.patch.object(files, "take_tensors", lambda value, key, tensors: take_tensors(value, key, {}))
+    with forgetful, manager(tmp_path / "buffers", model, async_mode="disabled") as m:
+        m.save(1)
+    world.load_fails(
+        manager(tmp_path / "buffers", Net(), save=None),
+        CorruptCheckpointError,
+        rf"'own buffers': its tensors states\.own buffers\.rank-{rank}\.mean are not stored",
+    )
 
 
 def statistics() -> nn.Module:

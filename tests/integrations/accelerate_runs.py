@@ -530,6 +530,21 @@ def run_compressed(folder: str) -> None:
         accelerate_manager(accelerator, CheckpointConfig(), base_folder=folder)
 
 
+def run_skipped(folder: str) -> None:
+    """See what skip_first_batches makes of the training's loader refused when it begins, before a step reads of it."""
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=False))
+    for data in (Noisy(), stream()):
+        accelerator.free_memory()
+        prepared: Any = accelerator.prepare(*built(), *(DataLoader(d, 2, collate_fn=collated) for d in (data, Still())))
+        loader, other = prepared[3:]
+        with accelerate_manager(accelerator, CheckpointConfig(), dataloader=loader, base_folder=folder):
+            for skipped in (skip_first_batches(loader, 1), accelerator.skip_first_batches(loader, 2)):
+                with pytest.raises(ConfigError, match="skip_first_batches: a resume skips what was read by itself"):
+                    next(iter(skipped))
+            assert len([*skip_first_batches(other, 1)]) == SAMPLES // 2 - 1
+            assert len([*loader]) == SAMPLES // 2
+
+
 class Late(nn.Module):
     """Layers whose gradients come in another order than the parameters are listed in."""
 

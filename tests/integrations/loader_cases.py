@@ -114,6 +114,13 @@ class Turning(Sized):
         self.next, self.seed = state["next"], state["seed"]
 
 
+class Noised(Stream):
+    """Numbers with noise of the process's generator."""
+
+    def __iter__(self) -> Iterator[float]:  # type: ignore[override]
+        yield from (number + random.random() for number in super().__iter__())
+
+
 AROUND = random.Random(11)
 
 
@@ -175,6 +182,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "noise of a worker that is kept": lambda: DataLoader(Numbers(), 2, shuffle=True, **KEPT),
     "noise of a worker, without batches": lambda: DataLoader(Numbers(), None, shuffle=True, num_workers=1),
     "noise of a worker, stateful": lambda: StatefulDataLoader(Numbers(), 2, sampler=Around(), num_workers=1),
+    "noise of a worker, a stream of one's own": lambda: StatefulDataLoader(Noised(), 2, num_workers=1),
+    "noise of a worker that is kept, a stream of one's own": lambda: StatefulDataLoader(Noised(), 2, **KEPT),
+    "noise of a worker that is kept, a stream": lambda: DataLoader(numbers().map(noisy), 2, **KEPT),
     "a stream": lambda: DataLoader(Stream(), 2),
     "a stream with a length": lambda: DataLoader(Sized(), 2),
     "a stream that draws its order": lambda: DataLoader(Turning(), 2),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from datetime import timedelta
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -25,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.integrations.accelerate_runs import Late
 from tests.integrations.phases import die_at
-from tests.world import Value, heard
+from tests.world import Value, heard, names_in
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
 from titan_ckpt.components.items.exchange_order import ExchangeOrder, wrappers_of
 from titan_ckpt.errors import CheckpointError, ConfigError, StateEncodingError
@@ -125,6 +127,46 @@ def run_summed(folder: str, way: str) -> None:
         found.append([parameter.grad.clone() for parameter in network.parameters()])
     gc.unfreeze()
     assert all(map(torch.equal, *found))
+
+
+def run_joined(folder: str, killed_at: int | None) -> None:
+    """Train on a batch more on each rank than on the one before, by torch's Join; save where all have some."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+    network, rank = DistributedDataParallel(model), dist.get_rank()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(rank + 1)
+    batches = torch.randn(5 + rank, 3, 4, generator=torch.Generator().manual_seed(rank))
+    config = CheckpointConfig(save=SaveConfig(interval=4))
+    with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
+        step = manager.load().step
+        with Join([network]):
+            for batch in batches[step:]:
+                die_at(step, killed_at, 4, Path(folder))
+                network(batch).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                step += 1
+                manager.save(step)
+    torch.save(model.state_dict(), Path(folder, f"weights-{rank}.pt"))
+
+
+def run_apart(folder: str) -> None:
+    """See a save stopped on the rank that has a batch more than the other, and the step before in the folder."""
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, network = dist.get_rank(), DistributedDataParallel(nn.Linear(4, 1))
+    config = CheckpointConfig(save=SaveConfig(interval=1, timeout_seconds=3.0))
+    stopped = pytest.raises(CheckpointError, match="rank 0 did not answer") if rank else pytest.raises(RuntimeError)
+    with stopped, CheckpointManager(config, model_parts=[network], base_folder=folder) as manager:
+        manager.load()
+        with Join([network]):
+            for step in range(1, 2 + rank):
+                network(torch.ones(2, 4)).sum().backward()
+                manager.save(step)
+            if rank:
+                raise AssertionError("the second step is saved")
+    assert names_in(Path(folder, "checkpoints")) == ["step-1"]
 
 
 def run_older(folder: str) -> None:
@@ -240,6 +282,12 @@ def run_order(folder: str) -> None:
     with pytest.raises(ConfigError, match=r"several wrappers of DDP around .*Linear: .*delete the one"):
         CheckpointManager(config, model_parts=[twice], base_folder=folder)
     del wrappers
+    fixed = nn.Linear(4, 1)
+    network = DistributedDataParallel(fixed, static_graph=True)
+    with pytest.raises(ConfigError, match=r"DDP's static_graph: three or more ranks .*: leave it out") as refused:
+        CheckpointManager(config, model_parts=[fixed], base_folder=folder)
+    (allowed,) = re.findall(r'checkpoint\.allow = \["(.*)"\]', str(refused.value))
+    CheckpointManager(CheckpointConfig(allow=[allowed]), model_parts=[fixed], base_folder=folder).close()
     sparse = nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True), nn.Linear(4, 1))
     network = DistributedDataParallel(sparse)
     with pytest.raises(ConfigError, match=r"sparse gradients of module\.0.*find_unused_parameters=True"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate.utils import DataLoaderConfiguration, KwargsHandler
 
+from tests.integrations.accelerate_draws import drawn, verdict
 from tests.integrations.accelerate_runs import CASES, OF_FSDP2
 from tests.integrations.phases import Phase, play
 from tests.zoo.offered import below
@@ -33,6 +34,8 @@ KILLED = [
     ("dispatch_batches=False, a shuffled stream", 2), ("FSDP2, bf16, a stream", 2),
     ("GradScaler", 2), ("HSDP", 4), ("tensor parallelism", 2), ("FSDP2 and tensor parallelism", 4),
 ]  # fmt: skip
+
+DRAWN = range(12)
 
 
 def assert_same(root: Path, ranks: int) -> None:
@@ -69,6 +72,18 @@ def test_each_setting_goes_on_bit_for_bit(name: str, ranks: int, interval: int, 
     assert_same(tmp_path, ranks)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_settings_that_a_seed_has_drawn_go_on_bit_for_bit_or_are_refused(ranks: int, tmp_path: Path) -> None:
+    """Together, with data that batches do not divide. A loop that leaves an epoch is told what a resume reads first."""
+    cases = [drawn(number) for number in (range(500) if ALL else DRAWN)]
+    phases = [Phase("run_drawn", str(tmp_path), ranks, (cases, is_whole)) for is_whole in (True, False)]
+    assert play("tests.integrations.accelerate_draws", phases) == [[0] * ranks] * 2
+    verdicts = [verdict(tmp_path, number, rank) for number in range(len(cases)) for rank in range(ranks)]
+    assert not [verdict for verdict in verdicts if verdict.startswith(("different", "resumed", "SaveError"))]
+    assert verdicts.count("exact") >= len(verdicts) / 3
+    assert any(verdict.startswith("refused") for verdict in verdicts)
+
+
 @pytest.mark.parametrize(
     ("function", "ranks"),
     [
@@ -77,6 +92,7 @@ def test_each_setting_goes_on_bit_for_bit(name: str, ranks: int, interval: int, 
         ("run_beside_stateful", 1),
         ("run_evaluated", 1),
         ("run_unheld", 1),
+        ("run_skipped", 1),
         ("run_compressed", 2),
         ("run_summed", 3),
     ],

@@ -289,6 +289,26 @@ def joined(row: dict[str, int]) -> dict[str, int]:
     return {"a": row["a"] + next(COUNT)}
 
 
+class Drawing(Plain):
+    """Numbers with noise of a generator of their own."""
+
+    def __init__(self) -> None:
+        super().__init__(9)
+        self.random = random.Random(5)
+
+    def __getitem__(self, index: int) -> Any:
+        return index + self.random.random()
+
+
+class Turned(Plain):
+    """Numbers that the epoch changes, which it is told."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
 _AGAIN = "it reads examples once more after a resume"
 
 
@@ -317,6 +337,14 @@ _AGAIN = "it reads examples once more after a resume"
             r"collate_fn .*Numbering: its code sets self\.number",
         ),
         (lambda: DataLoader(with_noise(batch_size=4), 2), "it reads examples once more after a resume, and the random"),
+        (
+            lambda: DataLoader(Turned(9), 2, num_workers=1, persistent_workers=True),
+            "data: .*Turned: its set_epoch does not reach worker processes that are kept",
+        ),
+        (
+            lambda: DataLoader(Drawing(), 2, num_workers=1),
+            r"draws from a random\.Random: each worker .* a copy of its own",
+        ),
         (lambda: StatefulDataLoader(drawing(), 2, num_workers=1), "draws from a random.Random: .*without worker"),
         (lambda: StatefulDataLoader(with_noise(), 2, num_workers=1), "draws from a random.Random: .*without worker"),
     ],

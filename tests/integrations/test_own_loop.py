@@ -60,6 +60,23 @@ def test_three_ranks_of_ddp_sum_gradients_in_the_order_of_the_whole_run(way: str
     assert play("tests.integrations.own_loop", [Phase("run_summed", str(tmp_path), 3, (way,))]) == [[0] * 3]
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_that_join_ddp_with_uneven_batches_are_killed_and_go_on_bit_for_bit(ranks: int, tmp_path: Path) -> None:
+    """From a step that was saved while all of them had batches."""
+    whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
+    phases = [Phase("run_joined", folder, ranks, (at,)) for folder, at in ((whole, None), (killed, 4), (killed, None))]
+    first, second, third = play("tests.integrations.own_loop", phases)
+    assert first == third == [0] * ranks
+    assert -signal.SIGKILL in second and 0 not in second
+    for rank in range(ranks):
+        weights, expected = (torch.load(Path(folder, f"weights-{rank}.pt")) for folder in (killed, whole))
+        assert all(torch.equal(value, expected[name]) for name, value in weights.items())
+
+
+def test_a_save_of_a_rank_that_has_more_batches_than_another_is_an_error_and_no_wait(tmp_path: Path) -> None:
+    assert play("tests.integrations.own_loop", [Phase("run_apart", str(tmp_path), 2)]) == [[0] * 2]
+
+
 def test_the_order_of_ddp_needs_no_memory_and_is_refused_where_it_cannot_be_given_back(tmp_path: Path) -> None:
     """A wrapper that comes after the manager, and hooks that the pass of zeros would call."""
     assert play("tests.integrations.own_loop", [Phase("run_order", str(tmp_path), 3)]) == [[0] * 3]

@@ -6,13 +6,13 @@ no trainer: a loop of one's own iterates over it as it is, and subclasses do wha
 Batches of a map-style dataset are skipped by their indices alone. An IterableDataset, and a loader that has state_dict
 and load_state_dict itself, such as torchdata's StatefulDataLoader, are asked for their own position. A stream of
 datasets whose state leaves its position out is read again from the start of its epoch. Worker processes are seeded anew
-for each batch, so that what they draw for it does not depend on what came before; in a stream they are not.
+for each batch, so that what they draw for it does not depend on what came before.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain, islice
@@ -41,6 +41,10 @@ _END, _UNREAD = object(), object()
 _COPIED = (
     "each worker process draws from a copy of its own, which no step holds: draw from the process's random numbers, "
     "which workers get anew for each batch, or use no workers"
+)
+_KEPT = (
+    "its set_epoch does not reach worker processes that are kept, and a resumed run would have new ones: leave "
+    "persistent_workers out"
 )
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
@@ -96,7 +100,7 @@ class PositionedLoader:
         begin_afresh(self.inner)
         if isinstance(self.inner, DataLoader):
             POSITIONED.add(self.inner)
-        self._of_data = self._look_for_generators()
+        self._of_data = _drawn_from(self.inner, self._stream)
         faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
         if faults:
             raise ConfigError(faults)
@@ -170,7 +174,7 @@ class PositionedLoader:
         batch = next(batches, _END)
         if resumed and resumed["ahead"]:
             self._set_random(resumed["now"])
-        self._of_data = self._look_for_generators()  # an epoch or the first batch may have made them
+        self._of_data = _drawn_from(self.inner, self._stream)  # an epoch or the first batch may have made them
         while batch is not _END:
             self.num_batches += 1
             following = _UNREAD
@@ -200,7 +204,8 @@ class PositionedLoader:
                 _log.warning(f"data: {why} are read again, and not trained on")
                 self._set_random(resumed["start"])
             self._start = self._get_random()
-            batches = iter(self.inner)
+            with _through(self.inner, self._seeded):
+                batches = iter(self.inner)
             for _ in islice(batches, self.num_batches):
                 pass
             if resumed and within:
@@ -218,8 +223,14 @@ class PositionedLoader:
         dataset: Any = getattr(self.inner, "dataset", None)
         if resumed and resumed["source"] is not None:
             source.load_state_dict(resumed["source"])
-        batches = iter(self.inner)
-        if now and self.num_batches:
+        if is_of_torchdata(self.inner) and isinstance(dataset, IterableDataset) and self.inner.num_workers:
+            # it counts the entries of a sampler again, from the start of the epoch
+            self._start = resumed["start"] if resumed and resumed["start"] else self._get_random()
+            with _through(self.inner, self._seeded):
+                batches = iter(self.inner)
+        else:
+            batches = iter(self.inner)
+        if resumed and now and (self.num_batches or resumed["is_kept"]):
             self._set_random(now)
         elif resumed and self._keeps_state and source is dataset:
             self._set_random(resumed["now"])
@@ -255,8 +266,13 @@ class PositionedLoader:
             pass
         if resumed and skipped and resumed["now"]["random"] is not None:
             self._random.load_state_dict(resumed["now"]["random"])
+        yield from self._seeded(watch.watched(order, self._allow), skipped)
+
+    def _seeded(self, order: Iterable[Any], first: int = 0) -> Iterator[Any]:
+        """Yield entries of which each seeds the worker process that gets it. `first`: the number of the first one."""
+        assert self._start is not None
         of_epoch = _seed_of(self.epoch, self.dp_rank, self._start["random"]["torch"].tolist())
-        for number, entry in enumerate(watch.watched(order, self._allow), skipped):
+        for number, entry in enumerate(order, first):
             yield Seeded(entry, _seed_of(of_epoch, number)) if self.inner.num_workers else entry
 
     # its position
@@ -413,6 +429,10 @@ class PositionedLoader:
             yield from stateful_faults(self.inner, self._allow)
         else:
             yield from sampler_faults(samplers_of(self.inner), self._allow)
+        is_told = hasattr(self._stream, "set_epoch") and not hasattr(self._stream, "_ex_iterable")
+        if is_told and getattr(self.inner, "persistent_workers", False):  # datasets tells them by shared memory
+            name = class_name(self._stream)
+            yield from unless_allowed(f"data: {name}", name, _KEPT, self._allow)
         is_asked = isinstance(data, IterableDataset) or (self._gives_state and has_state(data))  # in each worker
         copied = held_generators(getattr(self.inner, "collate_fn", None)) if is_asked else self._of_data
         for generator in copied if getattr(self.inner, "num_workers", 0) and not self._read_again else ():
@@ -447,10 +467,6 @@ class PositionedLoader:
         """Set the generators that the data draws from."""
         for generator, state in zip(self._of_data, state_dict["of_data"], strict=True):
             set_random(generator, state)
-
-    def _look_for_generators(self) -> list[Any]:
-        """Return the generators that the data draws from, which a step holds."""
-        return held_generators([self._stream, *functions_of(self._stream), getattr(self.inner, "collate_fn", None)])
 
     def _facts(self) -> dict[str, Any]:
         samplers = samplers_of(self.inner)
@@ -490,17 +506,34 @@ class PositionedLoader:
     def _generators(self) -> list[torch.Generator]:
         """Return the generators that decide the order; one that is seeded anew for each epoch is none of them."""
         owners = [self.inner, *samplers_of(self.inner)]
-        found = [getattr(o, "generator", None) for o in owners if not hasattr(o, "initial_seed")]
-        return [*{id(g): g for g in found if isinstance(g, torch.Generator)}.values()]
+        return generators_in([owner for owner in owners if not hasattr(owner, "initial_seed")])
 
 
-def generators_of(loader: Any) -> list[Any]:
-    """Return the generators that decide the order of a DataLoader, and those that its data draws from."""
-    found = [getattr(owner, "generator", None) for owner in (loader, *samplers_of(loader))]
-    found = [generator for generator in found if isinstance(generator, torch.Generator)]
-    data = getattr(loader, "dataset", None)
-    found += held_generators([data, *functions_of(data), getattr(loader, "collate_fn", None)])
-    return [*{id(generator): generator for generator in found}.values()]
+def order_of(loader: Any) -> list[Any]:
+    """Return the states of the generators by which a loader beside the training's goes on, without a position."""
+    return [*map(get_random, _generators_of(loader))]
+
+
+def set_order(loader: Any, states: Sequence[Any]) -> None:
+    """Set what `order_of` has returned; some of the generators are made when they are used."""
+    for generator, state in zip(_generators_of(loader), states, strict=False):
+        set_random(generator, state)
+
+
+def _generators_of(loader: Any) -> list[Any]:
+    in_order = generators_in([loader, *samplers_of(loader)])
+    return [*in_order, *_drawn_from(loader, getattr(loader, "dataset", None))]
+
+
+def generators_in(owners: Collection[Any]) -> list[torch.Generator]:
+    """Return the generators that loaders and samplers have, each once."""
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return [*{id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values()]
+
+
+def _drawn_from(loader: Any, data: Any) -> list[Any]:
+    """Return the generators that a loader's data and the function that makes batches draw from."""
+    return held_generators([data, *functions_of(data), getattr(loader, "collate_fn", None)])
 
 
 def _seed_of(*facts: Any) -> int:

@@ -8,17 +8,21 @@ Source: accelerate 1.15, data_loader.py DataLoaderShard.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import Any
 
-from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard
+from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler
+from accelerate.state import GradientState
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
+from titan_ckpt.components.known.loaders import POSITIONED
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader, length_of
 from titan_ckpt.integrations.loop import Iterated
+
+_SKIPS = "data: skip_first_batches: a resume skips what was read by itself: give the loader of prepare()"
 
 
 class AcceleratedLoader(PositionedLoader):
@@ -37,9 +41,7 @@ class AcceleratedLoader(PositionedLoader):
             ahead = "rank 0 reads ahead for all ranks, so its position is not that of the training"
             raise ConfigError([f"data: dispatch_batches: {ahead}: set {self.undispatched}"])
         if self._is_prepared and loader.skip_batches:
-            raise ConfigError(
-                ["data: skip_first_batches: a resume skips what was read by itself: give the loader of prepare()"]
-            )
+            raise ConfigError([_SKIPS])
         inner = loader.base_dataloader if self._is_prepared else loader
         super().__init__(loader, inner, _share(inner, is_prepared=self._is_prepared), allow)
 
@@ -76,36 +78,31 @@ class AcceleratedLoader(PositionedLoader):
 class LoopLoader(AcceleratedLoader):
     """The position in a loader of a loop of the user's own. accelerate's wrapper, `loader`, counts the epochs."""
 
+    def __init__(self, loader: Any, allow: Collection[str] = ()) -> None:
+        """Wrap what accelerate has prepared. `allow`: as of PositionedLoader. Raises: as AcceleratedLoader."""
+        begun = loader.iteration
+        super().__init__(loader, allow)
+        self.epoch = begun
+
+    @property
+    def epoch(self) -> int:
+        """Return the epoch, which the loop may set too."""
+        number: int = self.loader.iteration
+        return number
+
+    @epoch.setter
+    def epoch(self, number: int) -> None:
+        self.loader.iteration = number
+
     @property
     def looks_ahead(self) -> bool:
         """Return whether accumulate() cannot know from the length which batch is the last."""
         return length_of(self.loader) is None
 
-    def begin_epoch(self) -> None:
-        """Take the epoch that the loop may have set."""
-        self.epoch = self.loader.iteration
-        super().begin_epoch()
-
-    def next_epoch(self) -> None:
-        """Count the epoch in the wrapper, too."""
-        super().next_epoch()
-        self.loader.iteration = self.epoch
-
     def leave_epoch(self) -> None:
         """Begin the same epoch anew, as accelerate does."""
-        epoch = self.loader.iteration
         self.next_epoch()
-        self.epoch = self.loader.iteration = epoch
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at a position. Raises: LoadMismatchError for a position in different batches."""
-        super().load_state_dict(state_dict)
-        self.loader.iteration = self.epoch
-
-    def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
-        """Continue at the position of a different number of ranks. Raises: LoadMismatchError."""
-        super().load_state_dicts(state_dicts)
-        self.loader.iteration = self.epoch
+        self.epoch -= 1
 
     def check_epoch(self, epoch: int) -> None:
         """Raise LoadMismatchError for an epoch that the loop begins with in place of that of the position."""
@@ -139,6 +136,20 @@ class Beside:
         finally:
             self.titan_ckpt_num_read -= 1
             self.end()  # type: ignore[attr-defined]  # or accumulate() takes one that a break left for the training's
+
+
+def begin(loader: Any) -> None:
+    """Note that a loader of accelerate begins, in place of the method of GradientState.
+
+    Raises: ConfigError for one that skip_first_batches has made of a loader with a position, which it would not move.
+    """
+    samplers = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
+    skipped = [sampler.batch_sampler for sampler in samplers if isinstance(sampler, SkipBatchSampler)]
+    for read in POSITIONED:
+        is_skipped = any(sampler is read.batch_sampler or sampler is read.sampler for sampler in skipped)
+        if is_skipped or (getattr(loader, "skip_batches", 0) and loader.dataset is read.dataset):
+            raise ConfigError([_SKIPS])
+    GradientState._add_dataloader(GradientState(), loader)  # noqa: SLF001 - accelerate has no public name for it
 
 
 def _sharding(inner: Any) -> BatchSamplerShard | None:

@@ -17,11 +17,10 @@ from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError, listed
 from titan_ckpt.integrations.accelerate.known import accelerator_faults
-from titan_ckpt.integrations.accelerate.loader import Beside, LoopLoader, Positioned
-from titan_ckpt.integrations.loader_position import generators_of
+from titan_ckpt.integrations.accelerate.loader import Beside, LoopLoader, Positioned, begin
+from titan_ckpt.integrations.loader_position import order_of, set_order
 from titan_ckpt.integrations.loop import extend, iterate_over
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.rng import get_random, set_random
 from titan_ckpt.types import ModelConverter, Stateful
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -55,6 +54,7 @@ def accelerate_manager(
     position = None
     if read is not None:
         iterate_over(read, position := LoopLoader(read, config.allow), Positioned)
+        prepared.gradient_state._add_dataloader = begin  # noqa: SLF001 - as above
     others = [loader for loader in loaders if loader is not read]
     for other in others:
         if not isinstance(other, Beside):  # else an earlier manager in this process has changed it
@@ -141,9 +141,7 @@ class _Progress:
                 "in one loader: let one read all data of the training, such as torch's StackDataset, and leave no "
                 "iterator of another open while a step is saved"
             )
-        orders = [
-            (other.iteration, [get_random(g) for g in generators_of(other.base_dataloader)]) for other in self._others
-        ]
+        orders = [(other.iteration, order_of(other.base_dataloader)) for other in self._others]
         return {"step": self._accelerator.step, "orders": orders}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -158,15 +156,10 @@ class _Progress:
         self._accelerator.step = state_dict["step"]
         for other, (iteration, states) in zip(self._others, orders, strict=True):
             other.iteration = iteration
-            for generator, state in zip(_generators(other), states, strict=False):  # some are made when they are used
-                set_random(generator, state)
+            set_order(other.base_dataloader, states)
 
 
 def _everything(accelerator: Any) -> list[Any]:
     """Return what is prepared and registered."""
     kinds = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects")
     return [value for kind in kinds for value in getattr(accelerator, kind)]
-
-
-def _generators(loader: Any) -> list[Any]:
-    return generators_of(loader.base_dataloader)

@@ -134,7 +134,8 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
     `watch`: notes what they hold now, when the training has begun.
     """
     live = [module, trainer, *trainer.optimizers]
-    own = [c for c in trainer.callbacks if not (_is_of_library(type(c)) or _listed(type(c)) or _is_here(c))]
+    own = [c for c in trainer.callbacks if not (_is_of_library(type(c)) or _listed(type(c)))]
+    own = [callback for callback in own if not class_name(callback).startswith("titan_ckpt.")]
     judged = partial(faults, allow=allow, live=live, builds=_BUILDS, begins=_BEGINS, watch=watch)
     yield from judged([("callback", callback) for callback in own], KNOWN, gives_state=gives_state)
     given = [each for c in trainer.callbacks if _is_of_library(type(c)) for each in _functions_of(c)]
@@ -187,10 +188,6 @@ def frozen_faults(trainer: Any, module: nn.Module) -> Iterator[str]:
 def _overrides_by(value: Any, hook: str) -> bool:
     """Return whether a user's module or data module gives its state by a method of its own."""
     return not _is_of_library(_home(value, hook))
-
-
-def _is_here(callback: Any) -> bool:
-    return type(callback).__module__.startswith("titan_ckpt.")
 
 
 def overrides(value: Any, home: str | tuple[str, ...]) -> bool:

@@ -30,8 +30,7 @@ from titan_ckpt.integrations.lightning.averages import (
 )
 from titan_ckpt.integrations.lightning.known import gives_state, overrides
 from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
-from titan_ckpt.integrations.loader_position import generators_of
-from titan_ckpt.rng import get_random, set_random
+from titan_ckpt.integrations.loader_position import order_of, set_order
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +66,7 @@ class Progress:
             "gradients": self._gradients(),
             "should_stop": trainer.should_stop,
             "switches": self._switches.changed(),
-            "validated": self._drawn or [[*map(get_random, generators_of(each))] for each in self._validated()],
+            "validated": self._drawn or [*map(order_of, self._validated())],
         }
         offered = self._checkpoint(state)
         checkpoint = dict(offered)
@@ -161,8 +160,7 @@ class Progress:
             for loader in loaders:
                 seed_workers_apart(loader)
             for loader, states in zip(loaders, self._drawn, strict=False):
-                for generator, state in zip(generators_of(loader), states, strict=False):
-                    set_random(generator, state)
+                set_order(loader, states)
             self._drawn = []
 
     def _validated(self) -> list[Any]:

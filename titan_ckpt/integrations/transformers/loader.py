@@ -10,7 +10,7 @@ import torch
 from titan_ckpt.components.known.loaders import samplers_of
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.accelerate.loader import AcceleratedLoader
-from titan_ckpt.integrations.loader_position import length_of
+from titan_ckpt.integrations.loader_position import generators_in, length_of
 
 _END = object()
 
@@ -63,8 +63,6 @@ class TrainerLoader(AcceleratedLoader):
 def draw_alike(loader: Any) -> None:
     """Let a loader draw from generators of its own, which begin anew now, and not from the process's."""
     inner = getattr(loader, "base_dataloader", loader)
-    owners = [inner, *samplers_of(inner)]
     inner.generator = getattr(inner, "generator", None) or torch.Generator()
-    for generator in (getattr(owner, "generator", None) for owner in owners):
-        if isinstance(generator, torch.Generator):
-            generator.manual_seed(generator.initial_seed())
+    for generator in generators_in([inner, *samplers_of(inner)]):
+        generator.manual_seed(generator.initial_seed())

@@ -47,7 +47,6 @@ _NEVER_CALLED = (
 )  # fmt: skip
 """Methods of Trainer that an attached one does not call."""
 _UNKNOWN = "this version of titan_ckpt does not know the argument: leave it out"
-_HERE = "titan_ckpt."
 _BUILDS = (
     "create_optimizer", "create_optimizer_and_scheduler", "create_scheduler", "get_train_dataloader", "on_init_end",
     "on_train_end", "train",
@@ -101,7 +100,9 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch:
     `watch`: notes what the objects hold now, when the training has begun.
     """
     callbacks = [("callback", callback) for callback in trainer.callback_handler.callbacks]
-    callbacks = [(role, callback) for role, callback in callbacks if not type(callback).__module__.startswith(_HERE)]
+    callbacks = [
+        (role, callback) for role, callback in callbacks if not type(callback).__module__.startswith("titan_ckpt.")
+    ]
     models = [model for model in (trainer.model, getattr(trainer, "ref_model", None)) if model is not None]
     live = [*models, trainer.optimizer, trainer.lr_scheduler]
     judged = partial(faults, live=live, builds=_BUILDS, begins=_BEGINS, watch=watch)

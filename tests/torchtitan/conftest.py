@@ -43,9 +43,9 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def base(assets: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Return the settings that load a base from its Hugging Face folder."""
+    """Return the settings that load a base of two layers from its Hugging Face folder."""
     from tests.torchtitan.runs import make_base
 
     folder = tmp_path_factory.mktemp("base")
     make_base(assets, folder)
-    return {"initial_load_in_hf": True, "initial_load_path": str(folder / "exports/step-1")}
+    return {"layers": 2, "initial_load_in_hf": True, "initial_load_path": str(folder / "exports/step-1")}

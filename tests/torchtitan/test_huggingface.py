@@ -122,12 +122,14 @@ def test_an_export_does_not_round_the_bias_of_experts() -> None:
 
 
 def _with_experts(assets: Path, folder: Path, model: str, /, **settings: Any) -> Any:
-    """Return the config of a run of a model of two layers that balances its experts by a bias."""
+    """Return the config of a run of a model of two layers that balances its experts, which are narrow, by a bias."""
     run = config(assets, folder, exact=True, **settings)
     options = {"attn_backend": "flex"} if model == "gpt_oss" else {}
     flavour = "debugmodel" if model == "gpt_oss" else "debugmodel_moe"
     run.model_spec = importlib.import_module(f"torchtitan.models.{model}").model_registry(flavour, **options)
     run.model_spec.model.layers = run.model_spec.model.layers[:2]
+    for layer in run.model_spec.model.layers:
+        layer.moe.routed_experts.inner_experts.hidden_dim = 64
     return run
 
 

@@ -77,10 +77,12 @@ MODELS = {
 
 
 def _small(name: str) -> Any:
-    """Return the spec of a model of three layers."""
+    """Return the spec of a model of three layers, with narrow experts."""
     spec = _spec(*MODELS[name], **{"attn_backend": "flex"} if name == "gpt-oss" else {})
     spec.model.layers = spec.model.layers[:3]
     for layer in spec.model.layers:
+        if name == "qwen3-moe":
+            layer.moe.routed_experts.inner_experts.hidden_dim = 32
         if name == "deepseek":  # transformers has the eps of these as a constant
             layer.attention.kv_norm.eps = layer.attention.q_norm.eps = 1e-6
             if layer.moe is not None:  # as DeepSeek-V3 has it; the debug model chooses experts as V2 does
@@ -121,6 +123,8 @@ def _loaded(assets: Path, folder: Path, name: str) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"rms_norm_eps": 1e-3, "num_attention_heads": 48}))
     with pytest.raises(LoadMismatchError, match=r"(?s)/theirs: .*num_attention_heads: 48 there.*rms_norm_eps: 0.001"):
         train(made(folder / "theirs"))
+    if name != "llama3":  # what follows is the same for all
+        return
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": said["num_attention_heads"]}))
     with pytest.raises(LoadMismatchError, match=r"rms_norm_eps: 0\.001 there"):
         train(made(folder / "theirs"))

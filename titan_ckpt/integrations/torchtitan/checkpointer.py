@@ -140,7 +140,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
 
     @dataclass(kw_only=True, slots=True)
     class Config(TorchtitanManager.Config):  # type: ignore[misc]  # torchtitan is not there when mypy runs
-        """The settings of torchtitan's own manager, and OWN_SETTINGS; SETTINGS says what each means here."""
+        """The settings of torchtitan's own manager, and more; SETTINGS says what each means here."""
 
         additional_load_path: str | None = None
         """An adapter of the initial weights: a PEFT folder, a step of this package, or a DCP folder."""

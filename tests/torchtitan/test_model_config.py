@@ -17,9 +17,8 @@ from tests.torchtitan.runs import config, distributed, logits_of, near, same_ten
 from tests.world import heard
 from titan_ckpt.errors import ConfigError, KeyMapError, LoadMismatchError
 from titan_ckpt.integrations.torchtitan import model_config
-from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map
+from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, with_experts
 from titan_ckpt.integrations.torchtitan.described import described
-from titan_ckpt.integrations.torchtitan.gpt_oss import with_experts
 from titan_ckpt.integrations.torchtitan.model_config import NO_EFFECT, check_folder, config_json
 
 ROPE_31 = {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

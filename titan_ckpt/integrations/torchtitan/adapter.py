@@ -70,7 +70,8 @@ def find_key_map(
                 problems.append(f"{', '.join(names)}: to_hf() makes {listed(files, ', ', ' ')} of it in a way that is "
                                 "no permutation of rows, split or stack")  # fmt: skip
             else:
-                rules.append(_with_aliases(names, files, op, tied))
+                aliases = [alias for alias, fqn in tied.items() if [fqn] == names and op == IDENTITY]
+                rules.append(KeyRule.of([*names, *aliases], files, Tie(1 + len(aliases)) if aliases else op))
     if problems:
         raise KeyMapError(
             f"{name_of(adapter)}: {len(problems)} problem(s)\n  " + "\n  ".join(problems),
@@ -149,13 +150,6 @@ class _Stored:
         dtypes = {value.dtype for value in values.values()}  # other hidden parameters keep their values and dtype
         result: dict[str, torch.Tensor] = self.inner.to_hf({n: v for n, v in made.items() if v.dtype in dtypes})
         return result
-
-
-def _with_aliases(fqns: Sequence[str], keys: Sequence[str], op: TensorOp, tied: Mapping[str, str]) -> KeyRule:
-    aliases = [alias for alias, fqn in tied.items() if [fqn] == [*fqns]]
-    if aliases and op == IDENTITY:
-        return KeyRule.of([*fqns, *aliases], keys, Tie(1 + len(aliases)))
-    return KeyRule.of(fqns, keys, op)
 
 
 def _layers(shapes: Mapping[str, Shape]) -> dict[str, list[str]]:
@@ -290,26 +284,67 @@ def _candidates(shapes: Sequence[Shape], rows: Sequence[torch.Tensor]) -> Iterat
         if len(rows) == 1 and all(shapes):
             yield Concat(tuple(shape[0] for shape in shapes))
         return
-    if len(rows) > 1:
-        if all(row.dim() for row in rows):
-            parts = Split(tuple(row.shape[0] for row in rows))
-            yield parts
-            order = [first for row in rows for first in _first_of_rows(row)]
-            if sorted(order) == list(range(len(order))):
-                yield Chain(PermuteRows(tuple(order)), parts)
-        yield Unstack(len(rows))
-        yield Unstack(len(rows), transpose=True)
-        return
-    yield IDENTITY
-    yield Transpose()
-    if rows[0].dim():
-        order = _first_of_rows(rows[0])
+    # where the first element of each row comes from; a number has no rows
+    order: list[int] = [n for row in rows for n in row[(..., *[0] * (row.dim() - 1))].flatten().tolist()]
+    sizes = tuple(row.shape[0] for row in rows if row.dim())
+    moved = [PermuteRows(tuple(order))] if sizes and sorted(order) == list(range(len(order))) else []
+    if len(rows) == 1:
+        yield IDENTITY
+        yield Transpose()
         if 1 in order and (heads := len(order) // (2 * order.index(1))):
             yield PermuteRotary(heads)
-        if sorted(order) == list(range(len(order))):
-            yield PermuteRows(tuple(order))
+        yield from moved
+        return
+    if len(sizes) == len(rows):
+        yield Split(sizes)
+        yield from (Chain(op, Split(sizes)) for op in moved)
+    yield Unstack(len(rows))
+    yield Unstack(len(rows), transpose=True)
 
 
-def _first_of_rows(rows: torch.Tensor) -> list[int]:
-    first: list[int] = rows[(..., *[0] * (rows.dim() - 1))].tolist()
-    return first
+_CODES = "_blocks"
+_RENAMED = {
+    "mlp1_weight_EGD": "mlp1_weight", "mlp1_bias_EG": "mlp1_bias", "mlp2_weight_EDF": "mlp2_weight",
+    "mlp2_bias_ED": "mlp2_bias",
+}  # fmt: skip
+"""Last part of a parameter's name -> as the adapter has it."""
+
+
+def with_experts(adapter: Any) -> Any:
+    """Return an adapter that has all of gpt_oss; any other adapter as it is."""
+    keys = getattr(adapter, "from_hf_map", {})
+    return _GptOss(adapter) if any(key.endswith(f"experts.gate_up_proj{_CODES}") for key in keys) else adapter
+
+
+class _GptOss:
+    """torchtitan's adapter of gpt_oss, with the experts that torchtitan 0.3's own one loses.
+
+    torchtitan 0.3 renamed their parameters and not the adapter, so its to_hf() drops them, and its own load leaves them
+    at their initial values. Its keys are those of MXFP4 codes; a folder that transformers writes, and a reader of
+    codes, have each expert's matrix transposed and under a shorter key.
+    Source: torchtitan 0.3, models/gpt_oss/state_dict_adapter.py; transformers, models/gpt_oss/modeling_gpt_oss.py.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        known = {name.rpartition(".")[2] for name in inner.from_hf_map.values()}
+        self._old = {new: old for new, old in _RENAMED.items() if old in known}
+        self._new = {old: new for new, old in self._old.items()}
+
+    def to_hf(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tensors as folders hold them."""
+        made: dict[str, Any] = self.inner.to_hf({_renamed(name, self._old): v for name, v in values.items()})
+        return {k.removesuffix(_CODES): v.transpose(-1, -2) if k.endswith(_CODES) else v for k, v in made.items()}
+
+    def from_hf(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tensors as the model holds them."""
+        coded = {key.rpartition(".")[2].removesuffix(_CODES) for key in self.inner.from_hf_map if key.endswith(_CODES)}
+        turned = {k: k.rpartition(".")[2] in coded for k in values}
+        taken = {k + _CODES if turned[k] else k: v.transpose(-1, -2) if turned[k] else v for k, v in values.items()}
+        made: dict[str, Any] = self.inner.from_hf(taken)
+        return {_renamed(name, self._new): v for name, v in made.items()}
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    before, _, last = name.rpartition(".")
+    return f"{before}.{names[last]}" if last in names else name

@@ -177,7 +177,8 @@ def _quantized(model: Any) -> list[Any]:
 
 def _settings(config: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield each setting of the run's config that a newer torchtitan, or a class of the user, has added."""
-    for section, part in [("", config), *((f.name, getattr(config, f.name)) for f in _fields(config))]:
+    sections = dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()
+    for section, part in [("", config), *((field.name, getattr(config, field.name)) for field in sections)]:
         for kind in type(part).__mro__:
             if (known := FIELDS.get(names_of(kind)[0])) is not None:
                 for field in dataclasses.fields(kind):
@@ -188,7 +189,3 @@ def _settings(config: Any, allow: Collection[str]) -> Iterator[str]:
                             f'out, or allow it: checkpoint.allow = ["{name}"]'
                         )
                 break
-
-
-def _fields(config: Any) -> tuple[Any, ...]:
-    return dataclasses.fields(config) if dataclasses.is_dataclass(config) else ()

@@ -67,8 +67,8 @@ def check(
     base_folder: str,
     states: Mapping[str, Any],
     hf_assets_path: str | None,
-    tied: Mapping[str, bool] | None = None,
-    trained: Sequence[str] = (),
+    tied: Mapping[str, bool],
+    trained: Sequence[str],
 ) -> None:
     """Check what this checkpointer cannot do.
 
@@ -78,7 +78,7 @@ def check(
     """
     faults = [
         *_faults(config, base_folder, states, hf_assets_path),
-        *_faults_of_adapters(config, tied or {}),
+        *_faults_of_adapters(config, tied),
         *_trained(config, trained),
     ]
     if faults:

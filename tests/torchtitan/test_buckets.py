@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from tests.stores import servers
 from tests.torchtitan.runs import Run, config, distributed, same, same_tensors, train
 from titan_ckpt import StoreConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
+from titan_ckpt.formats.native import writer_process
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
 from titan_ckpt.stores.bucket import BucketPath, open_location
 
@@ -37,6 +39,7 @@ def _steps(url: str, store: StoreConfig) -> list[int]:
 @distributed(2)
 def _run(assets: Path, folder: Path, endpoint: str) -> None:
     os.environ.update(servers.CREDENTIALS)
+    writer_process.__dict__["subprocess"] = subprocess  # it is an interpreter of its own, as outside of tests
     store = StoreConfig(endpoint=endpoint, retry_seconds=5.0)
 
     def made(dump: str, **settings: Any) -> Any:
@@ -89,8 +92,9 @@ def _lora(assets: Path, folder: Path, endpoint: str) -> None:
 
     os.environ.update(servers.CREDENTIALS)
     store = StoreConfig(endpoint=endpoint, retry_seconds=5.0)
-    train(config(assets, folder / "base", steps=1, folder="s3://box/base/checkpoint", store=store, **HF))
+    train(config(assets, folder / "base", steps=1, layers=2, folder="s3://box/base/checkpoint", store=store, **HF))
     base: dict[str, Any] = {
+        "layers": 2,
         "initial_load_in_hf": True,
         "initial_load_path": "s3://box/base/exports/step-1",
         "store": store,

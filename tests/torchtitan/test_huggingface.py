@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +78,14 @@ def test_an_adapter_is_a_table(flavour: str) -> None:
     """The table gives every element of a numbered state dict the place that to_hf() gives it."""
     adapter, tied, shapes = _adapter_of(flavour)
     shapes = {fqn: shape for fqn, shape in shapes.items() if "expert_bias" not in fqn}
-    whole = {fqn: torch.arange(torch.Size(shape).numel()).view(shape) for fqn, shape in shapes.items()}
+    _is_its_table(adapter, shapes, tied)
+
+
+def _is_its_table(adapter: Any, shapes: dict[str, tuple[int, ...]], tied: dict[str, str]) -> None:
+    whole = {
+        fqn: torch.arange(torch.Size(shape).numel()).view(shape) + (i << 32)
+        for i, (fqn, shape) in enumerate(shapes.items())
+    }
     groups = StateDictTransforms(find_key_map(adapter, shapes, tied)).to_file(dict(whole), None, None)
     made = {key: torch.full(info.shape, -1) for group in groups for key, info in group.infos.items()}
     for piece in (p for group in groups for index, block in group.blocks() for p in group.cut(index, block)):
@@ -115,12 +122,14 @@ def test_an_export_does_not_round_the_bias_of_experts() -> None:
 
 
 def _with_experts(assets: Path, folder: Path, model: str, /, **settings: Any) -> Any:
-    """Return the config of a run of a model of two layers that balances its experts by a bias."""
+    """Return the config of a run of a model of two layers that balances its experts, which are narrow, by a bias."""
     run = config(assets, folder, exact=True, **settings)
     options = {"attn_backend": "flex"} if model == "gpt_oss" else {}
     flavour = "debugmodel" if model == "gpt_oss" else "debugmodel_moe"
     run.model_spec = importlib.import_module(f"torchtitan.models.{model}").model_registry(flavour, **options)
     run.model_spec.model.layers = run.model_spec.model.layers[:2]
+    for layer in run.model_spec.model.layers:
+        layer.moe.routed_experts.inner_experts.hidden_dim = 64
     return run
 
 
@@ -254,14 +263,78 @@ def test_the_experts_of_gpt_oss_are_read_from_codes(assets: Path, tmp_path: Path
     _from_codes(assets, tmp_path)
 
 
-def _adapter_of(flavour: str) -> tuple[Any, dict[str, str], dict[str, tuple[int, ...]]]:
+def _adapter_of(flavour: str, layers: int = 2) -> tuple[Any, dict[str, str], dict[str, tuple[int, ...]]]:
     spec = FLAVOURS[flavour]().model_spec
-    spec.model.layers = spec.model.layers[:2]
+    spec.model.layers = spec.model.layers[:layers]
     with torch.device("meta"):
         model = spec.model.build()
     tied = {"lm_head.weight": "tok_embeddings.weight"} if spec.model.enable_weight_tying else {}
     shapes = {fqn: tuple(value.shape) for fqn, value in model.state_dict().items() if fqn not in tied}
     return spec.state_dict_adapter(spec.model, None), tied, shapes
+
+
+def _rotary(value: torch.Tensor, heads: int) -> torch.Tensor:
+    return value.view(heads, -1, 2, value.shape[1]).transpose(1, 2).reshape(value.shape)
+
+
+def _assigned(value: torch.Tensor, is_odd: bool) -> torch.Tensor:
+    made, turned = torch.empty_like(value), value.t()
+    made.data = turned if is_odd else value
+    return made
+
+
+def _caught(value: torch.Tensor, is_odd: bool) -> torch.Tensor:
+    try:
+        value[0, 0].item()
+    except Exception:  # such as torch raises of a tensor that computes nothing
+        return value
+    return value.t() if is_odd else value
+
+
+ORDERS = torch.arange(8), torch.arange(8).flip(0)
+ODD: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {
+    "heads": lambda value, is_odd: _rotary(value, 1 if is_odd else 2),
+    "a tensor of the adapter": lambda value, is_odd: value[ORDERS[is_odd]],
+    "rows in a list": lambda value, is_odd: value[ORDERS[is_odd].tolist()],
+    "values": lambda value, is_odd: value if not is_odd or value[0, 0].item() < 0 else value.t(),
+    "on meta all layers are equal": lambda value, is_odd: value.t() if is_odd and not value.is_meta else value,
+    "data": _assigned,
+    "an error that it catches": _caught,
+}
+
+
+@pytest.mark.parametrize("case", [*ODD, "names", "order", "another layer's kind"])
+def test_a_layer_that_differs_is_found(case: str) -> None:
+    """What is known of an earlier layer of the same names and shapes holds for a layer that is computed as that one."""
+
+    def to_hf(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        made: dict[str, torch.Tensor] = {}
+        for fqn, value in values.items():
+            is_odd = fqn in ("layers.2.a", "layers.4.a")
+            name = fqn.replace("layers", "model")
+            if case == "names" and fqn.startswith(("layers.2.", "layers.4.")):
+                name = name[:-1] + {"a": "b", "b": "a"}[name[-1]]
+            made[name] = ODD[case](value, is_odd) if case in ODD and fqn.endswith("a") else value
+        return dict(reversed(made.items())) if case == "order" and "layers.2.a" in values else made
+
+    last = "c" if case == "another layer's kind" else "a"
+    names = [f"layers.{i}.{name}" for i in range(5) for name in (last if i % 2 else "a", "b")]
+    _is_its_table(_Adapter(to_hf), dict.fromkeys(names, (8, 8)), {})
+
+
+def test_layers_that_are_computed_alike_are_computed_once() -> None:
+    """A model of 70 billion parameters has 80 of them, and each takes seconds."""
+    adapter, _, shapes = _adapter_of("llama3_debugmodel", layers=6)
+    computed = []
+
+    def to_hf(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        computed.extend(fqn for fqn, value in values.items() if type(value) is torch.Tensor)
+        made: dict[str, torch.Tensor] = adapter.to_hf(values)
+        return made
+
+    key_map = find_key_map(_Adapter(to_hf), shapes, {})
+    assert {fqn.split(".")[1] for fqn in computed if fqn.startswith("layers.")} == {"0"}
+    assert key_map.rules == find_key_map(adapter, shapes, {}).rules
 
 
 class _Adapter:
@@ -281,8 +354,10 @@ SHAPES = {"a.weight": (8, 4), "b.weight": (4,)}
         (lambda s: {k: v * 2 for k, v in s.items()}, "a.weight: to_hf.. makes a.weight of it in a way that is no"),
         (lambda s: {k: v.flip(-1) for k, v in s.items()}, "a.weight: to_hf.. makes a.weight"),
         (lambda s: {k: v[:2] for k, v in s.items()}, "a.weight: to_hf.. makes a.weight"),
+        (lambda s: {k: v[:0] for k, v in s.items()}, "to_hf.. returns no tensor, or an empty one, as a.weight"),
+        (lambda s: {k: v + 9 for k, v in s.items()}, "a.weight: to_hf.. makes a.weight"),
     ],
-    ids=["drops", "computes", "flips columns", "cuts"],
+    ids=["drops", "computes", "flips columns", "cuts", "empties", "adds"],
 )
 def test_an_adapter_that_is_no_table_is_refused_by_name(to_hf: Any, complaint: str) -> None:
     """Nothing is exported that a load would not bring back."""

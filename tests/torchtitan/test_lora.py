@@ -92,7 +92,7 @@ def _own(assets: Path, folder: Path, base: dict[str, Any]) -> None:
         if a is not None and b is not None:
             expected[name] = expected[name] + 2.0 * (b @ a)
     settings: dict[str, Any] = {"initial_load_in_hf": True, "initial_load_path": str(exports / "step-6")}
-    merged = train(config(assets, folder / "merged", titan=False, steps=0, **settings))
+    merged = train(config(assets, folder / "merged", titan=False, steps=0, layers=2, **settings))
     assert merged.model.keys() == expected.keys()
     for name, value in merged.model.items():
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-6)
@@ -105,7 +105,7 @@ def _own(assets: Path, folder: Path, base: dict[str, Any]) -> None:
             more = {"additional_load_path": str(adapter)}
         loaded = config(assets, folder / adapter.name / "again", FLAVOUR, steps=0, **base | more)
         same_tensors(train(loaded).model, ours.model)
-    upgraded = train(config(assets, folder / "theirs", FLAVOUR, steps=7))
+    upgraded = train(config(assets, folder / "theirs", FLAVOUR, steps=7, layers=2))
     assert (steps_in(folder / "theirs"), kind_of(folder / "theirs", 7)) == ([2, 4, 6, 7], "full")
     resumed = train(config(assets, folder / "theirs", FLAVOUR, steps=7, **base))
     same(upgraded, resumed, losses=0)

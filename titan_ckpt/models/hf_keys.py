@@ -188,10 +188,17 @@ def makes(op: TensorOp, natives: Sequence[torch.Tensor], wanted: Sequence[torch.
         for piece in op.pieces(index, shapes, Chunk.whole(native.shape), native):
             value = wanted[piece.file_index]
             region = value[piece.chunk.within(Chunk.whole(value.shape))]
-            if not torch.equal(piece.view.reshape(region.shape), region):
+            if not torch.equal(*unrepeated(piece.view.reshape(region.shape), region)):
                 return False
             left -= region.numel()
     return left == 0
+
+
+def unrepeated(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Return tensors of one shape without what all of them repeat, which a stride of 0 says."""
+    strides = zip(*(tensor.stride() for tensor in tensors), strict=True)
+    parts = tuple(slice(None) if any(of_dim) else slice(1) for of_dim in strides)
+    return [tensor[parts] for tensor in tensors]
 
 
 _MOVED = {

@@ -1,16 +1,20 @@
 """torchtitan's state-dict adapter as a key map: found by running it on index tensors, and proved on every element.
 
 An adapter is code that turns a state dict into another. It runs here on one layer at a time, on tensors that hold the
-position of each element, so the table is what the adapter does and not what its names suggest.
+position of each element, so the table is what the adapter does and not what its names suggest. A layer of which it
+computes the same as of an earlier one, operation by operation, is arranged as that one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titan_ckpt.errors import KeyMapError, listed
 from titan_ckpt.geometry.chunks import Shape
@@ -28,12 +32,8 @@ from titan_ckpt.geometry.keymap import (
     Transpose,
     Unstack,
 )
-from titan_ckpt.models.hf_keys import makes
+from titan_ckpt.models.hf_keys import makes, unrepeated
 from titan_ckpt.weights.own_state import HookedSubtree
-
-_Probes = Sequence[Mapping[str, torch.Tensor]]
-"""Name -> tensor: which tensor an element comes from, then its position in each dim. All but the first are of one use:
-together they say where every element of a file tensor comes from."""
 
 
 def find_key_map(
@@ -51,23 +51,27 @@ def find_key_map(
     empty = {fqn: list(shape) for fqn, shape in shapes.items() if 0 in shape}
     problems = [f"{fqn}: its shape is {shape}, which has no elements" for fqn, shape in empty.items()]
     nameless: set[str] = set()
-    for layer in () if empty else _layers(shapes).values():
-        probes = _probes({fqn: shapes[fqn] for fqn in layer})
-        made = [_call(adapter, "to_hf", probe) for probe in probes]
-        if differing := {key for other in made for key in other.keys() ^ made[0].keys()}:
-            raise KeyMapError(
-                f"{name_of(adapter)}.to_hf() returns other keys at each call: {listed(sorted(differing))}"
-            )
-        groups, dropped = _groups(layer, made[0])
+    known: dict[tuple[object, ...], _Arrangement] = {}
+    for fqns in () if empty else _layers(shapes).values():
+        of_layer = {fqn: shapes[fqn] for fqn in fqns}
+        steps, keys = _traced(adapter, of_layer)
+        arrangement = known.get(steps)
+        if arrangement is None:
+            arrangement, proved = _arrangement(adapter, of_layer)
+            if proved == keys:
+                known[steps] = arrangement
+            keys = proved
+        dropped = [fqns[i] for i in arrangement.dropped]
         nameless.update(fqn for fqn in dropped if fqn in buffers)
         problems += [f"{fqn}: the adapter's to_hf() drops it" for fqn in dropped if fqn not in buffers]
-        for fqns, keys in groups:
-            op = _operation([shapes[fqn] for fqn in fqns], fqns, keys, probes, made)
+        for natives, made, op in arrangement.groups:
+            names, files = [fqns[i] for i in natives], [keys[i] for i in made]
             if op is None:
-                problems.append(f"{', '.join(fqns)}: to_hf() makes {listed(keys, ', ', ' ')} of it in a way that is no "
-                                "permutation of rows, split or stack")  # fmt: skip
+                problems.append(f"{', '.join(names)}: to_hf() makes {listed(files, ', ', ' ')} of it in a way that is "
+                                "no permutation of rows, split or stack")  # fmt: skip
             else:
-                rules.append(_with_aliases(fqns, keys, op, tied))
+                aliases = [alias for alias, fqn in tied.items() if [fqn] == names and op == IDENTITY]
+                rules.append(KeyRule.of([*names, *aliases], files, Tie(1 + len(aliases)) if aliases else op))
     if problems:
         raise KeyMapError(
             f"{name_of(adapter)}: {len(problems)} problem(s)\n  " + "\n  ".join(problems),
@@ -113,8 +117,8 @@ def _call(adapter: Any, name: str, values: Mapping[str, Any]) -> dict[str, Any]:
         ) from error
     if not isinstance(made, dict):
         raise KeyMapError(f"{where} returns {type(made).__name__}, expected a dict of tensors")
-    if others := [key for key, value in made.items() if not isinstance(value, torch.Tensor)]:
-        raise KeyMapError(f"{where} returns no tensor as {listed(others)}")
+    if others := [key for key, value in made.items() if not isinstance(value, torch.Tensor) or not value.numel()]:
+        raise KeyMapError(f"{where} returns no tensor, or an empty one, as {listed(others)}")
     return made
 
 
@@ -148,13 +152,6 @@ class _Stored:
         return result
 
 
-def _with_aliases(fqns: Sequence[str], keys: Sequence[str], op: TensorOp, tied: Mapping[str, str]) -> KeyRule:
-    aliases = [alias for alias, fqn in tied.items() if [fqn] == [*fqns]]
-    if aliases and op == IDENTITY:
-        return KeyRule.of([*fqns, *aliases], keys, Tie(1 + len(aliases)))
-    return KeyRule.of(fqns, keys, op)
-
-
 def _layers(shapes: Mapping[str, Shape]) -> dict[str, list[str]]:
     """Return the names of each layer, by the first number in them; names without a number are alone."""
     layers: dict[str, list[str]] = {}
@@ -164,8 +161,110 @@ def _layers(shapes: Mapping[str, Shape]) -> dict[str, list[str]]:
     return layers
 
 
+class _Arrangement(NamedTuple):
+    """What an adapter makes of a layer, by the positions of the parameters and of the keys that it returns."""
+
+    groups: list[tuple[list[int], list[int], TensorOp | None]]
+    """Parameters and keys that share elements; the operation is None if there is none that arranges them so."""
+    dropped: list[int]
+    """Parameters of which no key has any element."""
+
+
+def _traced(adapter: Any, shapes: Mapping[str, Shape]) -> tuple[tuple[object, ...], list[str]]:
+    """Return every operation of to_hf() on parameters of these shapes, and the keys that it returns; computes nothing.
+
+    The operations are equal for two layers only if the same is computed of their parameters, in the same order. They
+    are equal to no others if they depend on values, or take a tensor that is neither a parameter nor made of these.
+    """
+    fakes = FakeTensorMode()
+    values = {fqn: fakes.from_tensor(value) for fqn, value in _probes(shapes)[0].items()}
+    with fakes, _Recorder(values.values()) as recorder:
+        try:
+            made = _call(adapter, "to_hf", values)
+        except KeyMapError:  # raised again on values, if they are not what it lacks
+            return (object(),), []
+    results = [recorder.name(value) for value in made.values()]
+    return (*shapes.values(), *recorder.steps, *results), [*made]
+
+
+class _Recorder(TorchDispatchMode):
+    """Records the operations of torch, with tensors by their numbers: those of the beginning, and those made since."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.steps: list[object] = []
+        self._kept: list[torch.Tensor] = []  # an id is that of another object if its own one is gone
+        self._numbers: dict[tuple[int, ...], int] = {}
+        self._add(tensors)
+
+    def _add(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                self._numbers[_identity(value)] = len(self._kept)
+                self._kept.append(value)
+
+    def name(self, tensor: torch.Tensor) -> str:
+        """Return a tensor's number. With one from elsewhere, whose values are unknown, the steps equal no others."""
+        number = self._numbers.get(_identity(tensor))
+        if number is None:
+            self.steps.append(object())
+        return f"tensor {number}"
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        taken = repr(tree_map_only(torch.Tensor, self.name, (args, kwargs)))
+        try:
+            made = func(*args, **(kwargs or {}))
+        except Exception:
+            self.steps.append(object())  # the adapter may catch it
+            raise
+        self._add(tree_leaves(made))
+        self.steps.append((func, taken))
+        return made
+
+
+def _identity(tensor: torch.Tensor) -> tuple[int, ...]:
+    """Return what makes a tensor this one; to assign its `data` is no operation and changes the rest alone."""
+    storage = tensor.untyped_storage()._cdata  # noqa: SLF001 - torch has no public name for it
+    return id(tensor), storage, tensor.storage_offset(), *tensor.stride()
+
+
+def _arrangement(adapter: Any, shapes: Mapping[str, Shape]) -> tuple[_Arrangement, list[str]]:
+    """Return how to_hf() arranges each element of parameters of these shapes, and its keys. Raises: KeyMapError."""
+    fqns, probes = [*shapes], _probes(shapes)
+    made = [_call(adapter, "to_hf", probe) for probe in probes]
+    if differing := {key for other in made for key in other.keys() ^ made[0].keys()}:
+        raise KeyMapError(f"{name_of(adapter)}.to_hf() returns other keys at each call: {listed(sorted(differing))}")
+    keys = [*made[0]]
+    groups: list[tuple[set[int], list[int]]] = []
+    for number, value in enumerate(made[0].values()):
+        (once,) = unrepeated(value)
+        low, high = once.aminmax()
+        origins = (
+            {int(low)} if low == high else {*map(int, once.unique().tolist())}
+        )  # sorting a large tensor takes long
+        if not origins <= {*range(len(fqns))}:  # these are computed, of whatever
+            origins = {*range(len(fqns))}
+        same = [group for group in groups if group[0] & origins]
+        groups = [group for group in groups if group not in same]
+        groups.append((origins.union(*(o for o, _ in same)), [n for _, found in same for n in found] + [number]))
+    arranged: list[tuple[list[int], list[int], TensorOp | None]] = []
+    for origins, found in groups:
+        natives = [[probe[fqns[i]] for i in sorted(origins)] for probe in probes]
+        wanted = [[values[keys[i]] for i in found] for values in made]
+        candidates = _candidates([tuple(native.shape) for native in natives[0]], wanted[1])
+        op = next((op for op in candidates if all(map(makes, [op] * len(wanted), natives, wanted))), None)
+        arranged.append((sorted(origins), found, op))
+    return _Arrangement(arranged, [i for i in range(len(fqns)) if not any(i in o for o, _ in groups)]), keys
+
+
 def _probes(shapes: Mapping[str, Shape]) -> list[dict[str, torch.Tensor]]:
-    """Return tensors of these shapes that take no memory: each has one value, or one per index of a dim."""
+    """Return tensors of these shapes that take no memory: each has one value, or one per index of a dim.
+
+    The first say which tensor an element comes from, the others its position in each dim. All but the first are of one
+    use: together they say where every element of a file tensor comes from.
+    """
     origin = {fqn: torch.tensor(i, dtype=torch.int32).expand(shape) for i, (fqn, shape) in enumerate(shapes.items())}
     dims = range(max(1, *map(len, shapes.values())))
     return [origin, *({fqn: _index(shape, dim) for fqn, shape in shapes.items()} for dim in dims)]
@@ -179,60 +278,73 @@ def _index(shape: Shape, dim: int) -> torch.Tensor:
     return torch.arange(shape[dim], dtype=torch.int32).view(sizes).expand(shape)
 
 
-def _groups(
-    layer: Sequence[str], made: Mapping[str, torch.Tensor]
-) -> tuple[list[tuple[list[str], list[str]]], list[str]]:
-    """Return the names and the keys that share elements, and the names of which no key has any."""
-    groups: list[tuple[list[str], list[str]]] = []
-    for key, value in made.items():
-        low, high = value.aminmax()
-        origins = [int(low)] if low == high else value.unique().tolist()  # sorting a large tensor takes long
-        fqns = [layer[i] for i in origins]
-        same = [group for group in groups if set(group[0]) & set(fqns)]
-        for group in same:
-            groups.remove(group)
-        names = {fqn for group in same for fqn in group[0]} | {*fqns}
-        groups.append(([fqn for fqn in layer if fqn in names], [k for group in same for k in group[1]] + [key]))
-    found = {fqn for fqns, _ in groups for fqn in fqns}
-    return groups, [fqn for fqn in layer if fqn not in found]
-
-
-def _operation(
-    shapes: Sequence[Shape], fqns: Sequence[str], keys: Sequence[str], probes: _Probes, made: _Probes
-) -> TensorOp | None:
-    """Return the operation that arranges every element as the adapter does; None if there is none."""
-    pairs = [([p[f] for f in fqns], [m[k] for k in keys]) for p, m in zip(probes, made, strict=True)]
-    for op in _candidates(shapes, [made[1][key] for key in keys]):
-        if all((op == IDENTITY and natives[0] is wanted[0]) or makes(op, natives, wanted) for natives, wanted in pairs):
-            return op
-    return None
-
-
 def _candidates(shapes: Sequence[Shape], rows: Sequence[torch.Tensor]) -> Iterator[TensorOp]:
     """Yield the operations to try. `rows`: the file tensors, holding the first index of each element's origin."""
     if len(shapes) > 1:
         if len(rows) == 1 and all(shapes):
             yield Concat(tuple(shape[0] for shape in shapes))
         return
-    if len(rows) > 1:
-        if all(row.dim() for row in rows):
-            parts = Split(tuple(row.shape[0] for row in rows))
-            yield parts
-            order = [first for row in rows for first in _first_of_rows(row)]
-            if sorted(order) == list(range(len(order))):
-                yield Chain(PermuteRows(tuple(order)), parts)
-        yield Unstack(len(rows))
-        yield Unstack(len(rows), transpose=True)
-        return
-    yield IDENTITY
-    yield Transpose()
-    if rows[0].dim() and rows[0].numel():
-        order = _first_of_rows(rows[0])
+    # where the first element of each row comes from; a number has no rows
+    order: list[int] = [n for row in rows for n in row[(..., *[0] * (row.dim() - 1))].flatten().tolist()]
+    sizes = tuple(row.shape[0] for row in rows if row.dim())
+    moved = [PermuteRows(tuple(order))] if sizes and sorted(order) == list(range(len(order))) else []
+    if len(rows) == 1:
+        yield IDENTITY
+        yield Transpose()
         if 1 in order and (heads := len(order) // (2 * order.index(1))):
             yield PermuteRotary(heads)
-        if sorted(order) == list(range(len(order))):
-            yield PermuteRows(tuple(order))
+        yield from moved
+        return
+    if len(sizes) == len(rows):
+        yield Split(sizes)
+        yield from (Chain(op, Split(sizes)) for op in moved)
+    yield Unstack(len(rows))
+    yield Unstack(len(rows), transpose=True)
 
 
-def _first_of_rows(rows: torch.Tensor) -> list[int]:
-    return [int(row) for row in rows.reshape(len(rows), -1)[:, 0]] if rows.numel() else []
+_CODES = "_blocks"
+_RENAMED = {
+    "mlp1_weight_EGD": "mlp1_weight", "mlp1_bias_EG": "mlp1_bias", "mlp2_weight_EDF": "mlp2_weight",
+    "mlp2_bias_ED": "mlp2_bias",
+}  # fmt: skip
+"""Last part of a parameter's name -> as the adapter has it."""
+
+
+def with_experts(adapter: Any) -> Any:
+    """Return an adapter that has all of gpt_oss; any other adapter as it is."""
+    keys = getattr(adapter, "from_hf_map", {})
+    return _GptOss(adapter) if any(key.endswith(f"experts.gate_up_proj{_CODES}") for key in keys) else adapter
+
+
+class _GptOss:
+    """torchtitan's adapter of gpt_oss, with the experts that torchtitan 0.3's own one loses.
+
+    torchtitan 0.3 renamed their parameters and not the adapter, so its to_hf() drops them, and its own load leaves them
+    at their initial values. Its keys are those of MXFP4 codes; a folder that transformers writes, and a reader of
+    codes, have each expert's matrix transposed and under a shorter key.
+    Source: torchtitan 0.3, models/gpt_oss/state_dict_adapter.py; transformers, models/gpt_oss/modeling_gpt_oss.py.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        known = {name.rpartition(".")[2] for name in inner.from_hf_map.values()}
+        self._old = {new: old for new, old in _RENAMED.items() if old in known}
+        self._new = {old: new for new, old in self._old.items()}
+
+    def to_hf(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tensors as folders hold them."""
+        made: dict[str, Any] = self.inner.to_hf({_renamed(name, self._old): v for name, v in values.items()})
+        return {k.removesuffix(_CODES): v.transpose(-1, -2) if k.endswith(_CODES) else v for k, v in made.items()}
+
+    def from_hf(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the tensors as the model holds them."""
+        coded = {key.rpartition(".")[2].removesuffix(_CODES) for key in self.inner.from_hf_map if key.endswith(_CODES)}
+        turned = {k: k.rpartition(".")[2] in coded for k in values}
+        taken = {k + _CODES if turned[k] else k: v.transpose(-1, -2) if turned[k] else v for k, v in values.items()}
+        made: dict[str, Any] = self.inner.from_hf(taken)
+        return {_renamed(name, self._new): v for name, v in made.items()}
+
+
+def _renamed(name: str, names: Mapping[str, str]) -> str:
+    before, _, last = name.rpartition(".")
+    return f"{before}.{names[last]}" if last in names else name

@@ -7,7 +7,6 @@ Source of the interface: torchtitan 0.3, components/checkpointer/base.py.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -27,12 +26,10 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.paths import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.guard.run_guard import RunGuard
-from titan_ckpt.integrations.torchtitan import held, settings
-from titan_ckpt.integrations.torchtitan.adapter import check_reads, find_key_map, name_of, with_stored_forms
+from titan_ckpt.integrations.torchtitan import adapter, held, settings
 from titan_ckpt.integrations.torchtitan.converters import converters_of
-from titan_ckpt.integrations.torchtitan.gpt_oss import with_experts
 from titan_ckpt.integrations.torchtitan.lora import find_lora, over_layers
-from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json
+from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json, is_allowed
 from titan_ckpt.integrations.torchtitan.wording import InTorchtitansWords, in_torchtitans_words
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.stores.mounted import local_path
@@ -41,8 +38,6 @@ from titan_ckpt.types import Stateful
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
-
-logger = logging.getLogger(__name__)
 
 
 class _Kept:
@@ -76,24 +71,24 @@ def _transforms(
         return None
     if sd_adapter is None:
         raise ConfigError([f"checkpoint.{name}: the model spec has no state_dict_adapter" for name in wanted])
-    adapter, exports = with_experts(sd_adapter), settings.exports(config)
+    complete, exports = adapter.with_experts(sd_adapter), settings.exports(config)
 
     def made() -> StateDictTransforms:
         wrapper = ModelWrapper(model_parts, converters)
         state = wrapper.state("base")
         shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
         try:
-            key_map = find_key_map(adapter, shapes, wrapper.tied, wrapper.buffers().keys())
+            key_map = adapter.find_key_map(complete, shapes, wrapper.tied, wrapper.buffers().keys())
             named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
-            check_reads(adapter, named, wrapper.tied)
+            adapter.check_reads(complete, named, wrapper.tied)
             if peft or "peft" in exports:
                 adapted = [f"{fqn}.weight" for fqn in adapted_modules(converters)]
-                key_map = with_stored_forms(key_map, adapter, state.own, adapted)
+                key_map = adapter.with_stored_forms(key_map, complete, state.own, adapted)
         except KeyMapError as error:
             folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
             names = ", ".join(f"checkpoint.{name}" for name in wanted)
             where = f" ({folder})" if folder else ""
-            step = f"Correct {name_of(adapter)}, which the model spec names, or leave {names} out"
+            step = f"Correct {adapter.name_of(complete)}, which the model spec names, or leave {names} out"
             raise KeyMapError(f"{names}{where}: {flavor}: {error}\n{step}", error.unknown) from error
         if "hf" in exports:
             _check_left_out(key_map.nameless, config.allow)
@@ -119,9 +114,7 @@ def _check_left_out(nameless: Collection[str], allow: Collection[str]) -> None:
     faults = []
     for name in dict.fromkeys(map(over_layers, sorted(nameless))):
         line = f"Hugging Face folders of this model have no name for the buffer {name}: the export leaves it out"
-        if name in allow:
-            logger.warning("checkpoint.last_save_in_hf: %s, and computes without it; checkpoint.allow lets it", line)
-        else:
+        if not is_allowed(name, allow, f"checkpoint.last_save_in_hf: {line}, and computes without it"):
             faults.append(
                 f"checkpoint.last_save_in_hf: {line}, and would compute without what training has made of it. Build "
                 f'the model without it, or accept it: checkpoint.allow = ["{name}"]'
@@ -140,7 +133,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
 
     @dataclass(kw_only=True, slots=True)
     class Config(TorchtitanManager.Config):  # type: ignore[misc]  # torchtitan is not there when mypy runs
-        """The settings of torchtitan's own manager, and OWN_SETTINGS; SETTINGS says what each means here."""
+        """The settings of torchtitan's own manager, and more; SETTINGS says what each means here."""
 
         additional_load_path: str | None = None
         """An adapter of the initial weights: a PEFT folder, a step of this package, or a DCP folder."""

@@ -6,7 +6,6 @@ Owns what is known of each model's args. Reads attributes alone and imports no t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any
 
 from titan_ckpt.errors import ConfigError
@@ -36,10 +35,11 @@ def described(model: Any) -> dict[str, Any]:
 
 
 def _known_class(model: Any) -> str | None:
-    return next((name for name in _names_of(type(model)) if name in _MODELS), None)
+    return next((name for name in names_of(type(model)) if name in _MODELS), None)
 
 
-def _names_of(kind: type) -> list[str]:
+def names_of(kind: type) -> list[str]:
+    """Return the full names of a class and of those that it extends."""
     return [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
 
 
@@ -47,7 +47,7 @@ def foreign_classes(model: Any) -> list[str]:
     """Return the classes of args whose settings are not known: a user's, and those of torchtitan's other models."""
     known = _known_class(model)
     own = (*_OWN, "torchtitan." if known is None else f"{known.partition('.model.')[0]}.")
-    names = dict.fromkeys(name for args in tree(model) for name in _names_of(type(args)))
+    names = dict.fromkeys(name for args in tree(model) for name in names_of(type(args)))
     return [name for name in names if not name.startswith(own) or name in _OTHER_NORMS]
 
 
@@ -94,24 +94,42 @@ def _of_layers(model: Any, describe: Callable[[Any], Mapping[str, Any]]) -> dict
     return {key: _one(layer[key] for layer in layers if key in layer) for key in keys}
 
 
-def _decoder(model: Any, layer: Any) -> dict[str, Any]:
-    """Return what llama3 and qwen3 have in common."""
-    attention = layer.attention
-    norms = [model.norm, layer.attention_norm, layer.ffn_norm, *([attention.qk_norm] if attention.qk_norm else [])]
-    feed_forward = layer.feed_forward
+def _whole(model: Any) -> dict[str, Any]:
+    """Return what every known model says of itself as a whole."""
+    table = model.tok_embeddings
     return {
-        **_sizes(model),
+        "hidden_size": _one((model.dim, table.embedding_dim)),
+        "vocab_size": _one((model.vocab_size, table.num_embeddings, model.lm_head.out_features)),
         "num_hidden_layers": len(model.layers),
-        **_heads(attention, attention.head_dim or model.dim // attention.n_heads),
-        **({"intermediate_size": feed_forward.w1.out_features} if feed_forward else {}),
-        "rms_norm_eps": _eps(norms),
         "tie_word_embeddings": model.enable_weight_tying,
         "hidden_act": "silu",
-        "attention_bias": attention.wo.bias,
-        "sliding_window": None,
-        "max_position_embeddings": attention.rope.max_seq_len,
-        **_rope(attention.rope),
     }
+
+
+def _layer(model: Any, layer: Any, mscale: float | None = None) -> dict[str, Any]:
+    """Return what every known model says of a layer. `mscale`: see `_rope`."""
+    attention = layer.attention
+    norms = [model.norm, layer.attention_norm, layer.ffn_norm, getattr(attention, "qk_norm", None)]
+    return {
+        "rms_norm_eps": _eps(norm for norm in norms if norm is not None),
+        "max_position_embeddings": attention.rope.max_seq_len,
+        **_rope(attention.rope, mscale),
+    }
+
+
+def _decoder(model: Any) -> dict[str, Any]:
+    """Return what llama3 and qwen3 have in common."""
+
+    def of_layer(layer: Any) -> dict[str, Any]:
+        attention, feed_forward = layer.attention, layer.feed_forward
+        return {
+            **_layer(model, layer),
+            **_heads(attention, attention.head_dim or model.dim // attention.n_heads),
+            **({"intermediate_size": feed_forward.w1.out_features} if feed_forward else {}),
+            "attention_bias": attention.wo.bias,
+        }
+
+    return {**_whole(model), **_of_layers(model, of_layer), "sliding_window": None}
 
 
 def _heads(attention: Any, head_dim: int) -> dict[str, Any]:
@@ -130,14 +148,6 @@ def _number(rows: int, size: int) -> float:
     return rows / size if rows % size else rows // size
 
 
-def _sizes(model: Any) -> dict[str, Any]:
-    table = model.tok_embeddings
-    return {
-        "hidden_size": _one((model.dim, table.embedding_dim)),
-        "vocab_size": _one((model.vocab_size, table.num_embeddings, model.lm_head.out_features)),
-    }
-
-
 def _eps(norms: Iterable[Any]) -> Any:
     return _one(getattr(norm, "eps", None) for norm in norms)
 
@@ -153,15 +163,19 @@ def _num_experts(moe: Any) -> Any:
 def _llama3(model: Any) -> dict[str, Any]:
     if any(layer.feed_forward is None for layer in model.layers):
         return {}
-    kind = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
-    return kind | _of_layers(model, lambda layer: _decoder(model, layer) | {"mlp_bias": layer.feed_forward.w1.bias})
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **_decoder(model),
+        "mlp_bias": _one(layer.feed_forward.w1.bias for layer in model.layers),
+    }
 
 
 def _qwen3(model: Any) -> dict[str, Any]:
     """Describe a dense Qwen3 or a Qwen3 MoE; without norms of heads, or with other routers, it is another model."""
     if any(layer.attention.qk_norm is None for layer in model.layers):
         return {}
-    shape = {"use_sliding_window": False} | _of_layers(model, partial(_decoder, model))
+    shape = {"use_sliding_window": False, **_decoder(model)}
     sparse = [layer for layer in model.layers if layer.moe is not None]
     if not sparse:
         return {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"} | shape
@@ -231,17 +245,16 @@ def _deepseek_v3(model: Any) -> dict[str, Any]:
             "qk_rope_head_dim": rotary,
             "head_dim": _one((rotary, attention.rope.dim)),
             "v_head_dim": attention.v_head_dim,
-            "rms_norm_eps": _eps((layer.attention_norm, layer.ffn_norm, model.norm)),
-            "max_position_embeddings": attention.rope.max_seq_len,
-            **_rope(attention.rope, attention.mscale),
+            **_layer(model, layer, attention.mscale),
         }
 
-    low_rank = [norm for layer in model.layers for norm in _low_rank_norms(layer.attention)]
+    latent = [layer.attention for layer in model.layers]
+    low_rank = [norm for a in latent for norm in (a.kv_norm, a.q_norm if a.q_lora_rank else a.kv_norm)]
     return {
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
+        **_whole(model),
         **_of_layers(model, of_layer),
-        "num_hidden_layers": len(model.layers),
         "first_k_dense_replace": dense,
         "moe_layer_freq": 1,
         "intermediate_size": _one(layer.feed_forward.w1.out_features for layer in model.layers[:dense]),
@@ -256,9 +269,6 @@ def _deepseek_v3(model: Any) -> dict[str, Any]:
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
         LOW_RANK_EPS: _eps(low_rank),
-        **_sizes(model),
-        "tie_word_embeddings": model.enable_weight_tying,
-        "hidden_act": "silu",
         "attention_bias": False,
         "rope_interleave": True,
     }
@@ -275,34 +285,29 @@ def _gpt_oss(model: Any) -> dict[str, Any]:
 
     def of_layer(layer: Any) -> dict[str, Any]:
         attention, experts = layer.attention, layer.moe.routed_experts.inner_experts
-        rope = _rope(attention.rope)
-        rope.pop(f"{ROPE}.attention_factor", None)  # the model scales its attention as transformers does without it
         qkv = attention.qkv_linear
         projections = (qkv.wqkv,) if hasattr(qkv, "wqkv") else (qkv.wq, qkv.wkv)
+        common = _layer(model, layer)
+        common.pop(f"{ROPE}.attention_factor", None)  # the model scales its attention as transformers does without
         return {
+            **common,
             **_heads(attention, attention.head_dim),
             "intermediate_size": experts.hidden_dim,
             "swiglu_limit": experts.swiglu_limit,
             "num_experts": _num_experts(layer.moe),
             "num_experts_per_tok": _top_k(layer.moe),
-            "rms_norm_eps": _eps((layer.attention_norm, layer.ffn_norm, model.norm)),
             "attention_bias": _one(linear.bias for linear in (attention.wo, *projections)),
-            "max_position_embeddings": attention.rope.max_seq_len,
-            **rope,
         }
 
     windows = [layer.attention.sliding_window_size for layer in model.layers]
     return {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
+        **_whole(model),
         **_of_layers(model, of_layer),
-        "num_hidden_layers": len(model.layers),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         "sliding_window": _one(window for window in windows if window is not None) or None,
         "swiglu_alpha": 1.702,
-        **_sizes(model),
-        "tie_word_embeddings": model.enable_weight_tying,
-        "hidden_act": "silu",
     }
 
 
@@ -311,10 +316,6 @@ def _num_shared(moe: Any) -> int | None:
     size: int = 0 if moe.shared_experts is None else moe.shared_experts.w1.out_features
     num, rest = divmod(size, moe.routed_experts.inner_experts.hidden_dim)
     return None if rest else num
-
-
-def _low_rank_norms(attention: Any) -> list[Any]:
-    return [attention.kv_norm, *([attention.q_norm] if attention.q_lora_rank else [])]
 
 
 _MODELS: Mapping[str, Callable[[Any], dict[str, Any]]] = {

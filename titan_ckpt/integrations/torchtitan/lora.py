@@ -36,12 +36,9 @@ def find_lora(model_parts: Sequence[nn.Module]) -> TorchtitanLoRA | None:
         return None
     if differing := [f for f, values in adapted.items() if any(r.get(f, values) != values for r in of_ranks)]:
         raise ConfigError([f"LoRA: the ranks disagree on the adapter of {fqn}" for fqn in differing])
-    names = line.gather_distinct("torchtitan-names", lambda: {"names": _names(model_parts)})["names"].values()
+    own = [clean_fqn(name) for part in model_parts for name in part.state_dict()]
+    names = line.gather_distinct("torchtitan-names", lambda: {"names": own})["names"].values()
     return TorchtitanLoRA(adapted, [*dict.fromkeys(name for of_rank in names for name in of_rank)])
-
-
-def _names(model_parts: Sequence[nn.Module]) -> list[str]:
-    return [clean_fqn(name) for part in model_parts for name in part.state_dict()]
 
 
 def is_adapted(module: nn.Module) -> bool:

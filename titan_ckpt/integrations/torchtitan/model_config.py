@@ -123,15 +123,20 @@ def _read(path: Path) -> dict[str, Any]:
     return given
 
 
+def is_allowed(name: str, allow: Collection[str], line: str) -> bool:
+    """Return whether a name is allowed, and log then what is let through."""
+    if name in allow:
+        logger.warning("%s; checkpoint.allow lets it run", line)
+    return name in allow
+
+
 def _unknown(model: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield the fault of each class of the model's args, and each setting, that config.json does not say."""
     unknown = [*foreign_classes(model), *unsaid(model)]
     if not unknown and not described(model):
         unknown = [class_name(model)]
     for name in unknown:
-        if name in allow:
-            logger.warning("%s: config.json was not compared with it; checkpoint.allow lets it run", name)
-        else:
+        if not is_allowed(name, allow, f"{name}: config.json was not compared with it"):
             yield (
                 f"{name}: it is not known which keys of config.json describe it: compare them yourself, then "
                 f'set checkpoint.allow = ["{name}"]'
@@ -144,9 +149,7 @@ def _differing(config: Mapping[str, Any], ours: Mapping[str, Any], allow: Collec
         line = f"{key}: {there!r} there, {here!r} here"
         if key in _SHAPE:
             yield line
-        elif (name := f"config.json:{key}") in allow:
-            logger.warning("config.json: %s; checkpoint.allow lets it run", line)
-        else:
+        elif not is_allowed(name := f"config.json:{key}", allow, f"config.json: {line}"):
             yield f'{line}; to run with it all the same: checkpoint.allow = ["{name}"]'
 
 

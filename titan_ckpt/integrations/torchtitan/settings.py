@@ -29,9 +29,7 @@ ASYNC_MODES: Mapping[str, Literal["disabled", "thread", "process"]] = {
     "disabled": "disabled", "async": "thread", "async_with_pinned_mem": "process",
 }  # fmt: skip
 EXPORT_DTYPES = ("float16", "float32", "bfloat16")
-COMPONENTS: Mapping[str, Literal["optimizer", "lr_scheduler", "dataloader"]] = {
-    "optimizer": "optimizer", "lr_scheduler": "lr_scheduler", "dataloader": "dataloader",
-}  # fmt: skip
+COMPONENTS: Sequence[Literal["optimizer", "lr_scheduler", "dataloader"]] = ("optimizer", "lr_scheduler", "dataloader")
 """torchtitan's keys in exclude_from_loading that are components here; every other key names a state."""
 
 SETTINGS: Mapping[str, str] = {
@@ -61,10 +59,6 @@ SETTINGS: Mapping[str, str] = {
     "last_save_adapter": "with last_save_in_hf: merged weights, a PEFT folder in exports/step-N-peft, or both",
 }
 """Every setting of TitanCheckpointer.Config, and its meaning here."""
-OWN_SETTINGS = frozenset(
-    {"additional_load_path", "allow", "include_base", "last_save_adapter", "last_save_in_dcp", "stop", "store"}
-)
-"""The settings that torchtitan's manager does not have."""
 LastSave = Literal["merged", "peft", "both"]
 
 
@@ -73,8 +67,8 @@ def check(
     base_folder: str,
     states: Mapping[str, Any],
     hf_assets_path: str | None,
-    tied: Mapping[str, bool] | None = None,
-    trained: Sequence[str] = (),
+    tied: Mapping[str, bool],
+    trained: Sequence[str],
 ) -> None:
     """Check what this checkpointer cannot do.
 
@@ -84,7 +78,7 @@ def check(
     """
     faults = [
         *_faults(config, base_folder, states, hf_assets_path),
-        *_faults_of_adapters(config, tied or {}),
+        *_faults_of_adapters(config, tied),
         *_trained(config, trained),
     ]
     if faults:
@@ -210,7 +204,6 @@ def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConf
         model_only_last=config.last_save_model_only and not config.last_save_in_hf and config.export_dtype,
         include_base=config.include_base,
     )
-    excluded = [COMPONENTS[name] for name in config.exclude_from_loading if name in COMPONENTS]
     path = initial_path(config, hf_assets_path)
     kind: Literal["hf"] | None = "hf" if config.initial_load_in_hf else None
     what: Literal["weights", "training_state"] = "weights" if config.initial_load_model_only else "training_state"
@@ -227,7 +220,7 @@ def translated(config: Any, hf_assets_path: str | None = None) -> CheckpointConf
         stop=config.stop,
         allow=tuple(config.allow),
         save=None if config.load_only else save,
-        resume=ResumeConfig(exclude=tuple(excluded)),
+        resume=ResumeConfig(exclude=tuple(name for name in COMPONENTS if name in config.exclude_from_loading)),
         initial_load=tuple(initial),
         export=() if config.load_only else tuple(last_exports),
     )

@@ -8,7 +8,7 @@ CORE := tests/test_without_extras.py tests/test_golden_native.py tests/test_mana
 	$(addprefix tests/unit/weights/test_,digest.py quantize.py single_device.py transforms.py wrapper.py) \
 	$(addprefix tests/unit/test_,config.py policy.py progress.py)
 
-WORKERS := -n 4 --dist loadfile --no-loadscope-reorder
+WORKERS := -n 3 --dist loadfile --no-loadscope-reorder
 
 # Tests start many processes: what one of them has compiled, the others read, whatever the caller's shell says.
 test-here test-torchtitan: export PYTHONDONTWRITEBYTECODE :=

@@ -23,6 +23,7 @@ _MODULES = (
     "torchao.quantization.qat",
     "torchdata.stateful_dataloader",
     "peft",
+    "hypothesis",
     "transformers.models.auto.modeling_auto",
     "transformers.models.llama.modeling_llama",
 )

@@ -122,14 +122,18 @@ def test_no_code_of_a_project_runs_that_its_run_file_does_not_name(installed: Pa
 
 
 RUN_PAGES = """
-import os, runpy, sys
+import atexit, gc, os, runpy, sys, threading
 import titan_ckpt.manager, transformers
 assert titan_ckpt.__file__.startswith(sys.argv[1]), titan_ckpt.__file__
+gc.freeze()
 for page in sys.argv[2:]:
     if (pid := os.fork()) == 0:
         os.chdir(os.path.dirname(page))
         runpy.run_path(page, run_name="__main__")
-        sys.exit(0)
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(0)  # to free all that was imported takes an interpreter a second
     assert os.waitpid(pid, 0)[1] == 0, page
 """
 

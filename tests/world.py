@@ -128,8 +128,14 @@ def shard(model: nn.Module, mesh: DeviceMesh | None = None) -> Any:
 
 
 def adamw(model: nn.Module, lr: float = 0.01, **settings: Any) -> torch.optim.AdamW:
-    """Return AdamW over what the model trains."""
-    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=lr, **settings)
+    """Return AdamW over what the model trains.
+
+    On FSDP2's shards it is fused: a new process takes long for the first operation of each kind and shape on DTensors.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    meshes = {p.device_mesh if isinstance(p, DTensor) else None for p in trained}
+    fused = {"fused": True} if len(meshes) == 1 and None not in meshes else {}
+    return torch.optim.AdamW(trained, lr=lr, **(fused | settings))
 
 
 def manager(folder: RunFolder | Path, /, *objects: Any, **given: Any) -> CheckpointManager:

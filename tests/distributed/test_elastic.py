@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch.distributed.run
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from tests.forked import Program
 from tests.tiny_run import settings, write_toml
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
 from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.trainer import Trainer
 
-ROOT = Path(__file__).parents[2]
 CALLBACK = """\
 import os, signal, time
 from titan_ckpt.training.callbacks import Callback
@@ -30,6 +32,30 @@ class DieOnce(Callback):
 """
 
 
+def rank(unbuffered: str, as_module: str, module: str, *words: str) -> None:
+    """Do in this process what `python -u -m module words` does."""
+    assert (unbuffered, as_module) == ("-u", "-m")
+    sys.path.insert(0, "")
+    sys.argv[1:] = words
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        if end.code:
+            raise
+
+
+def torchrun(*words: str) -> None:
+    """Do what the command does; its agent forks the ranks, because each that imports torch anew takes seconds."""
+
+    def launch(config: LaunchConfig, entrypoint: str) -> elastic_launch:
+        assert entrypoint == sys.executable
+        config.start_method = "fork"
+        return elastic_launch(config, rank)
+
+    with mock.patch.object(torch.distributed.run, "elastic_launch", launch):
+        torch.distributed.run.main(words)
+
+
 def test_a_rank_that_dies_once_costs_only_the_steps_since_the_last_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -40,11 +66,10 @@ def test_a_rank_that_dies_once_costs_only_the_steps_since_the_last_save(
     tables: dict[str, Any] = {"checkpoint": checkpoint, "optimizer": {"lr": 3e-4}}
     training = {"steps": 8, "batch_size": 2}
     write_toml(Path(), output_folder="ranks", training=training, callbacks=["dying:DieOnce"], **tables)
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [*launcher, "-m", "titan_ckpt", "train", "run.toml"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "titan_ckpt", "train", "run.toml"]
+    done = Program(torchrun, *words, output=tmp_path / "out.txt")
+    assert done.wait(240) == 0, done.text()
     step = Path("ranks/checkpoints/step-8")
     resumed_from = Manifest.from_bytes((step / MANIFEST_NAME).read_bytes()).resumed_from
     assert resumed_from is not None

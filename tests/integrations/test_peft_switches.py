@@ -16,12 +16,12 @@ from transformers import DistributedConfig, LlamaConfig, LlamaForCausalLM, Train
 
 from tests import world
 from tests.integrations.peft_runs import CONFIG, TARGETS, WITH_BASE, adamw, adapted, seed_all, trainer_of
+from tests.integrations.phases import Phase, play
 from tests.integrations.trainer_runs import SHAPE, model
 from tests.test_changed_weights import before_each_copy
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.errors import ConfigError, SaveError
 from titan_ckpt.integrations.transformers import attach
-from titan_ckpt.testing import distributed
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT warns of layers without bias and of its own settings
 
@@ -138,8 +138,9 @@ def over_tensor_ranks(folder: Path, base: Path, own: dict[str, Any], seed: int, 
     return {name: world.whole(value) for name, value in network.state_dict().items()}
 
 
-@distributed(nproc=2, timeout_seconds=300)
-def resume_over_tensor_ranks(folder: Path) -> None:
+def resume_over_tensor_ranks(root: str) -> None:
+    folder = Path(root)
+    dist.init_process_group("gloo")
     if dist.get_rank() == 0:
         config: Any = LlamaConfig
         torch.manual_seed(0)
@@ -154,7 +155,7 @@ def resume_over_tensor_ranks(folder: Path) -> None:
 
 def test_adapters_over_tensor_parallelism_go_on(tmp_path: Path) -> None:
     """Trained biases, norms and embeddings too, which each rank holds whole beside its part of the matrices."""
-    resume_over_tensor_ranks(tmp_path)
+    assert play(__name__, [Phase("resume_over_tensor_ranks", str(tmp_path), 2)]) == [[0, 0]]
 
 
 class Acting(TrainerCallback):

@@ -60,8 +60,7 @@ class TrainedOn:
         self.converter = from_tables([table | {"seed": 0}])
         self.converter.convert(self.model)
         world.shard(self.model)
-        trained = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(trained, lr=0.01)
+        self.optimizer = world.adamw(self.model)
 
     def manager(self, folder: Path, run: Path, **settings: Any) -> Any:
         sources = [folder / "base", folder / "adapter"]

@@ -55,6 +55,7 @@ _CONTAINERS = (list, tuple, set, frozenset, deque, dict, SimpleNamespace)
 _ARRAYS = (torch.Tensor, np.ndarray, bytearray)
 _OF_CLASSES = (*_CONTAINERS, *_ARRAYS, str, int, float, type(None))
 """Types of data that a class may keep for its objects."""
+_STORES = frozenset(dis.opmap[name] for name in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_ATTR"))
 _WITH_ORDER = (Dataset, DataLoader, Sampler)
 """Data has rules of its own: loader_position.py and data_order.py of the integrations."""
 _HERE = "titan_ckpt"
@@ -393,6 +394,8 @@ def _stores(code: CodeType) -> Iterator[tuple[Any, str]]:
     The owner is the name of the object of an attribute; "global" or "nonlocal" of a variable. The load of the object
     precedes a store, or the COPY of `self.n += 1`.
     """
+    if _STORES.isdisjoint(code.co_code[::2]):  # most code stores nothing, and each instruction takes microseconds
+        return
     before: Any = None
     copied: list[Any] = []
     for instruction in dis.get_instructions(code):

@@ -217,7 +217,7 @@ def _about_config(reader: TensorReader, given: Place | None) -> tuple[str, ...]:
     kind = config.get("model_type")
     with suppress(ConfigError, OSError):  # --config may be named because its own cannot be read
         own = own_config(reader)
-        theirs = own and read_config_json(own)
+        theirs = None if own is None else read_config_json(own)
     if own is None or theirs is None:
         return (f"nothing in {reader.path} shows that it is of the {kind} in --config: other models have its names",)
     stored = theirs.get("model_type")

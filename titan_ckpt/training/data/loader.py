@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from math import inf
 from typing import Any
 
@@ -54,7 +54,7 @@ def build_dataloader(
     if isinstance(dataset, OrderedDataset):
         return OrderedLoader(dataset, batch_size, collate, **settings)
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
-        dataset = ReadAgain(dataset)  # torchdata counts what it reads again twice
+        dataset, collate = ReadAgain(dataset), partial(_joined_own, collate)  # torchdata counts that twice
     with warnings.catch_warnings():  # torchdata 0.11 calls torch.set_vital, which torch 2.13 has deprecated
         warnings.filterwarnings("ignore", "'set_vital' is deprecated", UserWarning)
         # torchdata cannot go on after a short batch
@@ -72,12 +72,12 @@ class ReadAgain(IterableDataset[Any]):
         """Whether reading the first sample draws from the process's generators, in which a step draws too."""
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the samples after the position. Raises: DataError if it is not there; ConfigError."""
+        """Yield the samples after the position; only what is wrong if it is not there. Raises: ConfigError."""
         before, samples = process_state(), iter(self.data)
         read = sum(1 for _ in islice(samples, self.number))
         if read < self.number:
             problem = f"it ends after {read} samples, and the position is after {self.number}: restore it, or {_AFRESH}"
-            raise DataError([f"data.dataset: {problem}"])
+            yield from repeat(_Unusable((f"data.dataset: {problem}",)))  # a batch with an error in it is one
         for sample in samples:
             if self._draws is None:  # each worker process has the generators of its start again
                 self._draws = get_worker_info() is None and process_state() != before
@@ -112,6 +112,8 @@ class OwnDataLoader(StatefulDataLoader):  # type: ignore[misc]  # torchdata has 
         batches, self._end = super().__iter__(), None
         position = deepcopy(super().state_dict())
         for batch in batches:
+            if isinstance(batch, _Unusable):
+                raise DataError(batch.problems)
             yield batch
             position = deepcopy(super().state_dict())
         self._end = position
@@ -270,6 +272,11 @@ class _Samples(IterableDataset[Any]):
         except ConfigError as error:
             while True:  # a batch with an error in it is one
                 yield _Unusable(error.problems), None
+
+
+def _joined_own(collate: Collate, samples: Sequence[Any]) -> Any:
+    """Return one batch of samples; or the error among them."""
+    return samples[0] if isinstance(samples[0], _Unusable) else collate(samples)
 
 
 def _collated(collate: Collate, samples: Sequence[Any]) -> tuple[Any, Bookmark]:

@@ -66,7 +66,6 @@ def test_a_rank_that_dies_once_costs_only_the_steps_since_the_last_save(
     tables: dict[str, Any] = {"checkpoint": checkpoint, "optimizer": {"lr": 3e-4}}
     training = {"steps": 8, "batch_size": 2}
     write_toml(Path(), output_folder="ranks", training=training, callbacks=["dying:DieOnce"], **tables)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "titan_ckpt", "train", "run.toml"]
     done = Program(torchrun, *words, output=tmp_path / "out.txt")
     assert done.wait(240) == 0, done.text()

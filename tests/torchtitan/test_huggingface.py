@@ -325,7 +325,7 @@ def test_a_layer_that_differs_is_found(case: str) -> None:
 def test_layers_that_are_computed_alike_are_computed_once() -> None:
     """A model of 70 billion parameters has 80 of them, and each takes seconds."""
     adapter, _, shapes = _adapter_of("llama3_debugmodel", layers=6)
-    computed = []
+    computed: list[str] = []
 
     def to_hf(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         computed.extend(fqn for fqn, value in values.items() if type(value) is torch.Tensor)

@@ -284,8 +284,9 @@ def _candidates(shapes: Sequence[Shape], rows: Sequence[torch.Tensor]) -> Iterat
         if len(rows) == 1 and all(shapes):
             yield Concat(tuple(shape[0] for shape in shapes))
         return
+    every: Any = ...
     # where the first element of each row comes from; a number has no rows
-    order: list[int] = [n for row in rows for n in row[(..., *[0] * (row.dim() - 1))].flatten().tolist()]
+    order: list[int] = [n for row in rows for n in row[(every, *[0] * (row.dim() - 1))].flatten().tolist()]
     sizes = tuple(row.shape[0] for row in rows if row.dim())
     moved = [PermuteRows(tuple(order))] if sizes and sorted(order) == list(range(len(order))) else []
     if len(rows) == 1:

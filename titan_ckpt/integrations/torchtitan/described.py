@@ -123,9 +123,9 @@ def _decoder(model: Any) -> dict[str, Any]:
     def of_layer(layer: Any) -> dict[str, Any]:
         attention, feed_forward = layer.attention, layer.feed_forward
         return {
-            **_layer(model, layer),
             **_heads(attention, attention.head_dim or model.dim // attention.n_heads),
             **({"intermediate_size": feed_forward.w1.out_features} if feed_forward else {}),
+            **_layer(model, layer),
             "attention_bias": attention.wo.bias,
         }
 
@@ -290,8 +290,8 @@ def _gpt_oss(model: Any) -> dict[str, Any]:
         common = _layer(model, layer)
         common.pop(f"{ROPE}.attention_factor", None)  # the model scales its attention as transformers does without
         return {
-            **common,
             **_heads(attention, attention.head_dim),
+            **common,
             "intermediate_size": experts.hidden_dim,
             "swiglu_limit": experts.swiglu_limit,
             "num_experts": _num_experts(layer.moe),

@@ -129,7 +129,8 @@ MAPS = [name for name in DATA if "stream" not in name]
 def collated(found: Any) -> torch.Tensor:
     if isinstance(found, list):
         return torch.stack([row["vector"] if isinstance(row, dict) else row for row in found])
-    return torch.stack(found["vector"]) if isinstance(found, dict) else found  # a sampler of batches asks for all
+    batch: torch.Tensor = torch.stack(found["vector"]) if isinstance(found, dict) else found
+    return batch  # a sampler of batches asks for all rows at once
 
 
 class Varied(BatchSampler):
@@ -211,7 +212,7 @@ def loader_of(case: dict[str, Any]) -> Any:
     if case["sampler"]:
         order: Any = RandomSampler(data, generator=generator) if case["shuffle"] else range(case["samples"])
         return DataLoader(data, None, sampler=BatchSampler(order, case["batch_size"], case["drop_last"]), **given)
-    shuffle = {"shuffle": case["shuffle"], "generator": generator, "drop_last": case["drop_last"]}
+    shuffle: dict[str, Any] = {"shuffle": case["shuffle"], "generator": generator, "drop_last": case["drop_last"]}
     return DataLoader(data, case["batch_size"], **shuffle, **given)
 
 

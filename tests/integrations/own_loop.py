@@ -141,7 +141,8 @@ def run_joined(folder: str, killed_at: int | None) -> None:
     config = CheckpointConfig(save=SaveConfig(interval=4))
     with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
         step = manager.load().step
-        with Join([network]):
+        joined: Any = Join([network])
+        with joined:
             for batch in batches[step:]:
                 die_at(step, killed_at, 4, Path(folder))
                 network(batch).square().mean().backward()
@@ -157,10 +158,12 @@ def run_apart(folder: str) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     rank, network = dist.get_rank(), DistributedDataParallel(nn.Linear(4, 1))
     config = CheckpointConfig(save=SaveConfig(interval=1, timeout_seconds=3.0))
-    stopped = pytest.raises(CheckpointError, match="rank 0 did not answer") if rank else pytest.raises(RuntimeError)
+    error: Any = CheckpointError if rank else RuntimeError
+    stopped = pytest.raises(error, match="rank 0 did not answer" if rank else None)
     with stopped, CheckpointManager(config, model_parts=[network], base_folder=folder) as manager:
         manager.load()
-        with Join([network]):
+        joined: Any = Join([network])
+        with joined:
             for step in range(1, 2 + rank):
                 network(torch.ones(2, 4)).sum().backward()
                 manager.save(step)

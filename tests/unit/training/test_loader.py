@@ -149,7 +149,7 @@ def test_d8_data_that_gives_no_state_is_read_again_at_every_resume(num_workers: 
 
 def test_d8_data_that_is_not_the_same_when_it_is_read_again_is_refused() -> None:
     """Data that is shorter now, and an order of the process's random numbers, in which a step draws too."""
-    for workers in (Workers(0), Workers(1)):
+    for workers in (0, 1):
         loader = build_dataloader(Stateless(31), 2, STACK, 0, workers)
         taken(loader, 5)
         shorter = build_dataloader(Stateless(3), 2, STACK, 0, workers)

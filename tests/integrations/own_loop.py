@@ -289,8 +289,8 @@ def run_order(folder: str) -> None:
     network = DistributedDataParallel(fixed, static_graph=True)
     with pytest.raises(ConfigError, match=r"DDP's static_graph: three or more ranks .*: leave it out") as refused:
         CheckpointManager(config, model_parts=[fixed], base_folder=folder)
-    (allowed,) = re.findall(r'checkpoint\.allow = \["(.*)"\]', str(refused.value))
-    CheckpointManager(CheckpointConfig(allow=[allowed]), model_parts=[fixed], base_folder=folder).close()
+    allowed = re.findall(r'checkpoint\.allow = \["(.*)"\]', str(refused.value))
+    CheckpointManager(CheckpointConfig(allow=(allowed[0],)), model_parts=[fixed], base_folder=folder).close()
     sparse = nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True), nn.Linear(4, 1))
     network = DistributedDataParallel(sparse)
     with pytest.raises(ConfigError, match=r"sparse gradients of module\.0.*find_unused_parameters=True"):

@@ -25,7 +25,7 @@ UNREACHABLE = {
     "config.py": "rules of run files, and of settings that TitanCheckpointer does not have",
     "formats/reading/shared.py:share_reads": "TitanCheckpointer lets ranks share what they read",
     "loading/external.py": "torchtitan's steps hold the model",
-    "loading/partial.py": "TitanCheckpointer sets no initialize and no ignore",
+    "loading/plan.py:pattern(s)": "TitanCheckpointer sets no initialize and no ignore",
     "loading/sources.py:set cast": "TitanCheckpointer lets every initial load convert",
     "loading/origin.py:prefix": "TitanCheckpointer sets no prefix",
     "loading/plan.py:model": "torchtitan's steps hold the model",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import random
@@ -89,7 +88,7 @@ def world(kind: Kind, root: Path, shim: Counter, victim: int | None = None, boun
 
 def rests() -> list[str]:
     """Return the groups of an export that this process still has."""
-    return [str(ranks) for one in gc.get_objects() if isinstance(one, PeerGroups) for ranks in one._groups]
+    return [str(ranks) for one in instances_of(PeerGroups) for ranks in one._groups]
 
 
 def unfinished(root: Path) -> list[str]:

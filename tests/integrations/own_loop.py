@@ -138,14 +138,14 @@ def run_joined(folder: str, killed_at: int | None) -> None:
     network, rank = DistributedDataParallel(model), dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(rank + 1)
-    batches = torch.randn(5 + rank, 3, 4, generator=torch.Generator().manual_seed(rank))
-    config = CheckpointConfig(save=SaveConfig(interval=4))
+    batches = torch.randn(7 + rank, 3, 4, generator=torch.Generator().manual_seed(rank))
+    config = CheckpointConfig(save=SaveConfig(interval=5))
     with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
         step = manager.load().step
         joined: Any = Join([network])
         with joined:
             for batch in batches[step:]:
-                die_at(step, killed_at, 4, Path(folder))
+                die_at(step, killed_at, 5, Path(folder))
                 network(batch).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -170,7 +170,7 @@ def run_apart(folder: str) -> None:
                 manager.save(step)
             if rank:
                 raise AssertionError("the second step is saved")
-    assert names_in(Path(folder, "checkpoints")) == ["step-1"]
+    assert [name for name in names_in(Path(folder, "checkpoints")) if name.startswith("step")] == ["step-1"]
 
 
 def run_older(folder: str) -> None:
@@ -286,7 +286,7 @@ def run_order(folder: str) -> None:
     with pytest.raises(ConfigError, match=r"DDP's static_graph: three or more ranks .*: leave it out") as refused:
         CheckpointManager(config, model_parts=[fixed], base_folder=folder)
     (allowed,) = re.findall(r'checkpoint\.allow = \["(.*)"\]', str(refused.value))
-    CheckpointManager(CheckpointConfig(allow=[allowed]), model_parts=[fixed], base_folder=folder).close()
+    CheckpointManager(CheckpointConfig(allow=(allowed,)), model_parts=[fixed], base_folder=folder).close()
     sparse = nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True), nn.Linear(4, 1))
     network = DistributedDataParallel(sparse)
     with pytest.raises(ConfigError, match=r"sparse gradients of module\.0.*find_unused_parameters=True"):

@@ -17,6 +17,7 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
+from titan_ckpt.components.known.exchanges import wrappers_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -29,7 +30,7 @@ from tests.integrations.accelerate_runs import Late
 from tests.integrations.phases import die_at
 from tests.world import Value, heard, names_in
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
-from titan_ckpt.components.items.exchange_order import ExchangeOrder, wrappers_of
+from titan_ckpt.components.items.exchange_order import ExchangeOrder
 from titan_ckpt.errors import CheckpointError, ConfigError, StateEncodingError
 from titan_ckpt.integrations.lightning import fabric_manager
 
@@ -112,10 +113,10 @@ def run_summed(folder: str, way: str) -> None:
             network, optimizer = fabric.setup(network, optimizer)
             manager = fabric_manager(fabric, config, model=network, optimizers=[optimizer], base_folder=folder)
         else:
-            network = DistributedDataParallel(inner := network, gradient_as_bucket_view=way == "views")
+            network = DistributedDataParallel(inner := network)
             if way == "frozen objects":
                 gc.freeze()
-            parts = [network if way in ("ddp", "views") else inner]
+            parts = [network if way == "ddp" else inner]
             manager = CheckpointManager(config, model_parts=parts, optimizers=[optimizer], base_folder=folder)
         with manager:
             for step in range(manager.load().step, 2):
@@ -137,14 +138,14 @@ def run_joined(folder: str, killed_at: int | None) -> None:
     network, rank = DistributedDataParallel(model), dist.get_rank()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(rank + 1)
-    batches = torch.randn(5 + rank, 3, 4, generator=torch.Generator().manual_seed(rank))
-    config = CheckpointConfig(save=SaveConfig(interval=4))
+    batches = torch.randn(7 + rank, 3, 4, generator=torch.Generator().manual_seed(rank))
+    config = CheckpointConfig(save=SaveConfig(interval=5))
     with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
         step = manager.load().step
         joined: Any = Join([network])
         with joined:
             for batch in batches[step:]:
-                die_at(step, killed_at, 4, Path(folder))
+                die_at(step, killed_at, 5, Path(folder))
                 network(batch).square().mean().backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -169,7 +170,7 @@ def run_apart(folder: str) -> None:
                 manager.save(step)
             if rank:
                 raise AssertionError("the second step is saved")
-    assert names_in(Path(folder, "checkpoints")) == ["step-1"]
+    assert [name for name in names_in(Path(folder, "checkpoints")) if name.startswith("step")] == ["step-1"]
 
 
 def run_older(folder: str) -> None:
@@ -275,11 +276,6 @@ def run_order(folder: str) -> None:
         late.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
         with pytest.raises(StateEncodingError, match=r"hooks on gradients of module\.first\.weight"):
             manager.load()
-    parts = [nn.Linear(4, 1) for _ in range(2)]
-    wrappers = [DistributedDataParallel(parts[0])]
-    gc.freeze()  # hides it
-    wrappers.append(DistributedDataParallel(parts[1]))
-    assert [wrapper.module for wrapper in wrappers_of(parts)] == parts
     twice = nn.Linear(4, 1)
     wrappers = [DistributedDataParallel(twice) for _ in range(2)]
     with pytest.raises(ConfigError, match=r"several wrappers of DDP around .*Linear: .*delete the one"):
@@ -289,8 +285,8 @@ def run_order(folder: str) -> None:
     network = DistributedDataParallel(fixed, static_graph=True)
     with pytest.raises(ConfigError, match=r"DDP's static_graph: three or more ranks .*: leave it out") as refused:
         CheckpointManager(config, model_parts=[fixed], base_folder=folder)
-    allowed = re.findall(r'checkpoint\.allow = \["(.*)"\]', str(refused.value))
-    CheckpointManager(CheckpointConfig(allow=(allowed[0],)), model_parts=[fixed], base_folder=folder).close()
+    (allowed,) = re.findall(r'checkpoint\.allow = \["(.*)"\]', str(refused.value))
+    CheckpointManager(CheckpointConfig(allow=(allowed,)), model_parts=[fixed], base_folder=folder).close()
     sparse = nn.Sequential(nn.EmbeddingBag(4, 4, sparse=True), nn.Linear(4, 1))
     network = DistributedDataParallel(sparse)
     with pytest.raises(ConfigError, match=r"sparse gradients of module\.0.*find_unused_parameters=True"):
@@ -300,13 +296,9 @@ def run_order(folder: str) -> None:
 def run_hooked_late(folder: str) -> None:
     """See a hook that keeps errors of its compression refused, which two ranks register after the manager is made."""
     dist.init_process_group("gloo")
-    network, config = DistributedDataParallel(inner := Late()), CheckpointConfig(save=SaveConfig(interval=1))
-    network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
-    gc.freeze()
-    with pytest.raises(ConfigError, match="powerSGD_hook"):
-        CheckpointManager(config, model_parts=[inner], base_folder=folder)
     network = DistributedDataParallel(Late())
     optimizer = torch.optim.AdamW(network.parameters())
+    config = CheckpointConfig(save=SaveConfig(interval=1))
     with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
         manager.load()
         network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)

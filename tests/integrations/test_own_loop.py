@@ -64,7 +64,7 @@ def test_three_ranks_of_ddp_sum_gradients_in_the_order_of_the_whole_run(way: str
 def test_ranks_that_join_ddp_with_uneven_batches_are_killed_and_go_on_bit_for_bit(ranks: int, tmp_path: Path) -> None:
     """From a step that was saved while all of them had batches."""
     whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
-    phases = [Phase("run_joined", folder, ranks, (at,)) for folder, at in ((whole, None), (killed, 4), (killed, None))]
+    phases = [Phase("run_joined", folder, ranks, (at,)) for folder, at in ((whole, None), (killed, 6), (killed, None))]
     first, second, third = play("tests.integrations.own_loop", phases)
     assert first == third == [0] * ranks
     assert -signal.SIGKILL in second and 0 not in second

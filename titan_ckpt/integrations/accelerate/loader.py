@@ -147,7 +147,7 @@ def begin(loader: Any) -> None:
     skipped = [sampler.batch_sampler for sampler in samplers if isinstance(sampler, SkipBatchSampler)]
     for read in POSITIONED:
         is_skipped = any(sampler is read.batch_sampler or sampler is read.sampler for sampler in skipped)
-        if is_skipped or (bool(getattr(loader, "skip_batches", 0)) and loader.dataset is read.dataset):
+        if is_skipped or (getattr(loader, "skip_batches", False) and loader.dataset is read.dataset):
             raise ConfigError([_SKIPS])
     GradientState._add_dataloader(GradientState(), loader)  # noqa: SLF001 - accelerate has no public name for it
 

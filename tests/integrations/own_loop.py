@@ -17,7 +17,6 @@ import lightning as L
 import pytest
 import torch
 import torch.distributed as dist
-from titan_ckpt.components.known.exchanges import wrappers_of
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.algorithms.join import Join
@@ -30,7 +29,7 @@ from tests.integrations.accelerate_runs import Late
 from tests.integrations.phases import die_at
 from tests.world import Value, heard, names_in
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
-from titan_ckpt.components.items.exchange_order import ExchangeOrder
+from titan_ckpt.components.items.exchange_order import ExchangeOrder, wrappers_of
 from titan_ckpt.errors import CheckpointError, ConfigError, StateEncodingError
 from titan_ckpt.integrations.lightning import fabric_manager
 
@@ -113,10 +112,10 @@ def run_summed(folder: str, way: str) -> None:
             network, optimizer = fabric.setup(network, optimizer)
             manager = fabric_manager(fabric, config, model=network, optimizers=[optimizer], base_folder=folder)
         else:
-            network = DistributedDataParallel(inner := network)
+            network = DistributedDataParallel(inner := network, gradient_as_bucket_view=way == "views")
             if way == "frozen objects":
                 gc.freeze()
-            parts = [network if way == "ddp" else inner]
+            parts = [network if way in ("ddp", "views") else inner]
             manager = CheckpointManager(config, model_parts=parts, optimizers=[optimizer], base_folder=folder)
         with manager:
             for step in range(manager.load().step, 2):
@@ -276,6 +275,11 @@ def run_order(folder: str) -> None:
         late.first.weight.register_post_accumulate_grad_hook(lambda parameter: None)
         with pytest.raises(StateEncodingError, match=r"hooks on gradients of module\.first\.weight"):
             manager.load()
+    parts = [nn.Linear(4, 1) for _ in range(2)]
+    wrappers = [DistributedDataParallel(parts[0])]
+    gc.freeze()  # hides it
+    wrappers.append(DistributedDataParallel(parts[1]))
+    assert [wrapper.module for wrapper in wrappers_of(parts)] == parts
     twice = nn.Linear(4, 1)
     wrappers = [DistributedDataParallel(twice) for _ in range(2)]
     with pytest.raises(ConfigError, match=r"several wrappers of DDP around .*Linear: .*delete the one"):
@@ -296,9 +300,13 @@ def run_order(folder: str) -> None:
 def run_hooked_late(folder: str) -> None:
     """See a hook that keeps errors of its compression refused, which two ranks register after the manager is made."""
     dist.init_process_group("gloo")
+    network, config = DistributedDataParallel(inner := Late()), CheckpointConfig(save=SaveConfig(interval=1))
+    network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
+    gc.freeze()
+    with pytest.raises(ConfigError, match="powerSGD_hook"):
+        CheckpointManager(config, model_parts=[inner], base_folder=folder)
     network = DistributedDataParallel(Late())
     optimizer = torch.optim.AdamW(network.parameters())
-    config = CheckpointConfig(save=SaveConfig(interval=1))
     with CheckpointManager(config, model_parts=[network], optimizers=[optimizer], base_folder=folder) as manager:
         manager.load()
         network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)

@@ -1,4 +1,4 @@
-"""What the running kernel gives: its C library, mapped memory, open files, and the identity of this process.
+"""Asks the running kernel: for its C library, mapped memory, open files, and the identity of this process.
 
 Owns the descriptors that this process keeps open and no process that it forks keeps. A DataLoader's worker may live as
 long as the training: a descriptor that it inherited would keep a deleted file on the disk, a pipe open and a lock held.

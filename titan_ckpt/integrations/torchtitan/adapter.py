@@ -162,7 +162,7 @@ def _layers(shapes: Mapping[str, Shape]) -> dict[str, list[str]]:
 
 
 class _Arrangement(NamedTuple):
-    """What an adapter makes of a layer, by the positions of the parameters and of the keys that it returns."""
+    """Says what an adapter makes of a layer, by the positions of the parameters and of the keys that it returns."""
 
     groups: list[tuple[list[int], list[int], TensorOp | None]]
     """Parameters and keys that share elements; the operation is None if there is none that arranges them so."""

@@ -1,4 +1,4 @@
-"""What is due at the end of a step: an evaluation, a save, an export. The manager decides whether the last two are.
+"""Does what is due after a step: an evaluation, a save, an export. The manager decides whether the last two are due.
 
 An evaluation does not change the run: not its random numbers, its position in the data, its weights or the mode of a
 module.

@@ -29,6 +29,7 @@ from titan_ckpt.training.run_file import read_run
 
 ROOT = Path(__file__).parent.parent
 ELSEWHERE = {
+    "parallel.md",  # tests/distributed/test_elastic.py runs it under torchrun
     "tutorial.md",  # tests/test_wheel.py runs it with the wheel alone
     "use-in-torchtitan.md",  # tests/torchtitan/test_page.py runs it inside torchtitan
 }

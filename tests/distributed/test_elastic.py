@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import sys
 from pathlib import Path
@@ -29,6 +30,18 @@ class DieOnce(Callback):
             while not os.path.exists("ranks/checkpoints/step-4"):  # steps are quicker than a save's commit may be
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+PAGE = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+DIE_ONCE = """
+import signal, torch
+
+if (start, rank) == ("start-0", 1):
+    os.kill(os.getpid(), signal.SIGKILL)
+ones = torch.ones(1)
+dist.all_reduce(ones)
+open(f"{start}-{rank}", "w").write(str(ones.item()))
+dist.destroy_process_group()
 """
 
 
@@ -77,3 +90,15 @@ def test_a_rank_that_dies_once_costs_only_the_steps_since_the_last_save(
     courses = [list(read_metrics(Path(folder) / "metrics.jsonl")) for folder in ("ranks", "alone/run")]
     assert [row["step"] for row in courses[0]] == [*range(1, 9)]
     assert [row["loss"] for row in courses[0]] == pytest.approx([row["loss"] for row in courses[1]], abs=2e-5)
+
+
+def test_the_pages_process_group_has_a_prefix_for_each_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/parallel.md's program: ranks of a second start meet one another, and not those of the first."""
+    monkeypatch.chdir(tmp_path)
+    [group] = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
+    Path("own_group.py").write_text(group + DIE_ONCE)
+    words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "own_group"]
+    done = Program(torchrun, *words, output=tmp_path / "out.txt")
+    assert done.wait(120) == 0, done.text()
+    sums = {path.name: path.read_text() for path in tmp_path.glob("start-*")}
+    assert sums == {"start-1-0": "2.0", "start-1-1": "2.0"}

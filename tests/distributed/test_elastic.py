@@ -33,6 +33,10 @@ class DieOnce(Callback):
 """
 
 PAGE = (Path(__file__).parents[2] / "docs" / "parallel.md").read_text()
+LATE_AFTER = """
+import os, time
+time.sleep(2.0 * (os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ["RANK"] == "1"))
+"""
 DIE_ONCE = """
 import signal, torch
 
@@ -96,7 +100,7 @@ def test_the_pages_process_group_has_a_prefix_for_each_start(tmp_path: Path, mon
     """docs/parallel.md's program: ranks of a second start meet one another, and not those of the first."""
     monkeypatch.chdir(tmp_path)
     [group] = re.findall(r"^```python\n(.*?)^```$", PAGE, flags=re.MULTILINE | re.DOTALL)
-    Path("own_group.py").write_text(group + DIE_ONCE)
+    Path("own_group.py").write_text(LATE_AFTER + group + DIE_ONCE)
     words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1", "-m", "own_group"]
     done = Program(torchrun, *words, output=tmp_path / "out.txt")
     assert done.wait(120) == 0, done.text()

@@ -397,23 +397,16 @@ class Exchange:
         waiting: _Round | None = None
         number = 0
         while not (self._is_given_up or (waiting is not None and waiting.is_last)):
-            try:
-                started = self._start(self._memories[number % 2])
-            except BaseException:
-                if waiting is not None:
-                    self._await(waiting.work)  # its memory must not be freed before it ends
-                raise
-            if waiting is not None:
-                self._finish(waiting, started)
-                yield from self._received(waiting)
-            waiting, number = started, number + 1
-        if waiting is not None:
-            self._finish(waiting, None)
+            taken = self._take()
+            self._finish(waiting)  # before the ranks agree on sizes, so that this one may fill its page meanwhile
+            started = self._start(*taken, self._memories[number % 2])
             yield from self._received(waiting)
+            waiting, number = started, number + 1
+        self._finish(waiting)
+        yield from self._received(waiting)
 
-    def _start(self, memory: Buffer) -> _Round:
+    def _start(self, page: _Page, is_last: bool, position: int, memory: Buffer) -> _Round:
         """Tell all ranks how much each gets, and start to send it."""
-        page, is_last, position = self._take()
         sizes = torch.tensor([[used, is_last, position] for used in page.used], dtype=torch.int64)
         theirs = torch.empty_like(sizes)
         ones = [1] * len(self.ranks)
@@ -456,22 +449,15 @@ class Exchange:
         except RuntimeError as error:
             raise self._broken(error) from error
 
-    def _await(self, work: Any) -> None:
-        with suppress(RuntimeError):
-            work.wait()
-
     def _broken(self, error: Exception) -> ExchangeBroken:
         ranks = ", ".join(map(str, self.ranks))
         return ExchangeBroken(f"the exchange between ranks {ranks} broke off: {error}")
 
-    def _finish(self, waiting: _Round, started: _Round | None) -> None:
+    def _finish(self, waiting: _Round | None) -> None:
         """Wait for a round, and give its page back."""
-        try:
-            self._wait(waiting.work)
-        except ExchangeBroken:
-            if started is not None:
-                self._await(started.work)
-            raise
+        if waiting is None:
+            return
+        self._wait(waiting.work)
         waiting.page.used = [0] * len(self.ranks)
         with self._lock:
             if self._page is None:
@@ -480,8 +466,10 @@ class Exchange:
                 self._pages.append(waiting.page)
             self._changed.notify_all()
 
-    def _received(self, waiting: _Round) -> Iterator[_Filled]:
+    def _received(self, waiting: _Round | None) -> Iterator[_Filled]:
         """Put what was received in its place; yield the runs that are whole, and those that can be no more."""
+        if waiting is None:
+            return
         data, at = waiting.memory, 0
         view = data.numpy().data
         while at < len(data) and self._error is None:

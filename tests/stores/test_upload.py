@@ -44,7 +44,7 @@ def test_a_rank_whose_writing_is_stuck_holds_up_no_other_for_longer_than_the_tim
             into[1, 1] = 0
         return SimpleNamespace(wait=lambda: None)
 
-    coordinator: Any = SimpleNamespace(timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
+    coordinator: Any = SimpleNamespace(rank=0, timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
     made = exchange_of(coordinator, (0, 1))
     made.start()
     made.begin()
@@ -123,7 +123,7 @@ def test_a_rank_that_does_not_go_on_is_named_after_the_timeout() -> None:
             into[1, 2] = 5
         return SimpleNamespace(wait=lambda: None)
 
-    coordinator: Any = SimpleNamespace(timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
+    coordinator: Any = SimpleNamespace(rank=0, timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
     made = exchange_of(coordinator, (0, 3))
     made.start()
     made.begin()

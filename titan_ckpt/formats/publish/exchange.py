@@ -80,21 +80,30 @@ class _Run:
 
 
 class _Page:
-    """What goes to each rank of a group in one round."""
+    """What goes to each rank of a group in one round; what stays here comes last, and is sent to nobody."""
 
-    def __init__(self, num_ranks: int, room: int) -> None:
+    def __init__(self, num_ranks: int, own: int, room: int) -> None:
         self.memory = Buffer.allocate(num_ranks * room)
-        self.room = room
         self.used = [0] * num_ranks
+        self.starts = [
+            room * (num_ranks - 1 if number == own else number - (number > own)) for number in range(num_ranks)
+        ]
+        self.own = own
 
-    def joined(self) -> torch.Tensor:
-        """Move what goes to the ranks together, and return all of it."""
-        end = 0
-        for number, used in enumerate(self.used):
-            if end != number * self.room:
-                move_bytes(self.memory.address + end, self.memory.address + number * self.room, used)
+    def joined(self) -> tuple[torch.Tensor, list[int]]:
+        """Move what goes to the others together; return all of it, and how much goes to each rank."""
+        sent = [*self.used]
+        sent[self.own] = end = 0
+        for start, used in zip(self.starts, sent, strict=True):
+            if used and end != start:
+                move_bytes(self.memory.address + end, self.memory.address + start, used)
             end += used
-        return self.memory.tensor[:end]
+        return self.memory.tensor[:end], sent
+
+    def kept(self) -> torch.Tensor:
+        """Return what stays on this rank."""
+        start = self.starts[self.own]
+        return self.memory.tensor[start : start + self.used[self.own]]
 
 
 class _Round(NamedTuple):
@@ -247,8 +256,10 @@ class Exchange:
 
     def start(self) -> str | None:
         """Start the thread, which waits for `begin`; return why there can be no more threads. Raises: OSError."""
-        self._page, *self._pages = (_Page(len(self.ranks), self._room) for _ in range(2))
-        self._memories = [Buffer.allocate(len(self.ranks) * self._room) for _ in range(2)]
+        others = len(self.ranks) - 1
+        own = self.ranks.index(self._coordinator.rank)
+        self._page, *self._pages = (_Page(others + 1, own, self._room) for _ in range(2))
+        self._memories = [Buffer.allocate(others * self._room) for _ in range(2)]
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -330,7 +341,7 @@ class Exchange:
                 self._changed.wait()
             self._check()
             assert self._page is not None
-            at = to * self._room + self._page.used[to]
+            at = self._page.starts[to] + self._page.used[to]
             self._page.used[to] += num_bytes
             self._is_filling = True
             return self._page, at
@@ -400,6 +411,7 @@ class Exchange:
             taken = self._take()
             self._finish(waiting)  # before the ranks agree on sizes, so that this one may fill its page meanwhile
             started = self._start(*taken, self._memories[number % 2])
+            yield from self._placed(started.page.kept())
             yield from self._received(waiting)
             waiting, number = started, number + 1
         self._finish(waiting)
@@ -416,9 +428,11 @@ class Exchange:
             self._slowest = min(positions)
             self._slowest_rank = self.ranks[positions.index(self._slowest)]
             self._changed.notify_all()
+        sent, of_each = page.joined()
         counts: list[int] = theirs[:, 0].tolist()
+        counts[page.own] = 0
         into = memory.tensor[: sum(counts)]
-        work = self._exchange(page.joined(), page.used, into, counts)
+        work = self._exchange(sent, of_each, into, counts)
         return _Round(work, page, into, min(positions), bool(theirs[:, 1].all()))
 
     def _take(self) -> tuple[_Page, bool, int]:
@@ -470,7 +484,15 @@ class Exchange:
         """Put what was received in its place; yield the runs that are whole, and those that can be no more."""
         if waiting is None:
             return
-        data, at = waiting.memory, 0
+        yield from self._placed(waiting.memory)
+        for (key_number, number), run in [*self._runs.items()]:
+            if run.position < waiting.slowest:  # all ranks are past it
+                del self._runs[key_number, number]
+                yield from self._incomplete(self._keys[key_number], run)
+
+    def _placed(self, data: torch.Tensor) -> Iterator[_Filled]:
+        """Put values in their place; yield the runs that are whole."""
+        at = 0
         view = data.numpy().data
         while at < len(data) and self._error is None:
             key_number, number, num_dims, num_bytes = _HEAD.unpack_from(view, at)
@@ -494,10 +516,6 @@ class Exchange:
             if run.is_whole:
                 del self._runs[key_number, number]
                 yield FilePart(key, run.chunk, run.values), run.parts, run.memory
-        for (key_number, number), run in [*self._runs.items()]:
-            if run.position < waiting.slowest:  # all ranks are past it
-                del self._runs[key_number, number]
-                yield from self._incomplete(self._keys[key_number], run)
 
     def _incomplete(self, key: str, run: _Run) -> Iterator[_Filled]:
         """Yield what is there of a run of which other ranks write the rest, as those that have other rows of it."""

@@ -234,7 +234,7 @@ def test_many_small_runs_that_are_not_whole_yet_take_no_more_memory_than_their_v
         is_ahead.set()
         exchange.finish()
 
-    sent = Sent(dict.fromkeys(names, TensorInfo((16, 32), torch.float32)), 2, 8 << 20)
+    sent = Sent(dict.fromkeys(names, TensorInfo((16, 32), torch.float32)), 2, 32 << 20)
     monkeypatch.setattr(Buffer, "allocate", counted)
     assert sent.run(put) == [None, None]
     assert sum(map(len, sent.written)) == len(names)

@@ -75,6 +75,8 @@ class Coordinator:
         """Whether an interrupt has left it in the middle, perhaps before this rank has posted."""
         self._clones = itertools.count()
         self._stale: list[str] = []
+        self.silent: list[int] = []
+        """The ranks that rank 0 has waited for in vain in the last exchange."""
         self._over: PeerError | None = None
         """Why this line has ended: its store is lost, or a rank has left."""
         self._is_lost = False
@@ -133,7 +135,8 @@ class Coordinator:
         """Leave this line and the lines made from it: a rank that waits for this one, now or later, raises at once.
 
         Its PeerError names the exception that is being handled here, if there is one. Rank 0 may serve the store, so it
-        stays until all ranks have left, but at most 10 s. Collective at the end of a run; never raises.
+        stays until all ranks have left that it has not waited for in vain before, but at most 10 s. Collective at the
+        end of a run; never raises.
         """
         self.peers.discard()
         if self._store is None or self._is_lost:
@@ -142,13 +145,15 @@ class Coordinator:
         error = sys.exception()
         cause = HAS_LEFT if error is None else f"{HAS_LEFT} because of {type(error).__name__}: {error}"
         verdict = _Verdict([(self.rank, cause)], [], is_last=True)
+        silent = {rank for line in self._lines for rank in line.silent}
         left = [f"{self._prefix}/left/{rank}" for rank in range(self.world_size)]
+        heard = [key for rank, key in enumerate(left) if rank not in silent]
 
         def leave() -> None:
             own = store.clone()  # an exchange that an interrupt has left in the middle may hold the other connection
             keys = [key for line in self._lines for key in line.leave(own, verdict)]
             own.set(left[self.rank], "")
-            if self.rank == 0 and _arrive(own, left, bound):
+            if self.rank == 0 and _arrive(own, heard, bound) and not silent:
                 for key in keys + left:
                     own.delete_key(key)
 
@@ -279,6 +284,7 @@ class Coordinator:
             if error is None:
                 raise
             raise error from None
+        self.silent = exchange.silent
         self._is_open = verdict.is_in_vain
         if not verdict.failures:
             return verdict.values
@@ -388,6 +394,8 @@ class _Exchange:
         self._verdict = f"{prefix}/verdict"
         self._parts: list[str] = []
         """Keys of values that are cut, as far as this rank knows them."""
+        self.silent: list[int] = []
+        """The ranks that rank 0 has waited for in vain."""
 
     def run(self, post: Json, bound: float, stale: list[str]) -> _Verdict:
         self._store.set(self._posts[self._rank], self._head_of(post, self._posts[self._rank]))
@@ -418,6 +426,7 @@ class _Exchange:
         """On rank 0, wait for every post, and post the verdict; return it and whether all ranks have posted."""
         complete = self._arrive(self._posts, bound)
         present = [complete or self._store.check([key]) for key in self._posts]
+        self.silent = [rank for rank, posted in enumerate(present) if not posted]
         keys = list(itertools.compress(self._posts, present))
         heads = iter(self._store.multi_get(keys) if self._store.has_extended_api() else map(self._store.get, keys))
         posts: list[Any] = []

@@ -11,10 +11,12 @@ import time
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from tests.faults.forked_ranks import Ranks, outcome, run
+from titan_ckpt.distributed import coordinator
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
 
 
@@ -295,6 +297,26 @@ def test_rank_0_may_end_right_after_the_last_exchange() -> None:
 
     for _ in range(5):
         assert run(2, body, rank_0_serves=True) == [[0, 1], [0, 1]]
+
+
+def test_rank_0_leaves_without_those_that_it_has_waited_for_in_vain() -> None:
+    """torchrun kills what has not ended 30 s after a rank's death, of which the wait for that rank takes 20."""
+
+    def body(line: Coordinator) -> Any:
+        other = line.background()
+        line.barrier("before")
+        if line.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        failed = outcome(lambda: other.barrier("after", timeout_seconds=1.0))
+        with mock.patch.object(coordinator, "_arrive") as waiting:
+            line.close()
+        return [failed[:2], [key.rpartition("/")[2] for call in waiting.call_args_list for key in call.args[1]]]
+
+    ranks = Ranks(3, body, timeout=600, rank_0_serves=False)
+    try:
+        assert ranks.result(0) == [["PeerError", [1]], ["0", "2"]]
+    finally:
+        ranks.stop()
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])

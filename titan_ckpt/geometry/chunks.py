@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from titan_ckpt.errors import ExportError
+
 Shape = tuple[int, ...]
 
 
@@ -226,15 +228,32 @@ def frozen(value: torch.Tensor | LazyTensor, stage: Stage) -> torch.Tensor | Laz
     return value.freeze(stage)
 
 
-def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """Return the tensor cast to `dtype`, block by block, when it is written."""
+def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype, name: str) -> LazyTensor:
+    """Return the tensor cast to `dtype`, block by block, when it is written; then values beyond its range are found."""
+
+    def blocks() -> Iterator[Block]:
+        for block in blocks_of(value):
+            require_range(name, block.data, made := block.data.to(dtype))
+            yield Block(block.chunk, made)
+
     return LazyTensor(
         TensorInfo(info_of(value).shape, dtype),
-        lambda: (Block(block.chunk, block.data.to(dtype)) for block in blocks_of(value)),
+        blocks,
         collective=isinstance(value, LazyTensor) and value.collective,
         like=layout_of(value),
-        freeze=(lambda stage: cast(frozen(value, stage), dtype)) if can_freeze(value) else None,
+        freeze=(lambda stage: cast(frozen(value, stage), dtype, name)) if can_freeze(value) else None,
     )
+
+
+def require_range(name: str, values: torch.Tensor, made: torch.Tensor) -> None:
+    """Raise an ExportError if a cast to float16, whose range is the smallest, has made finite values infinite."""
+    if made.dtype is not torch.float16 or values.dtype is torch.float16 or not made.isinf().any():
+        return
+    if (largest := float(values.nan_to_num(0, 0, 0).abs().max())) > torch.finfo(torch.float16).max:
+        raise ExportError(
+            f"{name}: its largest value is {largest:g}, and float16 ends at 65504, so it would be stored as infinite: "
+            "choose bfloat16 or float32"
+        )
 
 
 def local_chunks(value: DTensor) -> Sequence[tuple[Chunk, tuple[slice, ...]]]:

@@ -29,6 +29,8 @@ from titan_ckpt.weights import digest
 
 _PIECE = 1 << 20
 """Elements that are compared as float64 at a time."""
+_TIMES = frozenset({"states.train.seconds"})
+"""Values of the state that are wall-clock times, in which two equal runs differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +85,8 @@ class Difference:
     components: tuple[ComponentDifference, ...]
     state: tuple[SettingDifference, ...] = ()
     """Differences of run state, if both sides have one."""
+    times: tuple[SettingDifference, ...] = ()
+    """Differences of wall-clock times in the state; they do not make two checkpoints different."""
     settings: tuple[SettingDifference, ...] = ()
     """Differences of converters and base, or of config.json."""
     not_compared: tuple[str, ...] = field(default=())
@@ -110,8 +114,10 @@ def compare(left: Place, right: Place, *, config: Place | None = None, weights_o
             components = tuple(_component(name, *pair, _known(a, b, name), count) for name, pair in sides.items())
         state = () if weights_only else _states(a, b, not_compared)
         described = () if weights_only else _described(a, b, aligned, not_compared)
+        times = tuple(one for one in state if one.name in _TIMES)
+        state = tuple(one for one in state if one not in times)
         return Difference(
-            str(left), str(right), a.format, b.format, aligned.names, components, state, described,
+            str(left), str(right), a.format, b.format, aligned.names, components, state, times, described,
             tuple(not_compared),
         )  # fmt: skip
 

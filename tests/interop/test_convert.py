@@ -57,7 +57,7 @@ def test_a_training_step_gives_its_weights_only(tmp_path: Path, base: Path) -> N
 def test_a_value_beyond_float16_is_refused(tmp_path: Path, to: Any) -> None:
     """The tensor is named, and nothing stays."""
     save_file({"a": torch.ones(3), "b": torch.tensor([1.0, 1e5])}, tmp_path / "model.safetensors")
-    with pytest.raises(ExportError, match=r"^b: its largest value is 100000, and float16 ends at 65504"):
+    with pytest.raises(ExportError, match=r"b: its largest value is 100000, and float16 ends at 65504"):
         convert(tmp_path / "model.safetensors", tmp_path / "out", to, dtype=torch.float16)
     assert not (tmp_path / "out").exists()
 

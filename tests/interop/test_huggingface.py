@@ -136,7 +136,7 @@ def test_a_value_beyond_float16_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.norm.weight[:2] = torch.tensor([-7e4, torch.inf])
         model.norm.weight[2] = 65504.0
-    with pytest.raises(ExportError, match=r"^model.norm.weight: its largest value is 70000, and float16 ends at 65504"):
+    with pytest.raises(ExportError, match=r"model.norm.weight: its largest value is 70000, and float16 ends at 65504"):
         export(model, tmp_path / "out", dtype=torch.float16)
     assert not (tmp_path / "out").exists()
     export(model, tmp_path / "out", dtype=torch.bfloat16)

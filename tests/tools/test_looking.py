@@ -242,6 +242,7 @@ def test_equal_runs_differ_in_their_times_alone(
 ) -> None:
     """The seconds that a run has spent are shown, and do not count; its tokens do."""
     for name, seconds, num_tokens in (("a", 1.5, 8), ("b", 2.5, 8), ("c", 1.5, 9)):
+        torch.manual_seed(0)
         state = TrainState()
         state.seconds, state.num_tokens = seconds, num_tokens
         world.save(world.manager(tmp_path / name, torch.nn.Linear(4, 4), states={"train": state}))

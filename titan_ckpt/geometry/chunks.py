@@ -22,6 +22,8 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from titan_ckpt.errors import ExportError
 
 Shape = tuple[int, ...]
+_BEYOND_FLOAT16 = 65520.0
+"""The smallest number that float16 rounds to infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,8 +235,8 @@ def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype, name: str) -> Laz
 
     def blocks() -> Iterator[Block]:
         for block in blocks_of(value):
-            require_range(name, block.data, made := block.data.to(dtype))
-            yield Block(block.chunk, made)
+            require_range(name, block.data, dtype)
+            yield Block(block.chunk, block.data.to(dtype))
 
     return LazyTensor(
         TensorInfo(info_of(value).shape, dtype),
@@ -245,11 +247,15 @@ def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype, name: str) -> Laz
     )
 
 
-def require_range(name: str, values: torch.Tensor, made: torch.Tensor) -> None:
-    """Raise an ExportError if a cast to float16, whose range is the smallest, has made finite values infinite."""
-    if made.dtype is not torch.float16 or values.dtype is torch.float16 or not made.isinf().any():
+def require_range(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise an ExportError if a cast to float16, whose range is the smallest, would make finite values infinite."""
+    if dtype is not torch.float16 or values.dtype is torch.float16 or not values.numel():
         return
-    if (largest := float(values.nan_to_num(0, 0, 0).abs().max())) > torch.finfo(torch.float16).max:
+    low, high = values.aminmax()
+    largest = max(-float(low), float(high))
+    if not math.isfinite(largest):
+        largest = float(values.nan_to_num(0, 0, 0).abs().max())
+    if largest >= _BEYOND_FLOAT16:
         raise ExportError(
             f"{name}: its largest value is {largest:g}, and float16 ends at 65504, so it would be stored as infinite: "
             "choose bfloat16 or float32"

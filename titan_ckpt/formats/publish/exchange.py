@@ -194,8 +194,8 @@ def cast_into(out: torch.Tensor, values: torch.Tensor, key: str) -> None:
     torch would copy them as they are to fresh host memory that is not page-locked, and cast them there.
     Raises: ExportError for values beyond the dtype's range.
     """
+    require_range(key, values, out.dtype)
     out.copy_(values if values.is_cpu else values.to(out.dtype))
-    require_range(key, values, out)
 
 
 class Exchange:

@@ -115,7 +115,10 @@ def locate(path: Place) -> Place:
 
 def _steps_in(path: Place) -> list[str]:
     """Return the names of the steps in a folder, the newest one last. Raises: StoreError."""
-    names = [entry.name for entry in path.iterdir()]
+    try:
+        names = [entry.name for entry in path.iterdir()]
+    except PermissionError:  # nobody here can read what is in it
+        return []
     steps = [name for name in names if name.startswith("step-") and not is_set_aside_name(name)]
     if COMMITS in names:
         steps += [step_name(committed.step) for committed in open_steps(path).survey().steps]

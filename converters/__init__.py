@@ -13,7 +13,7 @@ from dataclasses import make_dataclass
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from types import ModuleType
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from titan_ckpt.converters.float8 import Float8Config, Float8Converter
 from titan_ckpt.converters.lora import LoRAConverter
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.qat import QATConfig, QATConverter
-from titan_ckpt.encoding.named import BadNameError, ImportName, import_named
+from titan_ckpt.encoding.named import ImportName, import_named
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.types import ModelConverter
 from titan_ckpt.weights.low_rank import StoredUpdates
@@ -73,50 +73,48 @@ def from_tables(tables: Sequence[Mapping[str, Any]], source: str = "config") -> 
 
 def kinds() -> dict[str, type[Any]]:
     """Return the settings of every kind that has a name: a dataclass each."""
-    others = {entry.name: _checked(entry.load(), entry.name) for entry in entry_points(group=GROUP)}
+    others = {kind: _checked(entry.load(), kind) for kind, entry in _named().items()}
     return {kind: cls.config_class for kind, cls in {**others, **_OWN}.items()}
 
 
 def updates(description: Mapping[str, Any], *step_and_model: Any) -> StoredUpdates | None:
     """Return `ModelConverter.updates` of the converter so described; None if no installed package has its kind."""
     kind = description["kind"]
-    cls = _OWN.get(kind)
-    if cls is None:
-        found = [entry for entry in entry_points(group=GROUP) if entry.name == kind]
-        cls = _checked(found[0].load(), kind) if found else None
+    if (cls := _OWN.get(kind)) is None and (entry := _named().get(kind)) is not None:
+        cls = _checked(entry.load(), kind)
     return None if cls is None else cls.updates(description, *step_and_model)
 
 
 def _from_table(table: object, source: str, path: str) -> ModelConverter:
     """Return the converter of one table. Raises: ConfigError."""
     own = isinstance(table, Mapping) and isinstance(table.get("kind"), str) and table["kind"] in _OWN
-    # All installed packages are looked through, which takes longer than everything else here.
-    named = {} if own else {entry.name: entry for entry in entry_points(group=GROUP)}
+    named = {} if own else _named()
     choices: Any = Literal[(*_OWN, *named)] | ImportName
     settings: Any = dict(table) if isinstance(table, Mapping) else table
     only_kind = {"kind": settings["kind"]} if isinstance(table, Mapping) and "kind" in settings else {}
     one: Any = make_dataclass("Table", [("kind", choices)])
     kind: str = from_dict(one, only_kind if isinstance(table, Mapping) else settings, source, path).kind
-    try:
-        if kind in _OWN:
-            cls = _OWN[kind]
-        elif kind in named:
-            cls = _checked(named[kind].load(), kind)
-        else:
-            cls = _checked(import_named(kind), kind)
+    if (cls := _OWN.get(kind)) is None:
+        where = f"{path}.kind"
+        cls = _checked(named[kind].load() if kind in named else import_named(kind, where), kind, where)
+        if kind not in named:
             del settings["kind"]  # the dataclass of its settings has a kind of its own
-    except BadNameError as error:
-        raise ConfigError([f"{path}.kind: {error}"], source) from None
     return cls(from_dict(cls.config_class, settings, source, path))
 
 
-def _checked(found: object, name: str) -> type[ModelConverter]:
-    """Return a converter class that TOML can describe. Raises: BadNameError."""
+def _named() -> dict[str, EntryPoint]:
+    """Return the kinds of installed packages. All are looked through, which takes longer than everything else here."""
+    return {entry.name: entry for entry in entry_points(group=GROUP)}
+
+
+def _checked(found: object, name: str, where: str = "kind") -> type[ModelConverter]:
+    """Return a converter class that TOML can describe. Raises: ConfigError."""
     if not (isinstance(found, type) and issubclass(found, ModelConverter)):
-        raise BadNameError(f"{name!r} is no subclass of titan_ckpt.converters.ModelConverter; {_EXPECTED}")
+        what = "is no subclass of titan_ckpt.converters.ModelConverter"
+        raise ConfigError([f"{where}: {name!r} {what}; {_EXPECTED}"])
     if not hasattr(found, "config_class"):
         what = "has no config_class, the dataclass of its settings, so no table can describe it"
-        raise BadNameError(f"{name!r} {what}; {_EXPECTED}")
+        raise ConfigError([f"{where}: {name!r} {what}; {_EXPECTED}"])
     return found
 
 

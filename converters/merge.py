@@ -86,9 +86,9 @@ def merged(update: WeightUpdate, tensors: Mapping[str, torch.Tensor | LazyTensor
     )
 
 
-def rounded(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> torch.Tensor | LazyTensor:
+def rounded(value: torch.Tensor | LazyTensor, dtype: torch.dtype, fqn: str) -> torch.Tensor | LazyTensor:
     """Return the tensor in `dtype`, cast chunk by chunk when it is written."""
-    return value if info_of(value).dtype == dtype else cast(value, dtype)
+    return value if info_of(value).dtype == dtype else cast(value, dtype, fqn)
 
 
 def check_adapters(adapters: Mapping[str, LowRank], tensors: StateDict, copies: Collection[str]) -> None:

@@ -143,6 +143,17 @@ def weights_named_by_their_run(folder: Path) -> None:
 
 
 @says(
+    "RUN/old is no checkpoint: it holds checkpoints/step-2, checkpoints/step-10, exports/step-10; name one of them, as "
+    "in titan-ckpt inspect RUN/old/checkpoints/step-10"
+)
+def weights_named_by_the_folder_of_a_run(folder: Path) -> None:
+    step = saved(folder / "old", model(4, 4), 2)
+    step.with_name("step-10").mkdir()
+    (folder / "old/exports/step-10").mkdir(parents=True)
+    load(folder, model(4, 4), initial_load=[folder / "old"])
+
+
+@says(
     "CheckpointConfig: 1 problem(s)\n"
     "  initial_load.1.path: 'RUN/old/checkpoints/step-1' is named twice; each weight has one source"
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,7 +16,7 @@ from tests.run_folder import RunFolder
 from tests.world import Run, Value, load, load_fails, read_all, same
 from tests.world import manager as build
 from titan_ckpt.config import InitialLoadConfig
-from titan_ckpt.errors import CheckpointNotFoundError
+from titan_ckpt.errors import CheckpointNotFoundError, ExportError
 from titan_ckpt.formats.native import writer
 from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.manager import CheckpointManager
@@ -106,6 +107,19 @@ def test_a5_a_last_step_is_cast_while_it_is_copied(tmp_path: Path, mode: Any) ->
 def test_a_last_step_from_a_process_holds_the_model_alone_in_its_dtype(tmp_path: Path) -> None:
     """It does not take `run_folder`, because a process takes seconds to start: one test of those on buckets has one."""
     test_a_last_step_holds_the_model_alone_in_its_dtype(RunFolder(tmp_path), "process", "bfloat16")
+
+
+def test_a_last_step_in_float16_refuses_what_it_cannot_hold(tmp_path: Path) -> None:
+    """The tensor is named, and no step is there; bfloat16 holds it."""
+    for dtype in ("float16", "bfloat16"):
+        run, manager = _run(RunFolder(tmp_path / dtype), model_only_last=dtype, interval=9)
+        run.step()
+        with torch.no_grad():
+            run.model[0].bias[:2] = torch.tensor([torch.inf, -65520.0])
+        refused: Any = pytest.raises(ExportError, match=r"model\.0\.bias: its largest value is 65520, and float16 ends")
+        with manager, refused if dtype == "float16" else nullcontext():
+            manager.save(1, last_step=True)
+        assert (tmp_path / dtype / "checkpoints/step-1").exists() is (dtype == "bfloat16")
 
 
 def test_a_finished_run_with_the_model_alone_goes_on_from_its_last_full_step(run_folder: RunFolder) -> None:

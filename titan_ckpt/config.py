@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Annotated, ClassVar, Literal, get_args
 
 from titan_ckpt.encoding.paths import LocalPath
-from titan_ckpt.encoding.toml import Check, Checked, foreign, validate
+from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys, validate
 from titan_ckpt.encoding.toml import from_dict as from_dict
 from titan_ckpt.stores.settings import FolderOrBucket, split_url
 from titan_ckpt.stores.settings import StoreConfig as StoreConfig
@@ -275,7 +275,7 @@ _TORCHTITAN_KEYS = {
 class CheckpointConfig(Checked):
     """[checkpoint]; alone, it makes a run resume from the folder and write nothing."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = foreign("a torchtitan key", _TORCHTITAN_KEYS)
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {"a torchtitan key": _TORCHTITAN_KEYS}
 
     folder: FolderOrBucket = "checkpoints"
     """Path relative to the run's base folder, or a place in a bucket: s3://bucket/key, gs://, az://."""

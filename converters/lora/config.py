@@ -9,7 +9,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 
 from titan_ckpt.config import PositiveInt
-from titan_ckpt.encoding.toml import Check, Checked
+from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys
 
 Alpha = Annotated[float, Check("a positive number; at 0 the adapter does nothing", lambda a: a > 0)]
 Index = Annotated[int, Check("a row, from 0", lambda i: i >= 0)]
@@ -21,10 +21,8 @@ AdapterDtype = Literal["float32", "bfloat16"]
 class LoRAConfig(Checked):
     """Low-rank adapters on linear and embedding modules. Source: arXiv 2106.09685."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
-        "r": "PEFT's name; here: rank",
-        "lora_alpha": "PEFT's name; here: alpha",
-        "lora_dropout": "PEFT's name; here: dropout",
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
+        "PEFT's name": {"r": "rank", "lora_alpha": "alpha", "lora_dropout": "dropout"},
     }
 
     target_modules: tuple[str, ...]

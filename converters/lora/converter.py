@@ -191,7 +191,7 @@ class LoRAConverter(ModelConverter, PeftAdapter):
         for fqn, value in state_dict.items():
             if fqn in self._owned:
                 continue
-            out[fqn] = rounded(state_dict[copies[fqn]], info_of(value).dtype) if fqn in copies else value
+            out[fqn] = rounded(state_dict[copies[fqn]], info_of(value).dtype, fqn) if fqn in copies else value
             for update in updates.get(fqn, ()):
                 out[fqn] = merged(update, {**state_dict, fqn: out[fqn]})
         return out

@@ -267,16 +267,14 @@ class PeftAdapter:
 
         The load checks keys and shapes; a wrong scale would pass those checks, so it is found by this method.
         """
-        problems = []
         modules: dict[str, list[str]] = {}
         if found.get("peft_type", "LORA") != "LORA":
             return [f"peft_type is {found['peft_type']!r}, and this converter is LoRA"]
-        if (dora := bool(found.get("use_dora"))) != self.config.use_dora:
-            problems.append(f"use_dora is {dora}, expected {self.config.use_dora}")
-        if self.shares and (tied := bool(found.get("ensure_weight_tying"))) != self.config.ensure_weight_tying:
-            problems.append(f"ensure_weight_tying is {tied}, expected {self.config.ensure_weight_tying}")
-        if (bias := bool(found.get("lora_bias"))) != self.config.lora_bias:
-            problems.append(f"lora_bias is {bias}, expected {self.config.lora_bias}")
+        problems = [
+            f"{flag} is {bool(found.get(flag))}, expected {getattr(self.config, flag)}"
+            for flag in ("use_dora", *(["ensure_weight_tying"] if self.shares else []), "lora_bias")
+            if bool(found.get(flag)) != getattr(self.config, flag)
+        ]
         of_tables = [(m, u.indices) for u in self._rows() for m in modules_of(base.group_of_fqn(u.weight))]
         problems += [
             f"{module}: trainable_token_indices are {[*rows]}, expected {[*indices]}"

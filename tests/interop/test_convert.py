@@ -53,6 +53,15 @@ def test_a_training_step_gives_its_weights_only(tmp_path: Path, base: Path) -> N
     assert same(found, {f"model.{k}": v.bfloat16() for k, v in model.state_dict().items()})
 
 
+@pytest.mark.parametrize("to", ["dcp", "native"])
+def test_a_value_beyond_float16_is_refused(tmp_path: Path, to: Any) -> None:
+    """The tensor is named, and nothing stays."""
+    save_file({"a": torch.ones(3), "b": torch.tensor([1.0, 1e5])}, tmp_path / "model.safetensors")
+    with pytest.raises(ExportError, match=r"b: its largest value is 100000, and float16 ends at 65504"):
+        convert(tmp_path / "model.safetensors", tmp_path / "out", to, dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+
+
 def test_unknown_keys_are_listed_and_nothing_stays(tmp_path: Path, base: Path) -> None:
     """A table that does not fit is one error; the target is not there."""
     from titan_ckpt import KeyMap, KeyRule

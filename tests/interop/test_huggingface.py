@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from tests import world
@@ -128,6 +128,23 @@ def test_a_bfloat16_export_is_the_cast_of_the_weights(tmp_path: Path) -> None:
     load(again, tmp_path / "out", cast=True)
     for fqn, value in again.state_dict().items():
         assert torch.equal(value, model.state_dict()[fqn].bfloat16().float())
+
+
+def test_a_value_beyond_float16_is_refused(tmp_path: Path) -> None:
+    """It would be infinite in the file; one that is infinite already stays so, and bfloat16 holds both."""
+    model: Any = native()
+    with torch.no_grad():
+        model.norm.weight[:2] = torch.tensor([-7e4, torch.inf])
+        model.norm.weight[2] = 65504.0
+    with pytest.raises(ExportError, match=r"model.norm.weight: its largest value is 70000, and float16 ends at 65504"):
+        export(model, tmp_path / "out", dtype=torch.float16)
+    assert not (tmp_path / "out").exists()
+    export(model, tmp_path / "out", dtype=torch.bfloat16)
+    with torch.no_grad():
+        model.norm.weight[0] = -65504.0
+    export(model, tmp_path / "half", dtype=torch.float16)
+    stored = load_file(tmp_path / "half/model.safetensors")["model.norm.weight"]
+    assert stored[:3].tolist() == [-65504, torch.inf, 65504]
 
 
 def test_the_index_is_what_transformers_writes(tmp_path: Path) -> None:

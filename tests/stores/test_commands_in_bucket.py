@@ -162,7 +162,7 @@ def test_f4_diff_convert_and_merge_take_urls(
     converters = from_tables([{"kind": "lora", "target_modules": ["wq", "w2"], "rank": 4, "alpha": 8.0}])
     converters.convert(model)
     owned = {n: v.detach().normal_() for n, v in model.state_dict().items() if converters.key_filter(n)}
-    adapter = {name: cast(value, value.dtype) for name, value in owned.items()}
+    adapter = {name: cast(value, value.dtype, name) for name, value in owned.items()}
     write_native(tmp_path / "adapter", adapter, kind="adapter", converters=converters.describe())
     assert said(capsys, "convert", tmp_path / "adapter", place / "peft", "--to", "peft", "--config", made)[0] == 0
     assert said(capsys, "diff", place / "peft", tmp_path / "adapter", "--config", made)[0] == 0

@@ -111,6 +111,10 @@ def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
     copy.bucket.upload((copy / "rank-00000.safetensors").key, iter([memoryview(data)]), 5 << 20)
     with pytest.raises(CorruptCheckpointError, match="do not have the digest"):
         loaded(Run(seed=6).model, copy, tmp_path, copy)
+    of_run = place_in(server)
+    put_folder(of_run / "checkpoints" / "step-1", tmp_path / "c" / "checkpoints" / "step-1")
+    with pytest.raises(NotACheckpointError, match=f"as in titan-ckpt inspect {of_run}/checkpoints/step-1$"):
+        loaded(Run().model, of_run, tmp_path, of_run)
     Commits(place).fence(3, "0" * 32, "another writer")
     with pytest.raises(NotACheckpointError, match=f"it holds steps; name one of them, such as {place}/step-2$"):
         loaded(Run().model, place, tmp_path, place)

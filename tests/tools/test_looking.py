@@ -19,6 +19,7 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
+from tests import world
 from tests.forked import answer
 from tests.tools.steps import LORA, save_step
 from tests.unit.formats.native.test_verify import write_step
@@ -29,6 +30,7 @@ from titan_ckpt.formats.native import reader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.training.train_state import TrainState
 
 FORMATS = {
     "native": ("run1/checkpoints/step-1", "native"),
@@ -233,6 +235,27 @@ def test_diff_compares_training_state_and_settings(root: Path, tmp_path: Path, a
     (tmp_path / "peft/adapter_config.json").write_text(json.dumps(config | {"lora_alpha": 99}))
     code, found = ask("diff", root / "peft1", tmp_path / "peft")
     assert (code, [d["name"] for d in found["settings"]]) == (1, ["lora_alpha"])
+
+
+def test_equal_runs_differ_in_their_times_alone(
+    tmp_path: Path, ask: Answer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The seconds that a run has spent are shown, and do not count; its tokens do."""
+    for name, seconds, num_tokens in (("a", 1.5, 8), ("b", 2.5, 8), ("c", 1.5, 9)):
+        torch.manual_seed(0)
+        state = TrainState()
+        state.seconds, state.num_tokens = seconds, num_tokens
+        world.save(world.manager(tmp_path / name, torch.nn.Linear(4, 4), states={"train": state}))
+    a, b, c = (tmp_path / name / "checkpoints/step-1" for name in "abc")
+    code, found = ask("diff", a, b)
+    assert (code, found["same"], found["state"]) == (0, True, [])
+    assert found["times"] == [{"name": "states.train.seconds", "left": "1.5", "right": "2.5"}]
+    assert main(["diff", str(a), str(b)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("the same")
+    assert re.search("a time, which does not count .*\nstates.train.seconds +1.5 +2.5", shown)
+    code, found = ask("diff", a, c)
+    assert (code, [one["name"] for one in found["state"]]) == (1, ["states.train.num_tokens"])
 
 
 def test_f4_verify_finds_a_flipped_bit_in_any_native_file(root: Path, tmp_path: Path, ask: Answer) -> None:

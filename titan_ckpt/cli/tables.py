@@ -170,7 +170,8 @@ def difference(found: Difference, console: Console, top: int) -> None:
         if differing:
             console.print(_tensor_differences(component.tensors[:top]))
             _more(differing, top, console)
-    for title, differences in (("state", found.state), ("settings", found.settings)):
+    rows = {"state": found.state, "a time, which does not count": found.times, "settings": found.settings}
+    for title, differences in rows.items():
         if differences:
             console.print(_setting_differences(title, differences[:top]))
             _more(len(differences), top, console)

@@ -23,7 +23,7 @@ from titan_ckpt.components.optimizer_content import innermost
 from titan_ckpt.components.optimizer_split import frozen
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.errors import SaveError, listed
-from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.geometry.chunks import local_tensor, require_range
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import Watched
 from titan_ckpt.weights.names import prefix_in
@@ -109,10 +109,12 @@ def take_snapshot(
     """Return the run at `step`. Tensors alias live memory; everything else has the values of this moment.
 
     `items`: what of the training state it has; by default all of it. `casts`: as in Snapshot.
-    Raises: StateEncodingError for tensors that hold no values.
+    Raises: StateEncodingError for tensors that hold no values; ExportError for values beyond the range of a cast.
     """
     require_memory(model.tensors)
     tensors: StateDict = _named(model)
+    for name, value in tensors.items() if casts else ():
+        require_range(name, local_tensor(value).detach(), casts.get(value.dtype, value.dtype))
     run, rank = _values(run_state, run_state.items if items is None else items, tensors)
     if extra := run.pop("model", {}) | model.values:
         run["model"] = extra

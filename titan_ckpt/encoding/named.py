@@ -26,10 +26,6 @@ ImportName = Annotated[str, Check('a name such as "package.module:Name"', _NAME.
 """The type of a setting that names one's own code."""
 
 
-class BadNameError(ValueError):
-    """A name leads to nothing, or to what cannot be called with these settings."""
-
-
 def is_import_name(text: object) -> bool:
     """Return whether a setting names code, and no built-in choice."""
     return isinstance(text, str) and _NAME.fullmatch(text) is not None
@@ -41,25 +37,25 @@ def find_names_here() -> None:
         sys.path.append(os.getcwd())
 
 
-def import_named(name: str) -> Any:
+def import_named(name: str, setting: str) -> Any:
     """Import the module and return the attribute.
 
-    Raises: BadNameError that says what is not there, and where to put it. An error inside the module's own code is
+    Raises: ConfigError that says what is not there, and where to put it. An error inside the module's own code is
         raised as it is, because its traceback is what helps.
     """
     module_name, _, attribute = name.partition(":")
     if not is_import_name(name):
-        raise BadNameError(f'{name!r}: expected "package.module:Name"')
+        raise ConfigError([f'{setting}: {name!r}: expected "package.module:Name"'])
     try:
         found: Any = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         where = "the folder that the run is started in, PYTHONPATH, or an installed package"
-        raise BadNameError(f"{name!r}: there is no module {error.name!r} in {where}") from None
+        raise ConfigError([f"{setting}: {name!r}: there is no module {error.name!r} in {where}"]) from None
     for part in attribute.split("."):
         if not hasattr(found, part):
-            raise BadNameError(f"{name!r}: module {module_name!r} has no attribute {attribute!r}")
+            raise ConfigError([f"{setting}: {name!r}: module {module_name!r} has no attribute {attribute!r}"])
         found = getattr(found, part)
     return found
 
@@ -78,29 +74,23 @@ def make_named(
     Raises: ConfigError for settings that it has no parameters for, or that it needs and are not given, and for what
         makes no `kind`.
     """
+    where = setting if settings is None else f"{setting.rpartition('.')[0]}.settings"
+    target = import_named(name, where)
+    if not callable(target):
+        raise ConfigError([f"{where}: {name!r} is a {type(target).__name__}, expected a class or a function"])
+    signature = inspect.signature(target)
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    given = {key: value for key, value in offered.items() if takes_all or key in signature.parameters}
+    given |= settings or {}
     try:
-        made = _called(name, *arguments, settings=settings or {}, offered=offered)
-    except BadNameError as error:
-        where = setting if settings is None else f"{setting.rpartition('.')[0]}.settings"
-        raise ConfigError([f"{where}: {error}"]) from error
+        signature.bind(*arguments, **given)
+    except TypeError as error:
+        raise ConfigError([f"{where}: {name!r}: {error}; its parameters: {signature}"]) from None
+    made = target(*arguments, **given)
     if not isinstance(made, kind):
         expected = f"expected a subclass of {kind.__module__}.{kind.__qualname__}"
         raise ConfigError([f"{setting}: {name!r} makes a {type(made).__name__}, {expected}"])
     return made
-
-
-def _called(name: str, *arguments: object, settings: Mapping[str, Any], offered: Mapping[str, Any]) -> Any:
-    target = import_named(name)
-    if not callable(target):
-        raise BadNameError(f"{name!r} is a {type(target).__name__}, expected a class or a function")
-    signature = inspect.signature(target)
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    given = {key: value for key, value in offered.items() if takes_all or key in signature.parameters} | {**settings}
-    try:
-        signature.bind(*arguments, **given)
-    except TypeError as error:
-        raise BadNameError(f"{name!r}: {error}; its parameters: {signature}") from None
-    return target(*arguments, **given)
 
 
 TABLES = "titan_ckpt.tables"

@@ -8,7 +8,7 @@ A dataclass needs only annotations: int, float, str, bool, Path, Literal, nested
 table is accepted as an array of one table. A dataclass may add
 - `Annotated[X, Check(...)]` for a narrower value,
 - `problems(self) -> Iterable[str]` for rules across fields, each line `field: cause`,
-- `FOREIGN_KEYS: ClassVar[Mapping[str, str]]`, answers to keys that users of other tools will try,
+- `FOREIGN_KEYS: ClassVar[ForeignKeys]`, answers to keys that users of other tools will try,
 - the base class `Checked`, or a `__post_init__` that calls `validate(self)`: objects built in code obey the same rules.
 """
 
@@ -93,9 +93,16 @@ def validate(config: Any) -> None:
         raise ConfigError(problems, type(config).__name__)
 
 
-def foreign(whose: str, answers: Mapping[str, str]) -> dict[str, str]:
-    """Return FOREIGN_KEYS for keys that users of another library will try: the key here, or where it is."""
-    return {key: f"{whose}; here: {answer}" for key, answer in answers.items()}
+ForeignKeys = Mapping[str, str | Mapping[str, str]]
+"""Key -> the whole answer; or whose key it is -> key -> the key here, or where it is."""
+
+
+def foreign_keys(cls: type[Any]) -> dict[str, str]:
+    """Return the answers to the keys that users of other tools will try in a table."""
+    groups: ForeignKeys = getattr(cls, "FOREIGN_KEYS", {})
+    plain = {key: answer for key, answer in groups.items() if isinstance(answer, str)}
+    tables = {whose: keys for whose, keys in groups.items() if not isinstance(keys, str)}
+    return plain | {key: f"{whose}; here: {here}" for whose, keys in tables.items() for key, here in keys.items()}
 
 
 class Checked:
@@ -328,9 +335,8 @@ def _join(path: str, line: str) -> str:
 def _unknown(root: type[Any], cls: type[Any], hints: Mapping[str, Any], key: str, path: str) -> str:
     """Return the message for a key that `cls`, at `path`, does not have."""
     where = _join(path, _key(key))
-    foreign: Mapping[str, str] = getattr(cls, "FOREIGN_KEYS", {})
-    if key in foreign:
-        return f"{where}: {foreign[key]}"
+    if answer := foreign_keys(cls).get(key):
+        return f"{where}: {answer}"
     itself = ".".join(part for part in where.split(".") if not part.isdecimal())
     leaves: dict[str, list[str]] = {}
     for known in dict.fromkeys(_paths(root, "", ())):

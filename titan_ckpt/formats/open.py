@@ -8,7 +8,7 @@ from typing import assert_never
 from titan_ckpt.directory.names import COMMITS, holds_attempt, is_set_aside_name, step_name, step_of
 from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.encoding.paths import how_to_get, require_local
-from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
+from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError, listed
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.mounted import local_path, store_of
 from titan_ckpt.stores.store import Place
@@ -113,18 +113,31 @@ def locate(path: Place) -> Place:
     return found
 
 
+def _steps_in(path: Place) -> list[str]:
+    """Return the names of the steps in a folder, the newest one last. Raises: StoreError."""
+    try:
+        names = [entry.name for entry in path.iterdir()]
+    except PermissionError:  # nobody here can read what is in it
+        return []
+    steps = [name for name in names if name.startswith("step-") and not is_set_aside_name(name)]
+    if COMMITS in names:
+        steps += [step_name(committed.step) for committed in open_steps(path).survey().steps]
+    return sorted(steps, key=lambda name: (step_of(name) or 0, name))
+
+
 def _what_is_there(path: Place) -> str:
     """Return a description of a path that holds no checkpoint, with the next step. Raises: StoreError."""
     if path.is_file():
         return "a single file must be a .safetensors file"
     if not path.is_dir():
         return "it is neither a folder nor a file of bytes; name a checkpoint folder or a .safetensors file"
-    names = sorted(entry.name for entry in path.iterdir())
-    steps = [name for name in names if name.startswith("step-") and not is_set_aside_name(name)]
-    if COMMITS in names:
-        steps += [step_name(committed.step) for committed in open_steps(path).survey().steps]
-    if steps:
+    if steps := _steps_in(path):
         return f"it holds steps; name one of them, such as {path / steps[-1]}"
+    names = sorted(entry.name for entry in path.iterdir())
+    found = {name: steps for name in names if (path / name).is_dir() and (steps := _steps_in(path / name))}
+    if below := [f"{name}/{step}" for name, steps in found.items() for step in steps]:
+        newest = path / next(f"{name}/{steps[-1]}" for name, steps in found.items())
+        return f"it holds {listed(below, ', ')}; name one of them, as in titan-ckpt inspect {newest}"
     if pickles := [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]:
         return (
             f"{pickles[0]} is a pickle, which can run code when it is loaded; convert it to safetensors first "

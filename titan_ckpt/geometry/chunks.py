@@ -19,7 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from titan_ckpt.errors import ExportError
+
 Shape = tuple[int, ...]
+_BEYOND_FLOAT16 = 65520.0
+"""The smallest number that float16 rounds to infinity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,15 +230,36 @@ def frozen(value: torch.Tensor | LazyTensor, stage: Stage) -> torch.Tensor | Laz
     return value.freeze(stage)
 
 
-def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """Return the tensor cast to `dtype`, block by block, when it is written."""
+def cast(value: torch.Tensor | LazyTensor, dtype: torch.dtype, name: str) -> LazyTensor:
+    """Return the tensor cast to `dtype`, block by block, when it is written; then values beyond its range are found."""
+
+    def blocks() -> Iterator[Block]:
+        for block in blocks_of(value):
+            require_range(name, block.data, dtype)
+            yield Block(block.chunk, block.data.to(dtype))
+
     return LazyTensor(
         TensorInfo(info_of(value).shape, dtype),
-        lambda: (Block(block.chunk, block.data.to(dtype)) for block in blocks_of(value)),
+        blocks,
         collective=isinstance(value, LazyTensor) and value.collective,
         like=layout_of(value),
-        freeze=(lambda stage: cast(frozen(value, stage), dtype)) if can_freeze(value) else None,
+        freeze=(lambda stage: cast(frozen(value, stage), dtype, name)) if can_freeze(value) else None,
     )
+
+
+def require_range(name: str, values: torch.Tensor, dtype: torch.dtype) -> None:
+    """Raise an ExportError if a cast to float16, whose range is the smallest, would make finite values infinite."""
+    if dtype is not torch.float16 or values.dtype is torch.float16 or not values.numel():
+        return
+    low, high = values.aminmax()
+    largest = max(-float(low), float(high))
+    if not math.isfinite(largest):
+        largest = float(values.nan_to_num(0, 0, 0).abs().max())
+    if largest >= _BEYOND_FLOAT16:
+        raise ExportError(
+            f"{name}: its largest value is {largest:g}, and float16 ends at 65504, so it would be stored as infinite: "
+            "choose bfloat16 or float32"
+        )
 
 
 def local_chunks(value: DTensor) -> Sequence[tuple[Chunk, tuple[slice, ...]]]:

@@ -8,6 +8,7 @@ to one model.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, cast
 
@@ -71,10 +72,10 @@ def open_pretrained(folder: str | Path) -> PreTrainedModel:
 def names_another_class(source: str | Path | Mapping[str, Any]) -> bool:
     """Return whether `build_named` makes a model of another class than `build`. Raises: ConfigError for no config."""
     config = transformers_config(source)
-    try:
-        return _named_class(config) not in (None, _causal_class(config, source))
-    except ConfigError:
-        return _named_class(config) is not None
+    named = _named_class(config)
+    with suppress(ConfigError):
+        return named not in (None, _causal_class(config, source))
+    return named is not None
 
 
 def adopt(model: PreTrainedModel) -> HuggingFaceModel:

@@ -24,6 +24,17 @@ from titan_ckpt.models.layers import ExactBuffers, SubLayer, TransformerBlock, l
 from titan_ckpt.models.qwen3 import FIXED, RULES, rotary_table
 
 _REQUIRED = ("moe_intermediate_size", "num_experts_per_tok", "norm_topk_prob")
+_HF_NAMES = {
+    "num_experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_dim": "moe_intermediate_size",
+    "norm_topk_prob": "norm_topk_prob",
+    "dense_layers": "mlp_only_layers",
+    "sparse_step": "decoder_sparse_step",
+    "output_router_logits": "output_router_logits",
+    "router_aux_loss_coef": "router_aux_loss_coef",
+}
+"""Field of Qwen3MoeConfig -> key of config.json, for what DecoderConfig lacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,17 +82,9 @@ class Qwen3MoeConfig(DecoderConfig):
         experts = "num_local_experts" if "num_local_experts" in config else "num_experts"
         fixed = FIXED | {"model_type": "qwen3_moe"}
         check_config(config, source, fixed=fixed, required=(*_REQUIRED, experts))
-        return Qwen3MoeConfig(
-            **read_shape(config),
-            num_experts=config[experts],
-            experts_per_token=config["num_experts_per_tok"],
-            expert_dim=config["moe_intermediate_size"],
-            norm_topk_prob=config["norm_topk_prob"],
-            dense_layers=tuple(config.get("mlp_only_layers") or ()),
-            sparse_step=config.get("decoder_sparse_step", 1),
-            output_router_logits=bool(config.get("output_router_logits", False)),
-            router_aux_loss_coef=float(config.get("router_aux_loss_coef", 0.001)),
-        )
+        given = {field: value for field, key in _HF_NAMES.items() if (value := config.get(key)) is not None}
+        given |= {"num_experts": config[experts], "dense_layers": tuple(given.get("dense_layers", ()))}
+        return Qwen3MoeConfig(**read_shape(config), **given)
 
     def to_hf(self) -> dict[str, Any]:
         """Return config.json for transformers 5, without special token ids."""
@@ -90,14 +93,8 @@ class Qwen3MoeConfig(DecoderConfig):
             "model_type": "qwen3_moe",
             **FIXED,
             **DecoderConfig.to_hf(self),
-            "num_experts": self.num_experts,
-            "num_experts_per_tok": self.experts_per_token,
-            "moe_intermediate_size": self.expert_dim,
-            "norm_topk_prob": self.norm_topk_prob,
+            **{key: getattr(self, field) for field, key in _HF_NAMES.items()},
             "mlp_only_layers": list(self.dense_layers),
-            "decoder_sparse_step": self.sparse_step,
-            "output_router_logits": self.output_router_logits,
-            "router_aux_loss_coef": self.router_aux_loss_coef,
         }
 
 

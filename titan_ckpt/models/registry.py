@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import nn
 
-from titan_ckpt.encoding.named import BadNameError, import_named, is_import_name, make_named
+from titan_ckpt.encoding.named import import_named, is_import_name, make_named
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.models import hf, llama3, qwen3, qwen3_moe
 from titan_ckpt.models.config import read_config_json
@@ -49,10 +49,7 @@ ARCHITECTURES: Mapping[str, Architecture[Any]] = {
 def find_architecture(name: str) -> Architecture[Any] | None:
     """Return what a name leads to; None for one's own model without an Architecture. Raises: ConfigError."""
     if is_import_name(name):
-        try:
-            found = import_named(name)
-        except BadNameError as error:
-            raise ConfigError([f"model.name: {error}"]) from error
+        found = import_named(name, "model.name")
         return found if isinstance(found, Architecture) else None
     if name not in ARCHITECTURES:
         raise ConfigError([f"model.name: {name!r} is unknown; known: {', '.join(ARCHITECTURES)}"])

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
 from titan_ckpt.encoding.paths import Whole, Written, is_uri, require
-from titan_ckpt.encoding.toml import Check, Checked
+from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys
 
 SCHEMES = ("s3", "gs", "az")
 """Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
@@ -39,7 +39,7 @@ class StoreConfig(Checked):
     of an S3 bucket (AWS_REGION), come from the provider's own environment and files.
     """
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
         "region": "the environment has it: AWS_REGION, by default us-east-1",
         "concurrency": "16 requests of a rank are in flight; it is no setting",
         "part_mib": "a part has 16 MiB, or more in a file of more than 9,000 parts; it is no setting",

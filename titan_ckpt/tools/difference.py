@@ -23,12 +23,12 @@ from titan_ckpt.geometry.chunks import LazyTensor, as_bytes
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.adapters import effects
-from titan_ckpt.tools.inspecting import numbers_of, rank_state, run_state, settings, settings_as_read
+from titan_ckpt.tools.inspecting import numbers_of, pieces, rank_state, run_state, settings, settings_as_read
 from titan_ckpt.tools.weights import Aligned, Tensors, align, model_keys, other_keys, stored
 from titan_ckpt.weights import digest
 
-_PIECE = 1 << 20
-"""Elements that are compared as float64 at a time."""
+_TIMES = frozenset({"states.train.seconds"})
+"""Values of the state that are wall-clock times, in which two equal runs differ."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +83,8 @@ class Difference:
     components: tuple[ComponentDifference, ...]
     state: tuple[SettingDifference, ...] = ()
     """Differences of run state, if both sides have one."""
+    times: tuple[SettingDifference, ...] = ()
+    """Differences of wall-clock times in the state; they do not make two checkpoints different."""
     settings: tuple[SettingDifference, ...] = ()
     """Differences of converters and base, or of config.json."""
     not_compared: tuple[str, ...] = field(default=())
@@ -110,8 +112,10 @@ def compare(left: Place, right: Place, *, config: Place | None = None, weights_o
             components = tuple(_component(name, *pair, _known(a, b, name), count) for name, pair in sides.items())
         state = () if weights_only else _states(a, b, not_compared)
         described = () if weights_only else _described(a, b, aligned, not_compared)
+        times = tuple(one for one in state if one.name in _TIMES)
+        state = tuple(one for one in state if one not in times)
         return Difference(
-            str(left), str(right), a.format, b.format, aligned.names, components, state, described,
+            str(left), str(right), a.format, b.format, aligned.names, components, state, times, described,
             tuple(not_compared),
         )  # fmt: skip
 
@@ -289,7 +293,7 @@ def _figures(a: LazyTensor, b: LazyTensor) -> tuple[int, float, float, float | N
 
 def _paired(a: LazyTensor, b: LazyTensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield equally long pieces of two tensors with as many elements, in row-major order."""
-    left, right = _pieces(a), _pieces(b)
+    left, right = pieces(a), pieces(b)
     one = other = torch.empty(0)
     while True:
         if not one.numel():
@@ -301,9 +305,3 @@ def _paired(a: LazyTensor, b: LazyTensor) -> Iterator[tuple[torch.Tensor, torch.
             return
         yield one[:length], other[:length]
         one, other = one[length:], other[length:]
-
-
-def _pieces(value: LazyTensor) -> Iterator[torch.Tensor]:
-    for block in value.blocks():
-        if block.data.numel():
-            yield from block.data.reshape(-1).split(_PIECE)

@@ -32,7 +32,8 @@ from titan_ckpt.weights.stored_names import OTHER_COMPONENTS
 
 BINS = 20
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
-_PIECE = 1 << 22
+_PIECE = 1 << 20
+"""Elements that are looked at as float64 at a time."""
 _MAX_SHOWN = 60
 _OF_A_SAVE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype")
 """Fields of config.json that say how a folder was written, and not what the model is."""
@@ -220,13 +221,12 @@ def _around_mean(value: LazyTensor, sums: _Sums, count: progress.Count) -> tuple
         counts[0] = sums.count
         count(value.info.nbytes)
         return counts, squares
-    for block in value.blocks():
-        for piece in block.data.reshape(-1).split(_PIECE):
-            numbers = numbers_of(piece)
-            finite = numbers[numbers.isfinite()]
-            counts += torch.histc(finite, BINS, sums.minimum, sums.maximum).to(torch.int64)
-            squares += float((finite - sums.mean).square().sum())
-        count(block.data.nbytes)
+    for piece in pieces(value):
+        numbers = numbers_of(piece)
+        finite = numbers[numbers.isfinite()]
+        counts += torch.histc(finite, BINS, sums.minimum, sums.maximum).to(torch.int64)
+        squares += float((finite - sums.mean).square().sum())
+        count(piece.nbytes)
     return counts, squares
 
 
@@ -257,6 +257,13 @@ class _Sums:
         if not self.count:
             return None, None, None, None, None
         return self.minimum, self.maximum, self.mean, math.sqrt(squares / self.count), math.sqrt(self._squares)
+
+
+def pieces(value: LazyTensor) -> Iterator[torch.Tensor]:
+    """Yield the values in rows of bounded length, in the order of the blocks; none is empty."""
+    for block in value.blocks():
+        if block.data.numel():
+            yield from block.data.reshape(-1).split(_PIECE)
 
 
 def numbers_of(values: torch.Tensor) -> torch.Tensor:

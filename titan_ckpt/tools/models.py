@@ -17,7 +17,7 @@ from torch import nn
 
 from titan_ckpt.encoding.named import find_names_here, is_import_name
 from titan_ckpt.encoding.paths import hub_folder
-from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, KeyMapError, NotACheckpointError
+from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, KeyMapError, NotACheckpointError, listed
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, info_of
@@ -88,9 +88,8 @@ def find_table(
     best = max(tables, key=lambda table: len(table.tensors.keys() & set(names)))
     unknown = sorted(set(names) - best.tensors.keys() - best.tied.keys())
     raise NotACheckpointError(
-        f"{folder / CONFIG} is the config of a model that has no {', '.join(unknown[:3])}"
-        f"{f' and {len(unknown) - 3} more' if len(unknown) > 3 else ''} ({best.architecture}). Name the folder of the "
-        "model's own config.json with --config"
+        f"{folder / CONFIG} is the config of a model that has no {listed(unknown, ', ', ' ', most=3)} "
+        f"({best.architecture}). Name the folder of the model's own config.json with --config"
     )
 
 
@@ -145,7 +144,7 @@ def _builders(
         model = hf.build_named(config)
         return model, find_key_map(model)
 
-    def listed(name: str) -> tuple[nn.Module, KeyMap]:
+    def by_name(name: str) -> tuple[nn.Module, KeyMap]:
         found = find_architecture(name)
         assert found is not None, "a name that is none was refused above"
         model = found.make(found.read(dict(config), str(folder / CONFIG)))
@@ -156,7 +155,7 @@ def _builders(
             if hf.names_another_class(config):
                 yield "hf", named
     for name in [architecture] if architecture else ARCHITECTURES:
-        yield name, partial(listed, name)
+        yield name, partial(by_name, name)
 
 
 def find_config(reader: TensorReader, given: Place | None) -> Place | None:

@@ -5,7 +5,8 @@ Owns the choice of the names: those in the folders if they agree, else native on
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from titan_ckpt.converting import native_tensors, stored_tensor
@@ -72,17 +73,15 @@ def align(left: TensorReader, right: TensorReader, config: Place | None) -> Alig
         return raw
     hf, other = (left, right) if left.format == "hf" else (right, left)
     folder = find_config(hf, config) or find_config(other, config)
-    table = _table_of(folder, model_keys(other)) if folder is not None else None
-    if table is not None:
-        try:
+    if folder is not None:
+        there = stored(other, model_keys(other))
+        with suppress(ConfigError, NotACheckpointError, KeyMapError):  # the names in the folders are left
+            table = find_table(folder, there)
             converted = native_tensors(hf, table.key_map)
-        except KeyMapError:
-            converted = {}
-        if len(converted.keys() & model_keys(other).keys()) > len(common):
-            there = stored(other, model_keys(other))
-            _complete_ties(converted, there, table)
-            pair = (converted, there) if hf is left else (there, converted)
-            return Aligned(*pair, f"the names of {table.architecture}")
+            if len(converted.keys() & there.keys()) > len(common):
+                _complete_ties(converted, there, table)
+                pair = (converted, there) if hf is left else (there, converted)
+                return Aligned(*pair, f"the names of {table.architecture}")
     if not common:
         raise NotACheckpointError(
             f"{left.path} and {right.path} have no tensor name in common, and "
@@ -101,13 +100,6 @@ def _aligned_adapters(left: TensorReader, right: TensorReader, config: Place | N
     here = open_adapter(peft, table)
     pair = (here, there) if peft is left else (there, here)
     return Aligned(pair[0].tensors, pair[1].tensors, f"the names of {table.architecture}", pair)
-
-
-def _table_of(folder: Place, names: Collection[str]) -> ModelTable | None:
-    try:
-        return find_table(folder, names)
-    except (ConfigError, NotACheckpointError):
-        return None
 
 
 def _complete_ties(converted: Tensors, there: Tensors, table: ModelTable) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from titan_ckpt.config import CheckpointConfig, NonEmpty, NonNegative, PositiveInt, PositiveSteps
 from titan_ckpt.encoding.named import ImportName, is_import_name
 from titan_ckpt.encoding.paths import LocalPath
-from titan_ckpt.encoding.toml import Check, Checked, foreign
+from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys
 from titan_ckpt.training.schedule import ScheduleConfig
 from titan_ckpt.training.tables import BelowOne, DataConfig, ParallelConfig
 
@@ -35,17 +35,14 @@ def is_pattern(text: str) -> bool:
 class ModelConfig(Checked):
     """The model to train; its shape comes from exactly one of `flavor` and `folder`."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
-        **foreign(
-            "torchtitan's key",
-            {
-                "hf_assets_path": "model.folder",
-                "tokenizer_path": "data.tokenizer",
-                "converters": "[[converters]] with a kind",
-                "print_after_conversion": "nothing; the log names what was converted",
-            },
-        ),
-        **foreign("another library's key", {"path": "model.folder", "model_name_or_path": "model.folder"}),
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
+        "torchtitan's key": {
+            "hf_assets_path": "model.folder",
+            "tokenizer_path": "data.tokenizer",
+            "converters": "[[converters]] with a kind",
+            "print_after_conversion": "nothing; the log names what was converted",
+        },
+        "another library's key": {"path": "model.folder", "model_name_or_path": "model.folder"},
     }
 
     name: Literal["llama3", "qwen3", "qwen3_moe", "hf"] | ImportName = "llama3"
@@ -93,16 +90,13 @@ class ModelConfig(Checked):
 class OptimizerConfig(Checked):
     """The optimizer: AdamW, or your own."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
-        "learning_rate": "transformers' key; here: optimizer.lr",
-        **foreign(
-            "torchtitan's key",
-            {
-                "beta1": "optimizer.betas = [beta1, beta2]",
-                "beta2": "optimizer.betas = [beta1, beta2]",
-                "early_step_in_backward": "nothing; the optimizer steps after the backward pass",
-            },
-        ),
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
+        "transformers' key": {"learning_rate": "optimizer.lr"},
+        "torchtitan's key": {
+            "beta1": "optimizer.betas = [beta1, beta2]",
+            "beta2": "optimizer.betas = [beta1, beta2]",
+            "early_step_in_backward": "nothing; the optimizer steps after the backward pass",
+        },
     }
 
     name: Literal["adamw"] | ImportName = "adamw"
@@ -137,39 +131,33 @@ class OptimizerConfig(Checked):
 class TrainingConfig(Checked):
     """Settings of the training loop."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
-        **foreign(
-            "torchtitan's key",
-            {
-                "local_batch_size": "training.batch_size",
-                "seq_len": "data.sequence_length",
-                "max_norm": "training.max_grad_norm",
-                "dataset": "data.corpus",
-                "dataset_path": "data.corpus",
-                "mixed_precision_param": "training.compute_dtype",
-                "mixed_precision_reduce": "nothing; gradients are reduced in float32",
-                "dtype": "training.compute_dtype; trained parameters stay float32",
-                "gc_freq": "training.gc_interval",
-                "seed": "seed, above all tables",
-                "enable_cpu_offload": "nothing; parameters stay on the device",
-            },
-        ),
-        **foreign(
-            "transformers' key",
-            {
-                "per_device_train_batch_size": "training.batch_size",
-                "gradient_accumulation_steps": "training.accumulation",
-                "max_steps": "training.steps",
-                "num_train_epochs": "training.epochs",
-                "average_tokens_across_devices": "training.loss_average",
-                "full_determinism": "training.deterministic",
-                "ddp_backend": "parallel.backend",
-                "learning_rate": "optimizer.lr",
-                "logging_steps": "training.log_interval",
-                "save_steps": "checkpoint.save.interval",
-                "bf16": 'training.compute_dtype = "bfloat16"',
-            },
-        ),
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
+        "torchtitan's key": {
+            "local_batch_size": "training.batch_size",
+            "seq_len": "data.sequence_length",
+            "max_norm": "training.max_grad_norm",
+            "dataset": "data.corpus",
+            "dataset_path": "data.corpus",
+            "mixed_precision_param": "training.compute_dtype",
+            "mixed_precision_reduce": "nothing; gradients are reduced in float32",
+            "dtype": "training.compute_dtype; trained parameters stay float32",
+            "gc_freq": "training.gc_interval",
+            "seed": "seed, above all tables",
+            "enable_cpu_offload": "nothing; parameters stay on the device",
+        },
+        "transformers' key": {
+            "per_device_train_batch_size": "training.batch_size",
+            "gradient_accumulation_steps": "training.accumulation",
+            "max_steps": "training.steps",
+            "num_train_epochs": "training.epochs",
+            "average_tokens_across_devices": "training.loss_average",
+            "full_determinism": "training.deterministic",
+            "ddp_backend": "parallel.backend",
+            "learning_rate": "optimizer.lr",
+            "logging_steps": "training.log_interval",
+            "save_steps": "checkpoint.save.interval",
+            "bf16": 'training.compute_dtype = "bfloat16"',
+        },
     }
 
     steps: Annotated[int, Check("an integer, 0 or more (steps)", lambda n: n >= 0)] | None = None
@@ -258,7 +246,7 @@ class WandbConfig(Checked):
     WANDB_NAME, WANDB_TAGS, WANDB_ENTITY, WANDB_RUN_GROUP, WANDB_MODE.
     """
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
         key: f"W&B's own environment has it: WANDB_{key.upper()}" for key in ("name", "tags", "entity", "mode")
     }
 
@@ -279,9 +267,8 @@ class ProfilingConfig(Checked):
 class RunConfig(Checked):
     """One training run."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = foreign(
-        "torchtitan's table",
-        {
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
+        "torchtitan's table": {
             "job": "output_folder for dump_folder",
             "dump_folder": "output_folder",
             "hf_assets_path": "model.folder, or data.tokenizer for the tokenizer alone",
@@ -306,7 +293,7 @@ class RunConfig(Checked):
             "memory_estimation": 'nothing; training.measure = ["memory"] measures',
             "experimental": 'model.name and data.dataset as "package.module:Name"',
         },
-    )
+    }
 
     model: ModelConfig
     output_folder: LocalPath

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset, IterDataPipe
 
-from titan_ckpt.encoding.named import BadNameError, import_named, is_import_name, make_named
+from titan_ckpt.encoding.named import import_named, is_import_name, make_named
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.rng import held_generators
 from titan_ckpt.training.config import OptimizerConfig, RunConfig
@@ -27,12 +27,12 @@ from titan_ckpt.weights.initialize import NamePattern
 
 def check_names(config: RunConfig) -> None:
     """Import everything that the run's settings name. Raises: ConfigError listing all names that lead nowhere."""
-    problems = []
+    problems: list[str] = []
     for setting, name in _names(config):
         try:
-            import_named(name)
-        except BadNameError as error:
-            problems.append(f"{setting}: {error}")
+            import_named(name, setting)
+        except ConfigError as error:
+            problems += error.problems
     if problems:
         raise ConfigError(problems)
 
@@ -54,7 +54,8 @@ def make_patterns(config: RunConfig) -> list[NamePattern]:
     """Return what fills the parameters by `model.initial_values`. Raises: ConfigError for settings that do not fit."""
     made, problems = [], []
     for pattern, table in config.model.initial_values.items():
-        function, settings = import_named(table["function"]), {k: v for k, v in table.items() if k != "function"}
+        function = import_named(table["function"], f"model.initial_values.{pattern!r}.function")
+        settings = {k: v for k, v in table.items() if k != "function"}
         try:
             inspect.signature(function).bind(torch.empty(0), **settings)
         except TypeError as error:
@@ -97,7 +98,7 @@ def make_dataset(config: RunConfig, ranks: Ranks, tokenizer: object) -> Iterable
     made: Any = make_named(object, setting, data.dataset, settings=data.settings, offered=offered)
     if isinstance(made, IterableDataset) and not isinstance(made, IterDataPipe):
         return made
-    parameters = inspect.signature(import_named(data.dataset)).parameters
+    parameters = inspect.signature(import_named(data.dataset, setting)).parameters
     takes = {name: parameter.kind for name, parameter in parameters.items() if name not in data.settings}
     problem = ""
     if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):

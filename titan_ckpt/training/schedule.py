@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from titan_ckpt.config import NonNegative, PositiveInt
 from titan_ckpt.encoding.named import ImportName, is_import_name
-from titan_ckpt.encoding.toml import Check, Checked, foreign
+from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys
 from titan_ckpt.errors import ConfigError, counted
 from titan_ckpt.training.train_state import TrainState
 
@@ -35,16 +35,15 @@ DECAY_BEGAN = "schedule.decay_began"
 class ScheduleConfig(Checked):
     """The learning-rate schedule; ratios are shares of all steps."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = foreign(
-        "another library's key",
-        {
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
+        "another library's key": {
             "warmup_steps": "schedule.warmup_ratio, a share of training.steps",
             "decay_type": "schedule.kind",
             "lr_scheduler_type": "schedule.kind",
             "min_lr_factor": "schedule.min_ratio",
             "total_steps": "training.steps",
         },
-    )
+    }
 
     kind: Literal["constant", "linear", "cosine", "wsd"] | ImportName = "cosine"
     """Course of the rate after warm-up; "wsd": warm-up, stable, decay. Your own as "package.module:Name" is called with

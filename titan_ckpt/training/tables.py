@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from titan_ckpt.config import NonEmpty, NonNegative, PositiveInt
 from titan_ckpt.encoding.named import ImportName
 from titan_ckpt.encoding.paths import LocalPath
-from titan_ckpt.encoding.toml import Check, Checked, foreign
+from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys
 
 BelowOne = Annotated[float, Check("a number from 0 to below 1", lambda x: 0 <= x < 1)]
 _VocabSize = Annotated[int, Check("258 or more: the bytes and two marks", lambda n: n >= 258)]
@@ -23,9 +23,8 @@ _VocabSize = Annotated[int, Check("258 or more: the bytes and two marks", lambda
 class DataConfig(Checked):
     """The training data: text, cut into sequences of one length, or conversations, one in each sequence."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = foreign(
-        "another library's key",
-        {
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
+        "another library's key": {
             "path": "data.corpus",
             "dataset_path": "data.corpus",
             "data_files": "data.corpus, which may be a folder or a pattern",
@@ -40,7 +39,7 @@ class DataConfig(Checked):
             "dataloader_num_workers": "data.num_workers",
             "prefetch_factor": "data.prefetch",
         },
-    )
+    }
 
     corpus: LocalPath = "builtin"
     """The path of a .txt, .md, .jsonl or .parquet file, of a folder with such files at any depth, or a pattern such as
@@ -116,12 +115,14 @@ ShardDegree = Annotated[int, Check("a positive number, or -1 for all ranks that 
 class ParallelConfig(Checked):
     """Degrees of parallelism; their product without expert_parallel is the number of ranks. Names are torchtitan's."""
 
-    FOREIGN_KEYS: ClassVar[Mapping[str, str]] = {
-        **{f"{name}_degree": f"torchtitan's key; here: parallel.{name}" for name in _DEGREES},
-        "pipeline_parallel_schedule": "torchtitan's key; here: parallel.pipeline_schedule",
-        "pipeline_parallel_microbatch_size": "torchtitan's key; here: parallel.pipeline_microbatches, their number",
-        "fsdp_reshard_after_forward": "torchtitan's key; here: parallel.reshard_after_forward",
-        "enable_async_tensor_parallel": "torchtitan's key; here: nothing",
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
+        "torchtitan's key": {
+            **{f"{name}_degree": f"parallel.{name}" for name in _DEGREES},
+            "pipeline_parallel_schedule": "parallel.pipeline_schedule",
+            "pipeline_parallel_microbatch_size": "parallel.pipeline_microbatches, their number",
+            "fsdp_reshard_after_forward": "parallel.reshard_after_forward",
+            "enable_async_tensor_parallel": "nothing",
+        },
     }
 
     data_parallel_replicate: PositiveInt = 1

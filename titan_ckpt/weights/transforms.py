@@ -407,7 +407,9 @@ def cast_all(tensors: StateDict, dtype: torch.dtype | None) -> StateDict:
     """Return the tensors with floating ones of 16 bits or more cast when they are written; None casts none."""
     if dtype is None:
         return tensors
-    return {fqn: cast(value, dtype) if info_of(value).dtype in CASTABLE else value for fqn, value in tensors.items()}
+    return {
+        fqn: cast(value, dtype, fqn) if info_of(value).dtype in CASTABLE else value for fqn, value in tensors.items()
+    }
 
 
 def made_twice(groups: Sequence[FileGroup], key_map: KeyMap) -> list[str]:

@@ -40,9 +40,11 @@ def test_the_answers_are_filled_in(
     assert config.data.corpus == 'my "text" 😀.txt'
     assert [converter.kind for converter in converters] == ["lora"]
     assert main(["init", "pretrain"]) == 0
+    assert main(["init", "ranks", "--file", "ranks.toml"]) == 0
     assert capsys.readouterr().out.splitlines() == [
         "lora.toml is written. Next: set model.folder, then titan-ckpt train lora.toml",
         "run.toml is written. Next: titan-ckpt train run.toml",
+        "ranks.toml is written. Next: torchrun --nproc-per-node auto -m titan_ckpt train ranks.toml",
     ]
 
 
@@ -64,4 +66,6 @@ def test_nothing_is_overwritten_or_guessed(
     assert main(["init", "pretrain", "--model", "nowhere", "--file", "x/run.toml"]) == 2
     assert "x is no folder" in capsys.readouterr().err
     assert main(["init", "pretrain", "--model", "nowhere", "--file", "other.toml"]) == 2
-    assert "starts from random values" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "starts from random values" in said
+    assert "leave it out, or train the model on with titan-ckpt init finetune, lora or qat" in said

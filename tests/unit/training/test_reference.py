@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from titan_ckpt.config import from_dict
-from titan_ckpt.encoding.toml import fields_of, tables_in
+from titan_ckpt.encoding.toml import fields_of, foreign_keys, tables_in
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.launch.command import main
@@ -57,7 +57,7 @@ def test_train_list_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None
 
 def foreign(cls: type[Any], path: str = "") -> Iterator[tuple[str, str]]:
     """Yield (dotted key, answer) of every key that is answered and does not exist here."""
-    for key, answer in getattr(cls, "FOREIGN_KEYS", {}).items():
+    for key, answer in foreign_keys(cls).items():
         yield f"{path}.{key}".lstrip("."), answer
     for name, kind in fields_of(cls).items():
         for inner in tables_in(kind):

@@ -152,33 +152,26 @@ class Pin(Shown):
     """Keep steps, whatever the run's policy says."""
 
     takes_urls: ClassVar[bool] = True
+    pinned: ClassVar[bool] = True
+    """Whether they are pinned afterwards."""
     steps: tyro.conf.Positional[tuple[Path, ...]]
     """Steps, such as run/checkpoints/step-500; or URLs of theirs in a bucket."""
 
     def run(self, console: Console) -> int:
-        from titan_ckpt.tools.retention import pin
+        from titan_ckpt.tools import retention
 
-        steps = [pin(place(path)) for path in self.steps]
-        return self.say(console, f"pinned: {_named(steps)}", steps=steps, pinned=True)
+        act = retention.pin if self.pinned else retention.unpin
+        steps = [act(place(path)) for path in self.steps]
+        state = "pinned" if self.pinned else "no longer pinned"
+        text = f"{state}: {', '.join(f'step {step}' for step in steps)}"
+        return self.say(console, text, steps=steps, pinned=self.pinned)
 
 
 @dataclass(frozen=True)
-class Unpin(Shown):
+class Unpin(Pin):
     """Let the policy decide about pinned steps again."""
 
-    takes_urls: ClassVar[bool] = True
-    steps: tyro.conf.Positional[tuple[Path, ...]]
-    """Steps, such as run/checkpoints/step-500; or URLs of theirs in a bucket."""
-
-    def run(self, console: Console) -> int:
-        from titan_ckpt.tools.retention import unpin
-
-        steps = [unpin(place(path)) for path in self.steps]
-        return self.say(console, f"no longer pinned: {_named(steps)}", steps=steps, pinned=False)
-
-
-def _named(steps: list[int]) -> str:
-    return ", ".join(f"step {step}" for step in steps)
+    pinned: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,8 @@ def write_run_file(command: Init) -> str:
     if command.data is not None and not command.data.exists():
         problems.append(f"{command.data} is not there; expected a .txt, .md, .jsonl or .parquet file, or a folder")
     if command.model is not None and not has_model:
-        problems.append(f"{command.kind} starts from random values; --model has no place in it")
+        other = "leave it out, or train the model on with titan-ckpt init finetune, lora or qat"
+        problems.append(f"{command.kind} starts from random values; --model has no place in it: {other}")
     if problems:
         raise ConfigError(problems, "titan-ckpt init")
     known = {"output_folder": _free_folder(template, command.file), "corpus": str(command.data or "builtin")}
@@ -89,7 +90,8 @@ def write_run_file(command: Init) -> str:
         text = _filled(template, known)
     command.file.write_text(text, encoding="utf-8")
     edit = "" if is_whole else "set model.folder, then "
-    return f"{command.file} is written. Next: {edit}titan-ckpt train {command.file}"
+    program = "torchrun --nproc-per-node auto -m titan_ckpt" if "[parallel]" in template else "titan-ckpt"
+    return f"{command.file} is written. Next: {edit}{program} train {command.file}"
 
 
 def _free_folder(template: str, file: Path) -> str:

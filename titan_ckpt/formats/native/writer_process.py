@@ -171,7 +171,7 @@ def serve(shared: Buffer, trainer: int) -> None:
         answer: dict[str, object]
         try:
             if kind := request["kind"]:  # the trainer has named it in OTHERS
-                OTHERS[request["path"].partition(":")[0]] = import_named(kind)
+                OTHERS[request["path"].partition(":")[0]] = import_named(kind, "store")
             digest = write_rank_file(
                 open_location(request["path"], settings=StoreConfig(**request["store"])),
                 layout,

@@ -33,7 +33,7 @@ from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import boxes, hull
-from titan_ckpt.geometry.chunks import Block, Chunk, Sharding, TensorInfo, info_of, sharding_of
+from titan_ckpt.geometry.chunks import Block, Chunk, Sharding, TensorInfo, info_of, require_range, sharding_of
 from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.stores.object_writer import no_thread
 from titan_ckpt.weights.transforms import FileGroup
@@ -197,12 +197,14 @@ def part_of(piece: FilePart, box: Chunk) -> torch.Tensor:
     return values
 
 
-def cast_on_device(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a device's values in this dtype, so that they are cast there; the host's own are cast as they are copied.
+def cast_into(out: torch.Tensor, values: torch.Tensor, key: str) -> None:
+    """Copy the values of a tensor to host memory, in its dtype; those of a device are cast there.
 
-    torch would copy the values as they are to fresh host memory that is not page-locked, and cast them there.
+    torch would copy them as they are to fresh host memory that is not page-locked, and cast them there.
+    Raises: ExportError for values beyond the dtype's range.
     """
-    return values if values.is_cpu else values.to(dtype)
+    require_range(key, values, out.dtype)
+    out.copy_(values if values.is_cpu else values.to(out.dtype))
 
 
 class Exchange:
@@ -322,7 +324,7 @@ class Exchange:
                 page, at = self._reserve(to, start + round_up(num_bytes, _DIGEST_BYTES))
                 values, stop = part_of(piece, box), at + start + num_bytes
                 memory = page.memory.tensor[at + start : stop].view(info.dtype)
-                memory.view(values.shape).copy_(cast_on_device(values, info.dtype))
+                cast_into(memory.view(values.shape), values, piece.key)
                 page.memory.view[at : at + start] = head + digest(page.memory.view[at + start : stop])
             except BaseException as error:
                 self._fail(error)

@@ -31,7 +31,7 @@ from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.exchange import (
     Exchange,
-    cast_on_device,
+    cast_into,
     everyone,
     part_of,
     row_peers,
@@ -341,7 +341,7 @@ class ExportWriter:
         first = (written.offset or 0) % ALIGNMENT
         with bounce_buffer() as bounce:
             values = bounce.tensor[first : first + num_bytes].view(dtype).view(view.shape)
-            values.copy_(cast_on_device(view, dtype))
+            cast_into(values, view, written.key)
             written.parts = [(None, digest(bounce.view[first : first + num_bytes]))]
             self._put(written, values)
 

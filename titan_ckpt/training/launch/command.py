@@ -61,7 +61,7 @@ def build_trainer(path: str, overrides: Sequence[str]) -> Trainer:
 
     Raises: ConfigError, also for a trainer that the package does not know, and without the extra `train`.
     """
-    from titan_ckpt.encoding.named import BadNameError, import_named
+    from titan_ckpt.encoding.named import import_named
     from titan_ckpt.errors import ConfigError
     from titan_ckpt.training.run_file import read_run
 
@@ -70,10 +70,7 @@ def build_trainer(path: str, overrides: Sequence[str]) -> Trainer:
 
     kind: Any = Trainer
     if config.trainer is not None:
-        try:
-            kind = import_named(config.trainer)
-        except BadNameError as error:
-            raise ConfigError([f"trainer: {error}"]) from None
+        kind = import_named(config.trainer, "trainer")
         if not (isinstance(kind, type) and issubclass(kind, Trainer)):
             found = f"{config.trainer!r} is no subclass of titan_ckpt.training.trainer.Trainer"
             raise ConfigError([f"trainer: {found}; name one, or leave it out for the built-in one"])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError, counted
@@ -23,14 +23,10 @@ from titan_ckpt.geometry.nested import DICTS
 _WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "schedulefree.wrap_schedulefree")
 """Modules of wrappers whose state dict is that of the optimizer inside; other wrappers speak for themselves."""
 
-PROVED = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam",
-        "RMSprop", "Rprop", "SGD", "SparseAdam",
-    )
-    if hasattr(torch.optim, name)
-)  # fmt: skip
+PROVED = frozenset({
+    optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.LBFGS,
+    optim.Muon, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
+})  # fmt: skip
 """Classes that change weights in `step` alone; a test calls all their other methods."""
 
 State = Mapping[nn.Parameter, Mapping[Any, Any]]

@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from titan_ckpt.components import quantized_state
+from titan_ckpt.components.known.classes import class_name
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_content import OF_TORCH, innermost, read, speaks_for_itself
-from titan_ckpt.components.unsaved_state import class_name, faults, stored_by_code_of, unless_allowed
+from titan_ckpt.components.unsaved_state import faults, stored_by_code_of, unless_allowed
 from titan_ckpt.components.watched import ATOMS, Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed

@@ -18,51 +18,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_ckpt.components.unsaved_state import (
-    LIBRARIES,
-    class_name,
-    function_faults,
-    package_of,
-    stored_by_code_of,
-    unless_allowed,
-)
+from titan_ckpt.components.known.classes import LIBRARIES, class_name, exact, names_of, own_and_base, package_of
+from titan_ckpt.components.unsaved_state import function_faults, stored_by_code_of, unless_allowed
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.rng import process_state
 
-SAMPLERS: Mapping[str, str] = {
-    **{
-        f"torch.utils.data.sampler.{name}Sampler": ""
-        for name in ("", "Batch", "Random", "Sequential", "SubsetRandom", "WeightedRandom")
-    },
-    "torch.utils.data.distributed.DistributedSampler": "",
-    "torch.utils.data.dataloader._InfiniteConstantSampler": "",
-    "torch.distributed.elastic.utils.data.elastic_distributed_sampler.ElasticDistributedSampler": "",
-    "torchdata.stateful_dataloader.sampler.BatchSampler": "",
-    "torchdata.stateful_dataloader.sampler.RandomSampler": "",
-    "torchdata.stateful_dataloader.sampler.StatefulDistributedSampler": "",
-    "accelerate.data_loader.BatchSamplerShard": "",
-    "accelerate.data_loader.SeedableRandomSampler": "",
-    "accelerate.data_loader.SkipBatchSampler": "",
-    "transformers.trainer_pt_utils.BatchRebalanceSampler": "",
-    "transformers.trainer_pt_utils.DistributedLengthGroupedSampler": "",
-    "transformers.trainer_pt_utils.DistributedSamplerWithLoop": "",
-    "transformers.trainer_pt_utils.LengthGroupedSampler": "",
-    "transformers.trainer_pt_utils.ShardSampler": "",
-    "trl.trainer.utils.RepeatSampler": "",
-    **{
-        f"{package}.utilities.distributed.DistributedSamplerWrapper": ""
-        for package in ("lightning.fabric", "lightning_fabric")
-    },
-    **{
-        f"{package}.{name}": ""
-        for package in ("lightning.pytorch", "pytorch_lightning")
-        for name in (
-            "demos.lstm.SequenceSampler",
-            "overrides.distributed.UnrepeatedDistributedSampler",
+SAMPLERS: Mapping[str, str] = exact(
+    {
+        "torch.utils.data.sampler": "Sampler BatchSampler RandomSampler SequentialSampler SubsetRandomSampler "
+        "WeightedRandomSampler",
+        "torch.utils.data": "distributed.DistributedSampler dataloader._InfiniteConstantSampler",
+        "torch.distributed.elastic.utils.data.elastic_distributed_sampler": "ElasticDistributedSampler",
+        "torchdata.stateful_dataloader.sampler": "BatchSampler RandomSampler StatefulDistributedSampler",
+        "accelerate.data_loader": "BatchSamplerShard SeedableRandomSampler SkipBatchSampler",
+        "transformers.trainer_pt_utils": "BatchRebalanceSampler DistributedLengthGroupedSampler "
+        "DistributedSamplerWithLoop LengthGroupedSampler ShardSampler",
+        "trl.trainer.utils": "RepeatSampler",
+        **dict.fromkeys(
+            ("lightning.fabric.utilities.distributed", "lightning_fabric.utilities.distributed"),
+            "DistributedSamplerWrapper",
+        ),
+        **dict.fromkeys(
+            ("lightning.pytorch", "pytorch_lightning"),
+            "demos.lstm.SequenceSampler overrides.distributed.UnrepeatedDistributedSampler "
             "overrides.distributed.UnrepeatedDistributedSamplerWrapper",
-        )
-    },
-}
+        ),
+    }
+)
 """Full name of a library's class of samplers -> "": it was seen to continue exactly. Others are refused.
 
 The base Sampler has no order of its own, and torch gives _InfiniteConstantSampler to streams alone.
@@ -82,12 +64,9 @@ def has_state(value: Any) -> bool:
 def sampler_faults(samplers: Collection[Any], allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each sampler whose order depends on what no step holds, as far as its class says it."""
     for sampler in samplers:
-        kinds = type(sampler).__mro__
-        of_library = next((kind for kind in kinds[:-1] if kind.__module__.partition(".")[0] in LIBRARIES), None)
-        own = kinds[: kinds.index(of_library)] if of_library is not None else kinds[:-1]
+        own, base = own_and_base(type(sampler))
         name = class_name(sampler)
-        known = of_library is None or f"{of_library.__module__}.{of_library.__qualname__}" in SAMPLERS
-        if not known:
+        if base is not object and names_of(base)[0] not in SAMPLERS:
             reason = "its order was not proved to continue after a resume: take another sampler"
             yield from unless_allowed(f"sampler {name}", name, reason, allow)
         elif not has_state(sampler) and (stored := next(stored_by_code_of(own, builds=("set_epoch",)), None)):

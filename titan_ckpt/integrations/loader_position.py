@@ -23,6 +23,7 @@ import xxhash
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
+from titan_ckpt.components.known.classes import LIBRARIES, class_name, names_of, package_of
 from titan_ckpt.components.known.loaders import (
     POSITIONED,
     begin_afresh,
@@ -31,7 +32,7 @@ from titan_ckpt.components.known.loaders import (
     stateful_faults,
 )
 from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
-from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, unless_allowed
+from titan_ckpt.components.unsaved_state import unless_allowed
 from titan_ckpt.errors import ConfigError, LoadMismatchError, counted
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
 from titan_ckpt.rng import RandomState, Seeded, get_random, held_generators, set_random
@@ -543,8 +544,8 @@ def _seed_of(*facts: Any) -> int:
 def _divides(sampler: Any) -> bool:
     """Return whether a sampler deals the entries of one order to the ranks in turn."""
     owner = next((kind for kind in type(sampler).__mro__ if "__iter__" in vars(kind)), object)
-    is_shard = f"{owner.__module__}.{owner.__qualname__}" == "accelerate.data_loader.BatchSamplerShard"
-    return is_shard or (isinstance(sampler, DistributedSampler) and owner.__module__.partition(".")[0] in LIBRARIES)
+    is_shard = names_of(owner)[0] == "accelerate.data_loader.BatchSamplerShard"
+    return is_shard or (isinstance(sampler, DistributedSampler) and package_of(owner) in LIBRARIES)
 
 
 def length_of(data: Any) -> int | None:

@@ -24,7 +24,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ckpt.components.gradients import still_used
 from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, Stored
-from titan_ckpt.components.unsaved_state import class_name, fault_of, unless_allowed
+from titan_ckpt.components.known.classes import class_name
+from titan_ckpt.components.unsaved_state import fault_of, unless_allowed
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.gc_paused import instances_of
 from titan_ckpt.rng import used_by

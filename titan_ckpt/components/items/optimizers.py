@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from titan_ckpt.components import optimizer_content, schedules
 from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested, wrong_types
+from titan_ckpt.components.known.classes import class_name
 from titan_ckpt.components.optimizer import PREFIX, Groups, OptimizerState, merge_groups, parameter_of
 from titan_ckpt.components.optimizer_rehearsal import rehearse
 from titan_ckpt.components.optimizer_split import NOT_STORED, Group
-from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ExportError, LoadMismatchError, StateEncodingError

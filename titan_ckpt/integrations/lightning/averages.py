@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.components.known.classes import names_of
+
 
 def averaging(callbacks: list[Any]) -> list[Any]:
     """Return the callbacks that are WeightAveraging, or extend it."""
@@ -44,7 +46,7 @@ def go_on_from_last_epoch(callback: Any, trainer: Any) -> None:
 
 def is_callback(value: Any, name: str) -> bool:
     """Return whether a callback is, or extends, this class of a module of Lightning's callbacks."""
-    return any(f"{kind.__module__}.{kind.__qualname__}".endswith(f".callbacks.{name}") for kind in type(value).__mro__)
+    return any(each.endswith(f".callbacks.{name}") for each in names_of(type(value)))
 
 
 def state_of_average(callback: Any) -> dict[str, Any]:

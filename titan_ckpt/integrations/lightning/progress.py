@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_ckpt.components.gradients import is_used
+from titan_ckpt.components.known.classes import gives_state
 from titan_ckpt.components.known.loaders import seed_workers_apart
 from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import unless_allowed
@@ -28,7 +29,7 @@ from titan_ckpt.integrations.lightning.averages import (
     state_of_average,
     stochastic,
 )
-from titan_ckpt.integrations.lightning.known import gives_state, overrides
+from titan_ckpt.integrations.lightning.known import overrides
 from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
 from titan_ckpt.integrations.loader_position import order_of, set_order
 

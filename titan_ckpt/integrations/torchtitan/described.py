@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+from titan_ckpt.components.known.classes import class_name, names_of
 from titan_ckpt.errors import ConfigError
 
 ROPE = "rope_parameters"
@@ -38,11 +39,6 @@ def _known_class(model: Any) -> str | None:
     return next((name for name in names_of(type(model)) if name in _MODELS), None)
 
 
-def names_of(kind: type) -> list[str]:
-    """Return the full names of a class and of those that it extends."""
-    return [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
-
-
 def foreign_classes(model: Any) -> list[str]:
     """Return the classes of args whose settings are not known: a user's, and those of torchtitan's other models."""
     known = _known_class(model)
@@ -53,7 +49,7 @@ def foreign_classes(model: Any) -> list[str]:
 
 def unsaid(model: Any) -> list[str]:
     """Return the settings of a known model that no config.json says, and that transformers' model does not have."""
-    names = (f"{type(args).__module__}.{type(args).__qualname__}.{name}" for args in tree(model) for name in _odd(args))
+    names = (f"{class_name(args)}.{name}" for args in tree(model) for name in _odd(args))
     return [*dict.fromkeys(names)] if described(model) else []
 
 

@@ -12,15 +12,9 @@ import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.unsaved_state import (
-    LIBRARIES,
-    class_name,
-    faults,
-    function_faults,
-    is_own_kind,
-    unless_allowed,
-)
+from titan_ckpt.components.known import classes, peft_adapters
+from titan_ckpt.components.known.classes import class_name, defines, is_own_kind
+from titan_ckpt.components.unsaved_state import faults, function_faults, unless_allowed
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import listed
@@ -135,6 +129,4 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch:
 
 def gives_state(value: Any) -> bool:
     """Return whether an object's own class, and not one of a library, returns its state and takes it back."""
-    names = ("state",) if isinstance(value, ExportableState) else ("state_dict", "load_state_dict")
-    owners = [next((kind for kind in type(value).__mro__ if name in vars(kind)), None) for name in names]
-    return all(owner is not None and owner.__module__.partition(".")[0] not in LIBRARIES for owner in owners)
+    return defines(value, "state") if isinstance(value, ExportableState) else classes.gives_state(value)

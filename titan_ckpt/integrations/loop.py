@@ -30,7 +30,7 @@ class LoopCheckpoint:
         super().__init__()
         self._config = config
         self._guard: RunGuard | None = None
-        self._opened = ExitStack()
+        self.opened = ExitStack()
         self._completed = 0
         """The step that was loaded or saved last."""
 
@@ -47,7 +47,7 @@ class LoopCheckpoint:
     def _load(self, new_manager: Callable[[], CheckpointManager]) -> int:
         """Load into what the trainer has built, and return the step."""
         self._guard = None
-        self.manager = self._opened.enter_context(new_manager())
+        self.manager = self.opened.enter_context(new_manager())
         self._completed = self.manager.load().step
         return self._completed
 
@@ -58,8 +58,8 @@ class LoopCheckpoint:
         self._groups = Groups(optimizers)
 
     def _watch(self) -> None:
-        """Let signals, time limits and exceptions save the run; an exception must pass `_opened`."""
-        self._guard = self._opened.enter_context(RunGuard(self.manager))
+        """Let signals, time limits and exceptions save the run; an exception must pass `opened`."""
+        self._guard = self.opened.enter_context(RunGuard(self.manager))
 
     def _complete(
         self, step: int, metrics: Mapping[str, float], *, is_last: bool, force: bool = False, export: bool = True

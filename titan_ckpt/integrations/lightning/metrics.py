@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from titan_ckpt.components.known.classes import names_of
 from titan_ckpt.components.unsaved_state import stored_by_code_of
@@ -70,8 +71,12 @@ def hold_metrics(module: nn.Module, state: dict[str, Any]) -> None:
         metric.reset()
         if name in state["held"]:
             stored = state["held"][name]
-            for key, value in (stored["states"] | stored["beside"]).items():
-                setattr(metric, key, _copied(value, metric.device))
+            # members of a group are stored as one tensor, and each updates it in place
+            held_now = tree_map_only(
+                torch.Tensor, lambda v, to=metric.device: v.to(to, copy=True), stored["states"] | stored["beside"]
+            )
+            for key, value in held_now.items():
+                setattr(metric, key, value)
             metric._update_count = stored["count"]  # noqa: SLF001 - as above
 
 
@@ -108,13 +113,6 @@ def _trackers_of(module: nn.Module) -> list[tuple[str, Any]]:
     return [
         (name, part) for name, part in named if "torchmetrics.wrappers.tracker.MetricTracker" in names_of(type(part))
     ]
-
-
-def _copied(value: Any, device: torch.device) -> Any:
-    """Return a stored state as a copy: members of a group are stored as one tensor, and each updates it in place."""
-    if isinstance(value, list):
-        return [_copied(part, device) for part in value]
-    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
 
 
 def _state_of_logged(key: str, metric: Any) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from titan_ckpt.integrations.lightning.averages import (
 from titan_ckpt.integrations.lightning.known import overrides
 from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
 from titan_ckpt.integrations.loader_position import order_of, set_order
+from titan_ckpt.weights.live_memory import is_same
 
 logger = logging.getLogger(__name__)
 
@@ -189,8 +190,10 @@ class Progress:
         before = dict(weights)
         self._trainer.lightning_module.on_load_checkpoint(checkpoint)
         after = checkpoint.get("state_dict", weights)
-        names = before.keys() | after.keys()
-        if changed := sorted(name for name in names if not _equal(before.get(name), after.get(name))):
+        differing = {
+            n for n in before.keys() & after.keys() if before[n] is not after[n] and not is_same(before[n], after[n])
+        }
+        if changed := sorted(differing | before.keys() ^ after.keys()):
             entries = f'on_load_checkpoint changes checkpoint["state_dict"] ({", ".join(changed[:5])})'
             raise ConfigError(
                 [f"{entries}, but the weights are loaded already: change the parameters of the module instead"]
@@ -230,13 +233,3 @@ def _go_on_afresh(loop: Any) -> None:
     for inner in vars(loop).values():
         if hasattr(inner, "_resuming_from_checkpoint"):
             _go_on_afresh(inner)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:  # also where it holds NaN
-        return True
-    if isinstance(one, DTensor) and isinstance(other, DTensor):
-        one, other = one.to_local(), other.to_local()
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return False

@@ -125,12 +125,12 @@ class TitanCheckpoint(LoopCheckpoint):
             *((callback, "_swap_models", partial(self._swapped, callback), self._may_change) for callback in averages),
         ):
             _extend(value, name, then, unless)
-            self._opened.callback(vars(value).pop, name, None)
+            self.opened.callback(vars(value).pop, name, None)
         for callback in averages if not step else ():
             load_average(callback, None, pl_module)
         if step:
             vars(fit)["run"] = partial(self._run, fit.run)
-            self._opened.callback(vars(fit).pop, "run", None)
+            self.opened.callback(vars(fit).pop, "run", None)
         self._loaded(trainer.optimizers, is_done=False)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -141,11 +141,11 @@ class TitanCheckpoint(LoopCheckpoint):
         """Let the guard save the last completed step, with the weights that a validation had put aside."""
         for callback in [*self._put_aside]:
             callback._swap_models(pl_module)  # noqa: SLF001 - as above
-        self._opened.__exit__(type(exception), exception, exception.__traceback__)
+        self.opened.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finish the last save."""
-        self._opened.close()
+        self.opened.close()
 
     def _run(self, run: Any) -> None:
         """Run the loop, or do what it does after the last step, if that is saved: the epoch and the run end."""

@@ -55,8 +55,8 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
     """
     if isinstance(trainer, _Attached):
         raise ConfigError(["this trainer is attached already: give the first call all settings"])
-    only_adapter = is_adapter_model(trainer.model) and not (config.save is not None and config.save.include_base)
     has_adapter = is_adapter_model(trainer.model)
+    only_adapter = has_adapter and not (config.save is not None and config.save.include_base)
     if faults := [
         *problems(trainer, config, has_adapter=has_adapter),
         *(needs_base(trainer.model, trainer.optimizer) if only_adapter else ()),
@@ -69,8 +69,8 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
     return checkpoint
 
 
-class TitanCheckpoint(LoopCheckpoint):
-    """The parts that `attach` has added to a trainer."""
+class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
+    """The parts that `attach` has added to a trainer, and the last callback of a run, which sees what others have done."""
 
     prepared: tuple[Any, Any]
     """What the Trainer's own _prepare_for_training() has returned."""
@@ -79,17 +79,12 @@ class TitanCheckpoint(LoopCheckpoint):
         super().__init__(config)
         self._trainer: Any = trainer
         self._only_adapter = only_adapter
-        self._is_asked = False
+        self.is_asked = False
+        """Whether the current step is to be saved, because a callback has set control.should_save."""
         self._callbacks = [*trainer.callback_handler.callbacks]
         """Those that were there, and were judged, when the trainer was attached."""
 
     # called by _Attached, in this order
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Keep the manager and the guard open; the guard sees the exception that ends the training."""
-        with self._opened:
-            yield
 
     def wrap(self, loader: Any) -> TrainerLoader:
         """Give the loader a position."""
@@ -109,8 +104,8 @@ class TitanCheckpoint(LoopCheckpoint):
         self._followers = Followers(self._trainer)
         trainer.state.global_step = step = self._load(self._new_manager)
         self._watch()
-        trainer.add_callback(last := _Begun(self))
-        self._opened.callback(trainer.remove_callback, last)
+        trainer.add_callback(self)
+        self.opened.callback(trainer.remove_callback, self)
         if self._run.ended and step < max_steps:
             _log.warning(
                 f"nothing is left to train: a callback ended the run at step {step}. To train on, change the callback "
@@ -141,7 +136,7 @@ class TitanCheckpoint(LoopCheckpoint):
             for state in self._own:
                 state.restore()
 
-    def training_begun(self) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Restore what `on_train_begin` of a callback has set anew, and watch the rest.
 
         Raises: ConfigError for what it has set anew and no step holds.
@@ -151,7 +146,7 @@ class TitanCheckpoint(LoopCheckpoint):
         if faults := [*self._unsaved(self.manager.watch)]:
             raise ConfigError(faults)
 
-    def epoch_begun(self) -> None:
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Restore what `on_epoch_begin` has set anew, within an epoch that had begun before the resume."""
         if self.loader.is_resumed_within:
             self.restore()
@@ -191,17 +186,13 @@ class TitanCheckpoint(LoopCheckpoint):
             self._run.ended = self._trainer.control.should_training_stop
             self._save_last(self._metrics(self._completed))
 
-    def ask(self) -> None:
-        """Save the current step, because a callback has set control.should_save."""
-        self._is_asked = True
-
     def _step_completed(self, *, is_last: bool) -> None:
         step = self._trainer.state.global_step
         if step == self._completed:
             return
         self._run.ended = is_last and step < self._trainer.state.max_steps
         is_last = self._is_done = is_last or step >= self._trainer.state.max_steps
-        is_asked, self._is_asked = self._is_asked and not is_last, False
+        is_asked, self.is_asked = self.is_asked and not is_last, False
         if self._complete(step, self._metrics(step), is_last=is_last, force=is_asked):
             self._trainer.control.should_training_stop = True
 
@@ -256,7 +247,7 @@ class TitanCheckpoint(LoopCheckpoint):
         settings = model.generation_config if model.can_generate() else None
         if processing is None and settings is None:
             return None
-        folder = Path(self._opened.enter_context(tempfile.TemporaryDirectory(prefix="titan_ckpt-")))
+        folder = Path(self.opened.enter_context(tempfile.TemporaryDirectory(prefix="titan_ckpt-")))
         for owner in (processing, settings):
             if owner is not None:
                 owner.save_pretrained(folder)
@@ -265,19 +256,6 @@ class TitanCheckpoint(LoopCheckpoint):
             if path.is_file():
                 shutil.copy(path, folder)
         return folder
-
-
-class _Begun(TrainerCallback):
-    """The last callback of a run, which sees what the others have done when the training and an epoch begin."""
-
-    def __init__(self, checkpoint: TitanCheckpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._checkpoint.training_begun()
-
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self._checkpoint.epoch_begun()
 
 
 class _Attached(Trainer):
@@ -306,7 +284,7 @@ class _Attached(Trainer):
         return loader
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with self.titan_ckpt.running():
+        with self.titan_ckpt.opened:  # the guard sees the exception that ends the training
             return super()._inner_training_loop(*args, **kwargs)
 
     def _init_training_state(
@@ -352,4 +330,4 @@ class _Attached(Trainer):
         self.titan_ckpt.step_ended()
 
     def _save_checkpoint(self, *_: Any, **__: Any) -> None:
-        self.titan_ckpt.ask()
+        self.titan_ckpt.is_asked = True

@@ -24,16 +24,10 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
 from titan_ckpt.components.known.classes import LIBRARIES, class_name, names_of, package_of
-from titan_ckpt.components.known.loaders import (
-    POSITIONED,
-    begin_afresh,
-    is_of_torchdata,
-    samplers_of,
-    stateful_faults,
-)
+from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_torchdata, samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import unless_allowed
-from titan_ckpt.errors import ConfigError, LoadMismatchError, counted
+from titan_ckpt.errors import LoadMismatchError, counted, refuse
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
 from titan_ckpt.rng import RandomState, Seeded, get_random, held_generators, set_random
 
@@ -96,15 +90,14 @@ class PositionedLoader:
         self._ahead: dict[str, Any] | None = None
         """The position after the batch that was returned, when one more was read to know whether it is the last."""
         self._is_last = False
-        self._read_again = self._why_read_again()
+        self.read_again = self._why_read_again()
         """Why a resume reads the epoch from its start; "" if it does not."""
         begin_afresh(self.inner)
         if isinstance(self.inner, DataLoader):
             POSITIONED.add(self.inner)
         self._of_data = _drawn_from(self.inner, self._stream)
         faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
-        if faults:
-            raise ConfigError(faults)
+        refuse(*faults)
 
     # for subclasses
 
@@ -198,10 +191,10 @@ class PositionedLoader:
         now = resumed and (resumed["ahead"] or resumed["now"])
         if resumed and self.num_batches and hasattr(self._stream, "_ex_iterable"):
             self._stream.set_epoch(resumed["stream_epoch"])
-        if self._read_again:
+        if self.read_again:
             within = resumed is not None and self.num_batches > 0
             if resumed and within:
-                why = f"{self._read_again}: {self.num_batches} batches of epoch {self.epoch}"
+                why = f"{self.read_again}: {self.num_batches} batches of epoch {self.epoch}"
                 _log.warning(f"data: {why} are read again, and not trained on")
                 self._set_random(resumed["start"])
             self._start = self._get_random()
@@ -257,8 +250,7 @@ class PositionedLoader:
         order = iter(sampler)
         watch = OrderWatch(samplers_of(self.inner))
         first = next(order, _END)
-        if faults := [*watch.faults(self._allow)]:
-            raise ConfigError(faults)
+        refuse(*watch.faults(self._allow))
         if first is _END and resumed and self._stateful_samplers():  # its state was that of its last epoch's end
             order = iter(sampler)
             first = next(order, _END)
@@ -344,8 +336,9 @@ class PositionedLoader:
         orders = [(state["start"] or state["now"])["samplers"] for state in state_dicts]
         alike = alike and all(order == orders[0] for order in orders)
         stored, own = first["start"] or first["now"], self._get_random()
-        same_order = len(stored["generators"]) == len(own["generators"]) and self._has_own_order
-        same_order = same_order and (is_divided or not total)
+        samplers = samplers_of(self.inner)  # those without a generator draw from the process's random state
+        random = [s for s in samplers if getattr(s, "generator", 0) is None and not hasattr(s, "initial_seed")]
+        same_order = len(stored["generators"]) == len(own["generators"]) and not random and (is_divided or not total)
         if not alike or total % self.num_batches_at_once or first["source"] is not None or not same_order:
             why = "" if is_divided else ", because no DistributedSampler divides the data among ranks"
             raise LoadMismatchError(
@@ -371,7 +364,7 @@ class PositionedLoader:
     @property
     def _source(self) -> Any:
         """Return the object that knows its own position: the loader or its dataset; None if batches are counted."""
-        if self._read_again:
+        if self.read_again:
             return None
         if self._gives_state:
             return self.inner
@@ -382,18 +375,13 @@ class PositionedLoader:
         """Return whether the loader is asked for its position; torchdata's over a dataset with a length is not."""
         data = getattr(self.inner, "dataset", None)
         is_counted = is_of_torchdata(self.inner) and not isinstance(data, IterableDataset) and not has_state(data)
-        return has_state(self.inner) and not is_counted and not self._read_again
+        return has_state(self.inner) and not is_counted and not self.read_again
 
     @property
     def _stream(self) -> Any:
         """Return the dataset, of which accelerate may have given this rank a part by a dataset around it."""
         data: Any = getattr(self.inner, "dataset", None)
         return data.dataset if class_name(data) == "accelerate.data_loader.IterableDatasetShard" else data
-
-    @property
-    def is_read_again(self) -> bool:
-        """Return whether a resume reads a stream from the start of its epoch."""
-        return bool(self._read_again)
 
     def _why_read_again(self) -> str:
         stream = self._stream
@@ -413,17 +401,10 @@ class PositionedLoader:
         dataset = getattr(self.inner, "dataset", None)
         return isinstance(dataset, IterableDataset) and not hasattr(dataset, "_starting_state_dict")
 
-    @property
-    def _has_own_order(self) -> bool:
-        """Return whether the order depends on seeds and generators alone, not on the process's random state."""
-        samplers = samplers_of(self.inner)
-        random = [s for s in samplers if getattr(s, "generator", 0) is None and not hasattr(s, "initial_seed")]
-        return not random
-
     def _order_faults(self) -> Iterator[str]:
         data = getattr(self.inner, "dataset", None)
-        held = self._of_data if self.is_read_again or not getattr(self.inner, "num_workers", 0) else ()
-        yield from stream_faults(data, self._allow, is_read_again=self.is_read_again, held=held)
+        held = self._of_data if bool(self.read_again) or not getattr(self.inner, "num_workers", 0) else ()
+        yield from stream_faults(data, self._allow, is_read_again=bool(self.read_again), held=held)
         if self.judges_collator:
             yield from collator_faults(getattr(self.inner, "collate_fn", None), self._allow, self._of_data)
         if self._gives_state:
@@ -436,12 +417,12 @@ class PositionedLoader:
             yield from unless_allowed(f"data: {name}", name, _KEPT, self._allow)
         is_asked = isinstance(data, IterableDataset) or (self._gives_state and has_state(data))  # in each worker
         copied = held_generators(getattr(self.inner, "collate_fn", None)) if is_asked else self._of_data
-        for generator in copied if getattr(self.inner, "num_workers", 0) and not self._read_again else ():
+        for generator in copied if getattr(self.inner, "num_workers", 0) and not self.read_again else ():
             name = class_name(generator)
             yield from unless_allowed(f"data: it draws from a {name}", name, _COPIED, self._allow)
 
     def _fault(self) -> str | None:
-        if has_state(self.inner) or self._read_again:
+        if has_state(self.inner) or self.read_again:
             return None
         if not isinstance(self.inner, DataLoader):
             return (
@@ -475,7 +456,7 @@ class PositionedLoader:
         sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
         size = sizes[0] if sizes else getattr(self.inner, "batch_size", None)
         return {
-            **({"workers": self.inner.num_workers} if self._read_again else {}),
+            **({"workers": self.inner.num_workers} if self.read_again else {}),
             "length": length_of(self.loader),
             "samples": length_of(getattr(self.inner, "dataset", None)),
             "batch_size": size,

@@ -6,7 +6,7 @@ Libraries are optional, so their classes are known by name, and none is imported
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -59,7 +59,7 @@ def own_and_base(kind: type) -> tuple[tuple[type, ...], type]:
     return kinds[:i], kinds[i]
 
 
-def defines(value: Any, *methods: str) -> bool:
+def defines(value: Any, methods: Sequence[str]) -> bool:
     """Return whether the user's own classes, and not those of a library, define these methods of an object."""
     homes = [next((kind for kind in type(value).__mro__ if name in vars(kind)), None) for name in methods]
     return all(home is not None and package_of(home) not in LIBRARIES for home in homes)
@@ -67,4 +67,4 @@ def defines(value: Any, *methods: str) -> bool:
 
 def gives_state(value: Any) -> bool:
     """Return whether an object of the user's own class gives its state and takes it back."""
-    return defines(value, "state_dict", "load_state_dict")
+    return defines(value, ("state_dict", "load_state_dict"))

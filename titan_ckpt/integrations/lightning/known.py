@@ -26,7 +26,7 @@ from titan_ckpt.components.known.classes import (
 )
 from titan_ckpt.components.unsaved_state import faults, function_faults, unless_allowed
 from titan_ckpt.components.watched import Watch
-from titan_ckpt.integrations.lightning.averages import is_callback
+from titan_ckpt.integrations.lightning.averages import AVERAGING, FINETUNING, STOCHASTIC, of_kinds
 
 _OWN = "it changes Lightning's own checkpoint (on_save_checkpoint), which is not written, so a resume would lose its"
 _WRITES = "it writes Lightning's own checkpoints beside those of titan_ckpt: leave it out"
@@ -97,8 +97,6 @@ _BUILDS = (
     "on_train_end", "predict_dataloader", "prepare_data", "setup", "teardown", "test_dataloader", "train_dataloader",
     "val_dataloader",
 )  # fmt: skip
-_FINETUNING = "finetuning.BaseFinetuning"
-_AVERAGES = ("weight_averaging.WeightAveraging", "stochastic_weight_avg.StochasticWeightAveraging")
 _BEGINS = ("on_fit_start", "on_train_start")
 """Hooks that every start calls: before its load or after its last step, and after its load."""
 
@@ -144,9 +142,9 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
     ):
         if value is not None:
             of_libraries = dict.fromkeys(names_of(type(value)), "")
-            yield from judged([(role, value)], of_libraries, gives_state=lambda value, hook=hook: defines(value, hook))
+            yield from judged([(role, value)], of_libraries, gives_state=partial(defines, methods=[hook]))
     for callback in own:
-        if gives_state(callback) and defines(callback, "on_fit_start"):
+        if gives_state(callback) and defines(callback, ["on_fit_start"]):
             reason = "its on_fit_start is called before its state is loaded: name the method on_train_start"
             yield from unless_allowed(f"callback {class_name(callback)}", class_name(callback), reason, allow)
 
@@ -163,24 +161,23 @@ def _functions_of(callback: Any) -> Iterator[tuple[str, Any]]:
 def sharded_faults(strategy: Any, callbacks: Iterable[Any]) -> Iterator[str]:
     """Yield why a callback does not work with weights that are sharded."""
     is_sharded = any(kind.__name__ == "ModelParallelStrategy" for kind in type(strategy).__mro__)
-    for callback in callbacks if is_sharded else ():
-        if any(is_callback(callback, name) for name in (_FINETUNING, *_AVERAGES)):
-            yield (
-                f"callback {class_name(callback)}: ModelParallelStrategy replaces the parameters that it has copied or "
-                "frozen by shards, after its setup: leave it out, or use DDPStrategy or one device"
-            )
+    for callback in of_kinds(callbacks, FINETUNING, AVERAGING, STOCHASTIC) if is_sharded else ():
+        yield (
+            f"callback {class_name(callback)}: ModelParallelStrategy replaces the parameters that it has copied or "
+            "frozen by shards, after its setup: leave it out, or use DDPStrategy or one device"
+        )
 
 
 def frozen_faults(trainer: Any, module: nn.Module) -> Iterator[str]:
     """Yield why a callback cannot unfreeze parameters later."""
     is_frozen = any(not parameter.requires_grad for parameter in module.parameters())
-    for callback in trainer.callbacks:
-        if is_frozen and isinstance(trainer.model, DistributedDataParallel) and is_callback(callback, _FINETUNING):
-            yield (
-                f"callback {class_name(callback)}: DDP averages no gradients of parameters that are frozen when the "
-                "training begins, so each rank would train others: on several ranks, give configure_optimizers all "
-                "groups, and raise their rates by a scheduler"
-            )
+    is_lost = is_frozen and isinstance(trainer.model, DistributedDataParallel)
+    for callback in of_kinds(trainer.callbacks, FINETUNING) if is_lost else ():
+        yield (
+            f"callback {class_name(callback)}: DDP averages no gradients of parameters that are frozen when the "
+            "training begins, so each rank would train others: on several ranks, give configure_optimizers all "
+            "groups, and raise their rates by a scheduler"
+        )
 
 
 def overrides(value: Any, home: str | tuple[str, ...]) -> bool:

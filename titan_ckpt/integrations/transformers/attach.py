@@ -26,7 +26,7 @@ from titan_ckpt.components.known.classes import class_name
 from titan_ckpt.components.known.peft_adapters import adapter_states
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
 from titan_ckpt.integrations.loop import LoopCheckpoint, Restored, extend
 from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, is_adapter_model, needs_base
 from titan_ckpt.integrations.transformers.followers import Followers
@@ -57,12 +57,11 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
         raise ConfigError(["this trainer is attached already: give the first call all settings"])
     has_adapter = is_adapter_model(trainer.model)
     only_adapter = has_adapter and not (config.save is not None and config.save.include_base)
-    if faults := [
+    refuse(
         *problems(trainer, config, has_adapter=has_adapter),
         *(needs_base(trainer.model, trainer.optimizer) if only_adapter else ()),
         *unsaved(trainer, config, has_adapter=has_adapter),
-    ]:
-        raise ConfigError(faults)
+    )
     checkpoint = TitanCheckpoint(trainer, config, only_adapter=only_adapter)
     extend(trainer, _Attached)
     trainer.titan_ckpt = checkpoint  # type: ignore[attr-defined]  # _Attached declares it
@@ -70,7 +69,7 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
 
 
 class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
-    """The parts that `attach` has added to a trainer, and the last callback of a run, which sees what others have done."""
+    """The parts that `attach` has added to a trainer. The last callback of a run: it sees what the others have done."""
 
     prepared: tuple[Any, Any]
     """What the Trainer's own _prepare_for_training() has returned."""
@@ -95,8 +94,7 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
         """Load when model, optimizer and scheduler are built. Return the epoch and the batch at which to begin."""
         trainer = self._trainer
         is_changed = trainer.callback_handler.callbacks != self._callbacks
-        if is_changed and (faults := [*self._unsaved()]):
-            raise ConfigError(faults)
+        refuse([*self._unsaved()] if is_changed else [])
         if self._only_adapter and (lacking := [*needs_base(trainer.model, trainer.optimizer.optimizer)]):
             raise ConfigError([f"{line}, in the attach() of a trainer that is built anew" for line in lacking])
         self._run = RunProgress(self._trainer)
@@ -143,8 +141,7 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
         """
         self.restore()
         self.loader.restore_random()
-        if faults := [*self._unsaved(self.manager.watch)]:
-            raise ConfigError(faults)
+        refuse(*self._unsaved(self.manager.watch))
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Restore what `on_epoch_begin` has set anew, within an epoch that had begun before the resume."""

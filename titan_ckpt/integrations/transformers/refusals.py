@@ -129,4 +129,4 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch:
 
 def gives_state(value: Any) -> bool:
     """Return whether an object's own class, and not one of a library, returns its state and takes it back."""
-    return defines(value, "state") if isinstance(value, ExportableState) else classes.gives_state(value)
+    return defines(value, ["state"]) if isinstance(value, ExportableState) else classes.gives_state(value)

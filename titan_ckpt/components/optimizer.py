@@ -17,13 +17,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_ckpt.components import optimizer_content as contents
-from titan_ckpt.components import quantized_state, schedules
+from titan_ckpt.components import optimizer_split, quantized_state, schedules
 from titan_ckpt.components.optimizer_content import OptimizerContent
 from titan_ckpt.components.optimizer_split import (
     NOT_STORED,
     Group,
     Splitter,
-    class_names,
     frozen,
     placements_unlike,
     room,
@@ -227,7 +226,7 @@ class OptimizerState:
         for stored, group in ((optimizer[0], group) for optimizer in groups for group in optimizer):
             before, was_wrapped = group.get("classes"), "wrapper" in stored.get("beside", {})
             for owner in dict.fromkeys(self._owners[fqn][0] for fqn in group["fqns"] if fqn in self._owners):
-                now, is_wrapped = class_names(type(owner)), owner in wrapped
+                now, is_wrapped = optimizer_split.class_names(type(owner)), owner in wrapped
                 if not before or not now:
                     continue
                 if was_wrapped is not is_wrapped or (before[0] not in now and now[0] not in before):

@@ -24,7 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from titan_ckpt.components.known.classes import HERE, LIBRARIES, class_name, is_own, names_of, own_and_base, package_of
+from titan_ckpt.components.known.classes import class_name, is_of_library, is_own, is_own_kind, names_of, own_and_base
 from titan_ckpt.rng import codes_within, held_generators, is_random, used_by
 from titan_ckpt.weights.names import OF_EVERY_MODULE
 
@@ -150,7 +150,7 @@ def parts_of(root: Any) -> Iterator[Any]:
 
 def _listed(kind: type, known: Mapping[str, str]) -> str | None:
     """Return why a class that a library has, or that extends some of it, is not exact, and the next step, or None."""
-    bases = [base for base in kind.__mro__ if package_of(base) in LIBRARIES]
+    bases = [base for base in kind.__mro__ if is_of_library(base)]
     for base in bases:
         listed = known.get(name := names_of(base)[0])
         if listed and not any(issubclass(other, base) for other in bases[: bases.index(base)]):
@@ -180,7 +180,9 @@ class Own:
         kinds = type(value).__mro__
         own = kinds[: kinds.index(of_library)]
         self._value, self._saved, self._builds, self._begins = value, saved, builds, begins
-        self._kinds = [kind for kind in own if package_of(kind) != HERE]  # what an integration has put before them
+        self._kinds = [
+            kind for kind in own if not kind.__module__.startswith("titan_ckpt.")
+        ]  # what an integration has put before them
         self._inherited = _stored_within(tuple(kind for kind in kinds if kind not in self._kinds))
         self._is_within = is_within
 
@@ -314,7 +316,7 @@ def _filled(owner: Any) -> Iterator[str]:
         around = {name for name, item in variables_of(owner).items() if isinstance(item, (*_CONTAINERS, *_ARRAYS))}
         yield from sorted(around & {*_filled_by(owner.__code__, "LOAD_DEREF", "LOAD_GLOBAL")})
         return
-    kinds = [kind for kind in type(owner).__mro__ if package_of(kind) not in LIBRARIES | sys.stdlib_module_names]
+    kinds = [kind for kind in type(owner).__mro__ if is_own_kind(kind)]
     codes = [code for kind in kinds for method in vars(kind).values() for code in codes_of(method)]
     yield from sorted({f"self.{name}" for code in codes for name in _filled_by(code, "LOAD_ATTR")})
 

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_ckpt.components.known.classes import LIBRARIES, class_name, exact, names_of, own_and_base, package_of
+from titan_ckpt.components.known.classes import class_name, exact, is_of_library, names_of, own_and_base
 from titan_ckpt.components.unsaved_state import function_faults, stored_by_code_of, unless_allowed
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.rng import process_state
@@ -83,7 +83,7 @@ def collator_faults(collator: Any, allow: Collection[str], held: Collection[Any]
     if function is None or isinstance(function, MethodType):
         return
     yield from function_faults([("collate_fn", collator)], allow, live=held)
-    if package_of(type(function)) in LIBRARIES and getattr(function, "seed", None) is not None:
+    if is_of_library(type(function)) and getattr(function, "seed", None) is not None:
         yield "collate_fn: its seed gives it random numbers of its own, which no step holds: leave the seed out"
 
 

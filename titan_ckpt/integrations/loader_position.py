@@ -23,7 +23,7 @@ import xxhash
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.known.classes import LIBRARIES, class_name, names_of, package_of
+from titan_ckpt.components.known.classes import class_name, is_of_library, names_of
 from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_torchdata, samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import unless_allowed
@@ -526,7 +526,7 @@ def _divides(sampler: Any) -> bool:
     """Return whether a sampler deals the entries of one order to the ranks in turn."""
     owner = next((kind for kind in type(sampler).__mro__ if "__iter__" in vars(kind)), object)
     is_shard = names_of(owner)[0] == "accelerate.data_loader.BatchSamplerShard"
-    return is_shard or (isinstance(sampler, DistributedSampler) and package_of(owner) in LIBRARIES)
+    return is_shard or (isinstance(sampler, DistributedSampler) and is_of_library(owner))
 
 
 def length_of(data: Any) -> int | None:

@@ -14,16 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from titan_ckpt.components.known.classes import (
-    LIBRARIES,
-    class_name,
-    defines,
-    exact,
-    gives_state,
-    is_own,
-    names_of,
-    package_of,
-)
+from titan_ckpt.components.known.classes import class_name, defines, exact, gives_state, is_of_library, is_own, names_of
 from titan_ckpt.components.unsaved_state import faults, function_faults, unless_allowed
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.integrations.lightning.averages import AVERAGING, FINETUNING, STOCHASTIC, of_kinds
@@ -116,7 +107,7 @@ def callback_faults(callbacks: Iterable[Any], allow: Collection[str]) -> Iterato
     """Yield why callbacks cannot be resumed that are Lightning's, extend one that is refused, or change checkpoints."""
     for callback in callbacks:
         name, refused = class_name(callback), []
-        if _is_of_library(callback) or _listed(callback):
+        if is_of_library(type(callback)) or _listed(callback):
             refused = [*faults([("callback", callback)], KNOWN, allow)]
         if not refused and overrides(callback, ("callbacks.callback", "callbacks.weight_averaging")):
             reason = f"{_OWN} state: leave it out, or give it state_dict and load_state_dict"
@@ -130,11 +121,11 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
     `watch`: notes what they hold now, when the training has begun.
     """
     live = [module, trainer, *trainer.optimizers]
-    own = [c for c in trainer.callbacks if not (_is_of_library(c) or _listed(c))]
+    own = [c for c in trainer.callbacks if not (is_of_library(type(c)) or _listed(c))]
     own = [callback for callback in own if not class_name(callback).startswith("titan_ckpt.")]
     judged = partial(faults, allow=allow, live=live, builds=_BUILDS, begins=_BEGINS, watch=watch)
     yield from judged([("callback", callback) for callback in own], KNOWN, gives_state=gives_state)
-    given = [each for c in trainer.callbacks if _is_of_library(c) for each in _functions_of(c)]
+    given = [each for c in trainer.callbacks if is_of_library(type(c)) for each in _functions_of(c)]
     yield from function_faults(given, allow, live=live, others=trainer.callbacks, watch=watch or Watch())
     for role, value, hook in (
         ("module", module, "on_save_checkpoint"),
@@ -191,9 +182,5 @@ def _listed(value: Any) -> str | None:
 
     A class of a library has to be in the table itself.
     """
-    names = names_of(type(value))[: 1 if _is_of_library(value) else None]
+    names = names_of(type(value))[: 1 if is_of_library(type(value)) else None]
     return next((KNOWN[name] for name in names if name in KNOWN), None)
-
-
-def _is_of_library(value: Any) -> bool:
-    return package_of(type(value)) in LIBRARIES

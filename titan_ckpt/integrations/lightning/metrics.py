@@ -71,12 +71,8 @@ def hold_metrics(module: nn.Module, state: dict[str, Any]) -> None:
         metric.reset()
         if name in state["held"]:
             stored = state["held"][name]
-            # members of a group are stored as one tensor, and each updates it in place
-            held_now = tree_map_only(
-                torch.Tensor, lambda v, to=metric.device: v.to(to, copy=True), stored["states"] | stored["beside"]
-            )
-            for key, value in held_now.items():
-                setattr(metric, key, value)
+            for key, value in (stored["states"] | stored["beside"]).items():
+                setattr(metric, key, _copied(value, metric.device))
             metric._update_count = stored["count"]  # noqa: SLF001 - as above
 
 
@@ -113,6 +109,11 @@ def _trackers_of(module: nn.Module) -> list[tuple[str, Any]]:
     return [
         (name, part) for name, part in named if "torchmetrics.wrappers.tracker.MetricTracker" in names_of(type(part))
     ]
+
+
+def _copied(value: Any, device: torch.device) -> Any:
+    """Return a stored state as a copy: members of a group are stored as one tensor, and each updates it in place."""
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), value)
 
 
 def _state_of_logged(key: str, metric: Any) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from titan_ckpt.integrations.lightning import averages, known
 from titan_ckpt.integrations.lightning.averages import AVERAGING, STOCHASTIC, of_kinds
 from titan_ckpt.integrations.lightning.progress import Progress
 from titan_ckpt.integrations.loader_position import PositionedLoader
-from titan_ckpt.integrations.loop import LoopCheckpoint
+from titan_ckpt.integrations.loop import Groups, LoopCheckpoint
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import Stateful
 
@@ -124,7 +124,7 @@ class TitanCheckpoint(LoopCheckpoint):
         if step:
             vars(fit)["run"] = partial(self._run, fit.run)
             self.opened.callback(vars(fit).pop, "run", None)
-        self._loaded(trainer.optimizers, is_done=False)
+        self._groups = Groups(trainer.optimizers)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Watch for signals, after Lightning has installed handlers of its own."""
@@ -169,7 +169,7 @@ class TitanCheckpoint(LoopCheckpoint):
 
     def _run_ended(self) -> None:
         if self._is_last:
-            self._save_last(self._metrics())
+            self._save(self._metrics(), is_last=True)
 
     def _may_change(self, value: Any) -> bool:
         """Wait until the save in flight has copied the weights, which callbacks change beside optimizers."""

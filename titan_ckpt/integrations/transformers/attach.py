@@ -24,11 +24,10 @@ from transformers.trainer_callback import ExportableState, TrainerCallback
 
 from titan_ckpt.components.known.classes import class_name
 from titan_ckpt.components.known.peft_adapters import adapter_states
-from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
-from titan_ckpt.integrations.loop import LoopCheckpoint, Restored, extend
-from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, is_adapter_model, needs_base
+from titan_ckpt.integrations.loop import Groups, LoopCheckpoint, Restored, extend
+from titan_ckpt.integrations.transformers import adapter
 from titan_ckpt.integrations.transformers.followers import Followers
 from titan_ckpt.integrations.transformers.loader import TrainerLoader, draw_alike
 from titan_ckpt.integrations.transformers.progress import RankProgress, RunProgress
@@ -55,12 +54,12 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
     """
     if isinstance(trainer, _Attached):
         raise ConfigError(["this trainer is attached already: give the first call all settings"])
-    has_adapter = is_adapter_model(trainer.model)
-    only_adapter = has_adapter and not (config.save is not None and config.save.include_base)
+    has_adapter = adapter.is_adapter_model(trainer.model)
+    only_adapter = adapter.saves_adapter_alone(trainer.model, config)
     refuse(
         *problems(trainer, config, has_adapter=has_adapter),
-        *(needs_base(trainer.model, trainer.optimizer) if only_adapter else ()),
-        *unsaved(trainer, config, has_adapter=has_adapter),
+        *(adapter.needs_base(trainer.model, trainer.optimizer) if only_adapter else ()),
+        *unsaved(trainer, config),
     )
     checkpoint = TitanCheckpoint(trainer, config, only_adapter=only_adapter)
     extend(trainer, _Attached)
@@ -94,8 +93,8 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
         """Load when model, optimizer and scheduler are built. Return the epoch and the batch at which to begin."""
         trainer = self._trainer
         is_changed = trainer.callback_handler.callbacks != self._callbacks
-        refuse([*self._unsaved()] if is_changed else [])
-        if self._only_adapter and (lacking := [*needs_base(trainer.model, trainer.optimizer.optimizer)]):
+        refuse(*(unsaved(trainer, self._config) if is_changed else ()))
+        if self._only_adapter and (lacking := [*adapter.needs_base(trainer.model, trainer.optimizer.optimizer)]):
             raise ConfigError([f"{line}, in the attach() of a trainer that is built anew" for line in lacking])
         self._run = RunProgress(self._trainer)
         self._rank = RankProgress(self._trainer, self.loader)
@@ -110,7 +109,9 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
                 "and resume from a step before (checkpoint.resume.step)"
             )
         self._is_done = step >= max_steps or self._run.ended
-        self._loaded([trainer.optimizer.optimizer], is_done=self._is_done)
+        if self._is_done:
+            self._save(None, is_last=True)  # its exports may be missing, and set an optimizer's mode
+        self._groups = Groups([trainer.optimizer.optimizer])
         if self._is_done:
             return num_epochs, 0
         accumulated = trainer.args.gradient_accumulation_steps
@@ -121,10 +122,6 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
                 f"{self.loader.num_batches}, or with the number of ranks and the batches per step of the run that saved"
             )
         return self.loader.epoch, self.loader.num_batches
-
-    def _unsaved(self, watch: Watch | None = None) -> Iterator[str]:
-        has_adapter = is_adapter_model(self._trainer.model)
-        return unsaved(self._trainer, self._config, has_adapter=has_adapter, watch=watch)
 
     def restore(self) -> None:
         """Set again what callbacks have set anew since the load."""
@@ -141,7 +138,7 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
         """
         self.restore()
         self.loader.restore_random()
-        refuse(*self._unsaved(self.manager.watch))
+        refuse(*unsaved(self._trainer, self._config, self.manager.watch))
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Restore what `on_epoch_begin` has set anew, within an epoch that had begun before the resume."""
@@ -181,7 +178,7 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
         assert self._guard is not None
         if self._completed and not self._is_done and self._guard.stopped is None:
             self._run.ended = self._trainer.control.should_training_stop
-            self._save_last(self._metrics(self._completed))
+            self._save(self._metrics(self._completed), is_last=True)
 
     def _step_completed(self, *, is_last: bool) -> None:
         step = self._trainer.state.global_step
@@ -213,10 +210,10 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
         if trainer.accelerator.scaler is not None:
             states["scaler"] = trainer.accelerator.scaler
         if self._only_adapter:
-            states |= {"base": BaseWeights(trainer.model), **adapter_states([trainer.model])}
+            states |= {"base": adapter.BaseWeights(trainer.model), **adapter_states([trainer.model])}
         return CheckpointManager(
             self._config,
-            model_parts=[adapter_part(trainer.model) if self._only_adapter else trainer.model],
+            model_parts=[adapter.adapter_part(trainer.model) if self._only_adapter else trainer.model],
             optimizers=[trainer.optimizer.optimizer],
             lr_schedulers=[trainer.lr_scheduler],
             dataloader=self._rank,

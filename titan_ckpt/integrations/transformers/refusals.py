@@ -19,6 +19,7 @@ from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import listed
 from titan_ckpt.integrations.accelerate.known import accelerator_faults
+from titan_ckpt.integrations.transformers.adapter import saves_adapter_alone
 from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
 
 HOOKS = (
@@ -88,7 +89,7 @@ def _of_the_arguments(args: Any, allow: Collection[str]) -> Iterator[str]:
         yield "accelerator_config.dispatch_batches: rank 0 would read ahead for all: set it to False"
 
 
-def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch: Watch | None = None) -> Iterator[str]:
+def unsaved(trainer: Any, config: CheckpointConfig, watch: Watch | None = None) -> Iterator[str]:
     """Yield one line for each object of the trainer whose state a resumed run would lose.
 
     `watch`: notes what the objects hold now, when the training has begun.
@@ -119,7 +120,7 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch:
     yield from function_faults(functions, config.allow, live=live, others=[trainer], watch=watch or Watch())
     if getattr(trainer.data_collator, "seed", None) is not None:
         yield "data_collator: its seed gives it random numbers of its own, which no step holds: leave the seed out"
-    if has_adapter and (config.save is None or not config.save.include_base):
+    if saves_adapter_alone(trainer.model, config):
         moves_base = any(getattr(callback, "update_ref_model", False) for _, callback in callbacks)
         changes = ["callback BEMACallback: update_ref_model"] if moves_base else []
         changes += ["use_vllm: each merge and unmerge"] if getattr(trainer.args, "use_vllm", False) else []

@@ -19,15 +19,7 @@ from torch.optim import Optimizer
 from titan_ckpt.components import optimizer_content as contents
 from titan_ckpt.components import optimizer_split, quantized_state, schedules
 from titan_ckpt.components.optimizer_content import OptimizerContent
-from titan_ckpt.components.optimizer_split import (
-    NOT_STORED,
-    Group,
-    Splitter,
-    frozen,
-    placements_unlike,
-    room,
-    room_like,
-)
+from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, placements_unlike, room, room_like
 from titan_ckpt.components.quantized_state import QUANTIZED
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError, SaveError, counted, listed
@@ -290,7 +282,7 @@ class OptimizerState:
                 fqn = self._names[parameter]
                 if fqn in stepped:
                     own = {name: self._whole(fqn, name, value) for name, value in owns[fqn].items()}
-                    shared = {name: frozen(value) for name, value in stored[fqn]["shared"].items()}
+                    shared = {name: optimizer_split.frozen(value) for name, value in stored[fqn]["shared"].items()}
                     state = shared | dict(by_fqn.get(fqn, {})) | own
                     out[parameter] = {n: _placed(n, v, parameter, on_device, placed) for n, v in state.items()}
                 elif fqn not in stored and optimizer.state.get(parameter):

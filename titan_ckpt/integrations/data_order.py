@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from titan_ckpt.components.known.classes import class_name, exact, is_of_library, names_of, own_and_base
-from titan_ckpt.components.unsaved_state import function_faults, stored_by_code_of, unless_allowed
+from titan_ckpt.components.unsaved_state import fault_of, function_faults, stored_by_code_of
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.rng import process_state
 
@@ -65,13 +65,11 @@ def sampler_faults(samplers: Collection[Any], allow: Collection[str]) -> Iterato
     """Yield one line for each sampler whose order depends on what no step holds, as far as its class says it."""
     for sampler in samplers:
         own, base = own_and_base(type(sampler))
-        name = class_name(sampler)
         if base is not object and names_of(base)[0] not in SAMPLERS:
             reason = "its order was not proved to continue after a resume: take another sampler"
-            yield from unless_allowed(f"sampler {name}", name, reason, allow)
+            yield from fault_of("sampler", sampler, reason, allow)
         elif not has_state(sampler) and (stored := next(stored_by_code_of(own, builds=("set_epoch",)), None)):
-            reason = f"its code sets {stored}, which no step holds, so {_ADVICE}"
-            yield from unless_allowed(f"sampler {name}", name, reason, allow)
+            yield from fault_of("sampler", sampler, f"its code sets {stored}, which no step holds, so {_ADVICE}", allow)
 
 
 def collator_faults(collator: Any, allow: Collection[str], held: Collection[Any]) -> Iterator[str]:
@@ -113,7 +111,7 @@ class OrderWatch:
             entry = next(order, _END)
             if process_state() != before:
                 reason = f"it draws from the process's random numbers in the middle of an order, so {_ADVICE}"
-                raise ConfigError([*unless_allowed(f"sampler {names[0]}", names[0], reason, allow)])
+                raise ConfigError([*fault_of("sampler", self._before[0][0], reason, allow)])
             if entry is _END:
                 return
             yield entry
@@ -125,9 +123,8 @@ class OrderWatch:
             changed = [name for name in before if name in now and before[name] != now[name]]
             changed += sorted(before.keys() ^ now.keys())
             if changed:
-                name = class_name(sampler)
                 reason = f"drawing an order changes self.{changed[0]}, which no step holds, so {_ADVICE}"
-                yield from unless_allowed(f"sampler {name}", name, reason, allow)
+                yield from fault_of("sampler", sampler, reason, allow)
 
 
 def _content(sampler: Any) -> dict[str, bytes]:

@@ -26,7 +26,7 @@ from titan_ckpt.components.items.data_position import DataRank
 from titan_ckpt.components.known.classes import class_name, is_of_library, names_of
 from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_torchdata, samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
-from titan_ckpt.components.unsaved_state import unless_allowed
+from titan_ckpt.components.unsaved_state import fault_of
 from titan_ckpt.errors import LoadMismatchError, counted, refuse
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
 from titan_ckpt.rng import RandomState, Seeded, get_random, held_generators, set_random
@@ -413,13 +413,11 @@ class PositionedLoader:
             yield from sampler_faults(samplers_of(self.inner), self._allow)
         is_told = hasattr(self._stream, "set_epoch") and not hasattr(self._stream, "_ex_iterable")
         if is_told and getattr(self.inner, "persistent_workers", False):  # datasets tells them by shared memory
-            name = class_name(self._stream)
-            yield from unless_allowed(f"data: {name}", name, _KEPT, self._allow)
+            yield from fault_of("data:", self._stream, _KEPT, self._allow)
         is_asked = isinstance(data, IterableDataset) or (self._gives_state and has_state(data))  # in each worker
         copied = held_generators(getattr(self.inner, "collate_fn", None)) if is_asked else self._of_data
         for generator in copied if getattr(self.inner, "num_workers", 0) and not self.read_again else ():
-            name = class_name(generator)
-            yield from unless_allowed(f"data: it draws from a {name}", name, _COPIED, self._allow)
+            yield from fault_of("data: it draws from a", generator, _COPIED, self._allow)
 
     def _fault(self) -> str | None:
         if has_state(self.inner) or self.read_again:

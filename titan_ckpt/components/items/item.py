@@ -154,6 +154,18 @@ class Item:
         return nested(folder, self.component) or None
 
 
+class OwnItem(Item):
+    """A component that torchtitan's folders have no place for."""
+
+    is_required = False
+
+    def leaves(self) -> Leaves:
+        yield from ()
+
+    def from_torchtitan(self, folder: FlatFolder) -> Any:
+        return None
+
+
 def wrong_types(parts: Sequence[tuple[str, Any, type]]) -> list[str]:
     """Return a line for each (name, value, expected type) of another type."""
     return [

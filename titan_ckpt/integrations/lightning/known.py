@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from titan_ckpt.components.known.classes import class_name, defines, exact, gives_state, is_of_library, is_own, names_of
-from titan_ckpt.components.unsaved_state import faults, function_faults, unless_allowed
+from titan_ckpt.components.unsaved_state import fault_of, faults, function_faults, unless_allowed
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.integrations.lightning.averages import AVERAGING, FINETUNING, STOCHASTIC, of_kinds
 
@@ -106,12 +106,12 @@ def plugin_faults(strategy: Any, precision: Any, allow: Collection[str]) -> Iter
 def callback_faults(callbacks: Iterable[Any], allow: Collection[str]) -> Iterator[str]:
     """Yield why callbacks cannot be resumed that are Lightning's, extend one that is refused, or change checkpoints."""
     for callback in callbacks:
-        name, refused = class_name(callback), []
+        refused = []
         if is_of_library(type(callback)) or _listed(callback):
             refused = [*faults([("callback", callback)], KNOWN, allow)]
         if not refused and overrides(callback, ("callbacks.callback", "callbacks.weight_averaging")):
             reason = f"{_OWN} state: leave it out, or give it state_dict and load_state_dict"
-            refused = [*unless_allowed(f"callback {name}", name, reason, allow)]
+            refused = [*fault_of("callback", callback, reason, allow)]
         yield from refused
 
 
@@ -137,7 +137,7 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
     for callback in own:
         if gives_state(callback) and defines(callback, ["on_fit_start"]):
             reason = "its on_fit_start is called before its state is loaded: name the method on_train_start"
-            yield from unless_allowed(f"callback {class_name(callback)}", class_name(callback), reason, allow)
+            yield from fault_of("callback", callback, reason, allow)
 
 
 def _functions_of(callback: Any) -> Iterator[tuple[str, Any]]:

@@ -14,7 +14,7 @@ from typing import Any
 from titan_ckpt.components import unsaved_state
 from titan_ckpt.components.known.classes import class_name, exact, gives_state, names_of, package_of
 from titan_ckpt.components.known.streams import stream_faults
-from titan_ckpt.components.unsaved_state import unless_allowed
+from titan_ckpt.components.unsaved_state import fault_of
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.integrations.torchtitan.described import tree
 
@@ -141,7 +141,7 @@ def _closures(hooks: Collection[Any], allow: Collection[str]) -> Iterator[str]:
     reason = "it uses variables of the function around it, which no step holds: let it use none"
     for hook in hooks:
         if isinstance(hook, FunctionType) and hook.__closure__:
-            yield from unless_allowed(f"optimizer hook {class_name(hook)}", class_name(hook), reason, allow)
+            yield from fault_of("optimizer hook", hook, reason, allow)
 
 
 def _datasets(dataloader: Any) -> list[Any]:

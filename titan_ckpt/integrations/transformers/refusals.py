@@ -13,8 +13,8 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from titan_ckpt.components.known import classes, peft_adapters
-from titan_ckpt.components.known.classes import class_name, defines, is_own_kind
-from titan_ckpt.components.unsaved_state import faults, function_faults, unless_allowed
+from titan_ckpt.components.known.classes import defines, is_own_kind
+from titan_ckpt.components.unsaved_state import fault_of, faults, function_faults
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import listed
@@ -108,7 +108,7 @@ def unsaved(trainer: Any, config: CheckpointConfig, watch: Watch | None = None) 
         reason = (
             f"titan_ckpt makes the steps, and never calls its {listed(lost, ', ', ' ')}: keep state in state_dict()"
         )
-        yield from unless_allowed(f"trainer {class_name(trainer)}", class_name(trainer), reason, config.allow)
+        yield from fault_of("trainer", trainer, reason, config.allow)
     yield from peft_adapters.faults(models, [], config.allow)
     names = ["compute_loss_func", "data_collator", "preprocess_logits_for_metrics"]
     if not trainer.args.batch_eval_metrics:  # with it, compute_metrics sums up one evaluation, and begins anew

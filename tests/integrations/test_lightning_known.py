@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 from tests.integrations.lightning_runs import Samples, model
 from tests.integrations.phases import Phase, play
 from titan_ckpt import CheckpointConfig, SaveConfig
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.exchange_order import exchange_faults
-from titan_ckpt.components.known.classes import class_name
 from titan_ckpt.errors import ConfigError, SaveError, StateEncodingError
 from titan_ckpt.integrations.lightning import attach, fabric_manager
 from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults, frozen_faults, plugin_faults

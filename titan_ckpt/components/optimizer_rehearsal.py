@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from titan_ckpt.components import quantized_state
-from titan_ckpt.components.known.classes import class_name
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_content import OF_TORCH, innermost, read, speaks_for_itself
 from titan_ckpt.components.unsaved_state import faults, stored_by_code_of, unless_allowed

@@ -17,12 +17,12 @@ import xxhash
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.data_position import DataPosition, DataRank
 from titan_ckpt.components.items.exchange_order import ExchangeOrder
 from titan_ckpt.components.items.item import Item, Stored
 from titan_ckpt.components.items.optimizers import Optimizers, Schedulers
 from titan_ckpt.components.items.states import ExtraState, Generators, OwnBuffers, UserState
-from titan_ckpt.components.known.classes import class_name
 from titan_ckpt.components.known.own_modules import watch_modules
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.watched import Watch

@@ -24,7 +24,7 @@ import torch
 import xxhash
 from torch import nn
 
-from titan_ckpt.components.known.classes import is_own
+from titan_ckpt.components.classes import is_own
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, variables_of
 from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.geometry.chunks import as_bytes, local_tensor

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_ckpt.components.known.classes import class_name, exact, is_of_library, names_of, own_and_base
+from titan_ckpt.components.classes import class_name, exact, is_of_library, names_of, own_and_base
 from titan_ckpt.components.unsaved_state import fault_of, function_faults, stored_by_code_of
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.rng import process_state

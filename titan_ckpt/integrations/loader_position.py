@@ -22,8 +22,8 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from titan_ckpt.components.classes import class_name, is_of_library, names_of
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.known.classes import class_name, is_of_library, names_of
 from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_torchdata, samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import fault_of

@@ -22,9 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.gradients import still_used
 from titan_ckpt.components.items.item import STATES, OwnItem, Stored
-from titan_ckpt.components.known.classes import class_name
 from titan_ckpt.components.unsaved_state import fault_of, unless_allowed
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.gc_paused import instances_of

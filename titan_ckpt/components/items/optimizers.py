@@ -11,8 +11,8 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from titan_ckpt.components import optimizer_content, schedules
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested, wrong_types
-from titan_ckpt.components.known.classes import class_name
 from titan_ckpt.components.optimizer import PREFIX, Groups, OptimizerState, merge_groups, parameter_of
 from titan_ckpt.components.optimizer_rehearsal import rehearse
 from titan_ckpt.components.optimizer_split import NOT_STORED, Group

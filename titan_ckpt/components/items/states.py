@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, OwnItem, Stored, flattened, nested
-from titan_ckpt.components.known.classes import class_name
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import (
     CheckpointError,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from titan_ckpt.components.known.classes import names_of, own_and_base
+from titan_ckpt.components.classes import names_of, own_and_base
 from titan_ckpt.components.unsaved_state import fault_of, stored_by_code_of
 from titan_ckpt.gc_paused import instances_of
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.components.known.classes import is_of_library, is_own, is_own_kind, package_of
+from titan_ckpt.components.classes import is_of_library, is_own, is_own_kind, package_of
 from titan_ckpt.components.unsaved_state import Own, codes_of, parts_of
 from titan_ckpt.components.watched import Watch, trace
 from titan_ckpt.rng import codes_within, generators_kept

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from titan_ckpt.components import unsaved_state
-from titan_ckpt.components.known.classes import class_name
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.known.switches import Switches, is_of_peft, modules_of_peft, switches_of
 from titan_ckpt.errors import LoadMismatchError, SaveError, listed
 from titan_ckpt.types import Stateful

@@ -12,7 +12,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
-from titan_ckpt.components.known.classes import class_name
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.known.loaders import begin_afresh, seed_workers_apart
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError, listed, refuse

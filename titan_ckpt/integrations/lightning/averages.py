@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.components.known.classes import names_of
+from titan_ckpt.components.classes import names_of
 
 AVERAGING = "weight_averaging.WeightAveraging"
 STOCHASTIC = "stochastic_weight_avg.StochasticWeightAveraging"

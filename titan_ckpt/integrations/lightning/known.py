@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from titan_ckpt.components.known.classes import class_name, defines, exact, gives_state, is_of_library, is_own, names_of
+from titan_ckpt.components.classes import class_name, defines, exact, gives_state, is_of_library, is_own, names_of
 from titan_ckpt.components.unsaved_state import fault_of, faults, function_faults, unless_allowed
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.integrations.lightning.averages import AVERAGING, FINETUNING, STOCHASTIC, of_kinds

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from titan_ckpt.components.known.classes import names_of
+from titan_ckpt.components.classes import names_of
 from titan_ckpt.components.unsaved_state import stored_by_code_of
 from titan_ckpt.errors import ConfigError, LoadMismatchError, listed
 

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from titan_ckpt.components.classes import gives_state
 from titan_ckpt.components.gradients import is_used
-from titan_ckpt.components.known.classes import gives_state
 from titan_ckpt.components.known.loaders import seed_workers_apart
 from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import unless_allowed

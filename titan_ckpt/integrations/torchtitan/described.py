@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
-from titan_ckpt.components.known.classes import class_name, names_of
+from titan_ckpt.components.classes import class_name, names_of
 from titan_ckpt.errors import ConfigError
 
 ROPE = "rope_parameters"

@@ -12,7 +12,7 @@ from types import FunctionType
 from typing import Any
 
 from titan_ckpt.components import unsaved_state
-from titan_ckpt.components.known.classes import class_name, exact, gives_state, names_of, package_of
+from titan_ckpt.components.classes import class_name, exact, gives_state, names_of, package_of
 from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.unsaved_state import fault_of
 from titan_ckpt.components.watched import Watch

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.components.known.classes import class_name
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse

@@ -22,7 +22,7 @@ from typing import Any
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from titan_ckpt.components.known.classes import class_name
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.known.peft_adapters import adapter_states
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse

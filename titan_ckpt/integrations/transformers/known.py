@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from titan_ckpt.components.known.classes import exact
+from titan_ckpt.components.classes import exact
 
 _SERVER = "its completions or scores come from a server that no step holds: use {} instead"
 _UNPROVED = "its own data loader was not proved to continue exactly after a resume: use GKDTrainer"

@@ -12,8 +12,9 @@ import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from titan_ckpt.components.known import classes, peft_adapters
-from titan_ckpt.components.known.classes import defines, is_own_kind
+from titan_ckpt.components import classes
+from titan_ckpt.components.classes import defines, is_own_kind
+from titan_ckpt.components.known import peft_adapters
 from titan_ckpt.components.unsaved_state import fault_of, faults, function_faults
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig

@@ -160,24 +160,29 @@ def give(optimizer: Optimizer, content: OptimizerContent) -> None:
     if not speaks_for_itself(optimizer):
         _give_directly(optimizer, content)
         return
-    name = type(optimizer).__qualname__
     beside = content.beside.get("state_dict", {})
     index = _numbers(optimizer)
     state: dict[Any, Any] = {index[p]: dict(own) for p, own in content.state.items()}
     pairs = zip(content.groups, optimizer.param_groups, strict=True)
     numbered = [{**group, "params": [index[p] for p in live["params"]]} for group, live in pairs]
     whole = {"state": state | content.beside.get("state", {}), "param_groups": numbered} | beside
-    try:
-        optimizer.load_state_dict(beside.get("", whole))
-    except Exception as error:
-        raise LoadMismatchError(
-            f"{name}.load_state_dict() does not take the state that was stored: {type(error).__name__}: {error}. Build "
-            'the optimizer as in the run that saved, or start it afresh: checkpoint.resume.exclude = ["optimizer"]'
-        ) from error
+    give_state(optimizer, beside.get("", whole), "optimizer")
     for parameter, own in content.state.items():
         live: Any = optimizer.state.get(parameter)
         for key in live.keys() & own.keys() if type(live) in DICTS else ():
             live[key] = _uncast(own[key], live[key])
+
+
+def give_state(value: Any, state: Any, component: str) -> None:
+    """Give an object of a component its state. Raises: LoadMismatchError if it does not take that."""
+    try:
+        value.load_state_dict(state)
+    except Exception as error:
+        raise LoadMismatchError(
+            f"{type(value).__qualname__}.load_state_dict() does not take the state that was stored: "
+            f"{type(error).__name__}: {error}. Build the {component.rpartition('_')[2]} as in the run that saved, or "
+            f'start it afresh: checkpoint.resume.exclude = ["{component}"]'
+        ) from error
 
 
 def _give_directly(optimizer: Optimizer, content: OptimizerContent) -> None:

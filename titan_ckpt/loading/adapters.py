@@ -203,10 +203,10 @@ def _misfits(
         records = [LoRARecord.of(description) for description in (before, now) if description is not None]
     except ValueError:  # a converter of somebody else's that has the same name
         records = []
-    if not (sites or low_rank.tables_of(owned)) or before is None or now is None or len(records) < 2:
+    if not (sites or low_rank.sites_of(owned, low_rank.ROWS)) or before is None or now is None or len(records) < 2:
         yield from differences(saved, running)
         return
-    rows = [{site: record.trained_rows(site) for site in low_rank.tables_of(owned)} for record in records]
+    rows = [{site: record.trained_rows(site) for site in low_rank.sites_of(owned, low_rank.ROWS)} for record in records]
     if (
         settings != _OF_RESULT
         or records[0].ensure_weight_tying != records[1].ensure_weight_tying

@@ -250,14 +250,7 @@ class Schedulers(Item):
     def restore(self, stored: Stored, tensors: StateDict) -> None:
         """Raises: LoadMismatchError for a scheduler that does not take its state."""
         for scheduler, state in zip(self._schedulers, self._for_each(stored), strict=True):
-            try:
-                scheduler.load_state_dict(state)
-            except Exception as error:
-                raise LoadMismatchError(
-                    f"{type(scheduler).__qualname__}.load_state_dict() does not take the state that was stored: "
-                    f"{type(error).__name__}: {error}. Build the scheduler as in the run that saved, or start it "
-                    'afresh: checkpoint.resume.exclude = ["lr_scheduler"]'
-                ) from error
+            optimizer_content.give_state(scheduler, state, self.component)
 
     def leaves(self) -> Leaves:
         states = self.value({})

@@ -71,15 +71,9 @@ _OF_FABRIC = {name: why for name, why in _OF_TRAINER.items() if name.startswith(
     "strategies.dp.DataParallelStrategy": "it runs several devices in one process: use DDPStrategy",
     "strategies.xla_fsdp.XLAFSDPStrategy": _XLA,
 }
-KNOWN = {
-    f"{package}.{name}": why
-    for packages, table in (
-        (("lightning.pytorch", "pytorch_lightning"), _OF_TRAINER),
-        (("lightning.fabric", "lightning_fabric"), _OF_FABRIC),
-    )
-    for package in packages
-    for name, why in table.items()
-}
+_TABLES = dict.fromkeys(("lightning.pytorch", "pytorch_lightning"), _OF_TRAINER)
+_TABLES |= dict.fromkeys(("lightning.fabric", "lightning_fabric"), _OF_FABRIC)
+KNOWN = {f"{package}.{name}": why for package, table in _TABLES.items() for name, why in table.items()}
 """Full name of a class -> why it is refused, and the next step; "" if it continues exactly."""
 
 

@@ -85,9 +85,7 @@ class Optimizers(Item):
         tensors |= split
         return groups
 
-    @staticmethod
-    def merge(of_ranks: Sequence[Any]) -> Groups:
-        return merge_groups(of_ranks)
+    merge = staticmethod(merge_groups)
 
     def num_bytes(self) -> int:
         """Estimate this rank's bytes of state: two float32 moments for parameters not yet stepped."""

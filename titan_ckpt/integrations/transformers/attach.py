@@ -286,8 +286,7 @@ class _Attached(Trainer):
     ) -> tuple[int, int]:
         """Prepare everything now, because only a load can tell where the training begins."""
         super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial)
-        own: Any = super()
-        self.titan_ckpt.prepared = own._prepare_for_training(  # noqa: SLF001 - its own
+        self.titan_ckpt.prepared = super()._prepare_for_training(  # type: ignore[no-untyped-call]  # as it is
             max_steps, self.titan_ckpt.loader, None
         )
         return self.titan_ckpt.resume(max_steps, num_train_epochs)
@@ -299,20 +298,17 @@ class _Attached(Trainer):
         """Leave out the evaluation of `eval_on_start` in a resumed run, which has made it."""
         if skip_scheduler and self.titan_ckpt.is_resumed:
             return {}
-        own: Any = super()
-        return own._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[no-any-return]  # noqa: SLF001 - its own
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Set what was loaded, if there was nothing left to train, and save what is the last step."""
         self.titan_ckpt.begin()
         self.titan_ckpt.ended()
-        own: Any = super()
-        return own._finalize_training(*args, **kwargs)  # noqa: SLF001 - its own
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]  # as it is
 
     def _run_epoch(self, **arguments: Any) -> None:  # type: ignore[override]  # the Trainer names every argument
-        own: Any = super()
         with self.titan_ckpt.epoch():
-            own._run_epoch(  # noqa: SLF001 - its own
+            super()._run_epoch(  # type: ignore[no-untyped-call]  # as it is
                 **arguments | {"resume_from_checkpoint": self.args.output_dir}
             )
 

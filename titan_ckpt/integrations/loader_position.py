@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain, islice
 from typing import Any
@@ -198,8 +197,7 @@ class PositionedLoader:
                 _log.warning(f"data: {why} are read again, and not trained on")
                 self._set_random(resumed["start"])
             self._start = self._get_random()
-            with _through(self.inner, self._seeded):
-                batches = iter(self.inner)
+            batches = _iterated(self.inner, self._seeded)
             for _ in islice(batches, self.num_batches):
                 pass
             if resumed and within:
@@ -210,9 +208,7 @@ class PositionedLoader:
             return
         if source is None:
             self._pending = resumed
-            with _through(self.inner, self._in_order):
-                batches = iter(self.inner)
-            yield from batches
+            yield from _iterated(self.inner, self._in_order)
             return
         dataset: Any = getattr(self.inner, "dataset", None)
         if resumed and resumed["source"] is not None:
@@ -220,8 +216,7 @@ class PositionedLoader:
         if is_of_torchdata(self.inner) and isinstance(dataset, IterableDataset) and self.inner.num_workers:
             # it counts the entries of a sampler again, from the start of the epoch
             self._start = resumed["start"] if resumed and resumed["start"] else self._get_random()
-            with _through(self.inner, self._seeded):
-                batches = iter(self.inner)
+            batches = _iterated(self.inner, self._seeded)
         else:
             batches = iter(self.inner)
         if resumed and now and (self.num_batches or resumed["is_kept"]):
@@ -558,13 +553,15 @@ class _Through:
         yield from self._function(self.sampler)
 
 
-@contextmanager
-def _through(loader: Any, function: Callable[[Any], Iterator[Any]]) -> Iterator[None]:
-    """Let the entries of the loader's sampler go through a function: no data of those that it drops is read."""
+def _iterated(loader: Any, function: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """Begin an iteration in which the entries of the loader's sampler go through a function.
+
+    No data of those that it drops is read.
+    """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     whole = loader.__dict__[name]
     loader.__dict__[name] = _Through(whole, function)  # DataLoader refuses setattr
     try:
-        yield
+        return iter(loader)
     finally:
         loader.__dict__[name] = whole

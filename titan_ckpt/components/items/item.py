@@ -29,17 +29,12 @@ components/optimizer/utils.py."""
 class FlatFolder(Protocol):
     """A DCP folder as a reader of it sees it: tensors, and items that are read one by one."""
 
-    @property
-    def path(self) -> Place: ...
+    path: Place
+    items: dict[str, Any]
+    paths: dict[str, tuple[str, ...]]
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    @property
-    def items(self) -> Mapping[str, Any]: ...
-
-    @property
-    def paths(self) -> Mapping[str, tuple[str, ...]]: ...
 
     def item(self, name: str) -> Any: ...
 

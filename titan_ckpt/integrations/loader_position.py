@@ -12,6 +12,7 @@ for each batch, so that what they draw for it does not depend on what came befor
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import chain, islice
@@ -198,8 +199,7 @@ class PositionedLoader:
                 self._set_random(resumed["start"])
             self._start = self._get_random()
             batches = _iterated(self.inner, self._seeded)
-            for _ in islice(batches, self.num_batches):
-                pass
+            deque(islice(batches, self.num_batches), 0)
             if resumed and within:
                 self._set_of_data(resumed)
             if resumed and now and (within or resumed["is_kept"]):
@@ -250,8 +250,7 @@ class PositionedLoader:
             order = iter(sampler)
             first = next(order, _END)
         order = order if first is _END else chain([first], order)
-        for _ in islice(order, skipped):
-            pass
+        deque(islice(order, skipped), 0)
         if resumed and skipped and resumed["now"]["random"] is not None:
             self._random.load_state_dict(resumed["now"]["random"])
         yield from self._seeded(watch.watched(order, self._allow), skipped)

@@ -6,7 +6,7 @@ of the user's own are exact. The tests compare the tables with the installed pac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -97,8 +97,11 @@ def plugin_faults(strategy: Any, precision: Any, allow: Collection[str]) -> Iter
             yield f"{type(value).__name__}: {reason}"
 
 
-def callback_faults(callbacks: Iterable[Any], allow: Collection[str]) -> Iterator[str]:
-    """Yield why callbacks cannot be resumed that are Lightning's, extend one that is refused, or change checkpoints."""
+def callback_faults(callbacks: Collection[Any], allow: Collection[str], strategy: Any = None) -> Iterator[str]:
+    """Yield why callbacks cannot be resumed that are Lightning's, extend one that is refused, or change checkpoints.
+
+    Also why one does not work with a strategy that shards weights.
+    """
     for callback in callbacks:
         refused = []
         if is_of_library(type(callback)) or _listed(callback):
@@ -107,6 +110,12 @@ def callback_faults(callbacks: Iterable[Any], allow: Collection[str]) -> Iterato
             reason = f"{_OWN} state: leave it out, or give it state_dict and load_state_dict"
             refused = [*fault_of("callback", callback, reason, allow)]
         yield from refused
+    is_sharded = any(kind.__name__ == "ModelParallelStrategy" for kind in type(strategy).__mro__)
+    for callback in of_kinds(callbacks, FINETUNING, AVERAGING, STOCHASTIC) if is_sharded else ():
+        yield (
+            f"callback {class_name(callback)}: ModelParallelStrategy replaces the parameters that it has copied or "
+            "frozen by shards, after its setup: leave it out, or use DDPStrategy or one device"
+        )
 
 
 def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: Watch | None = None) -> Iterator[str]:
@@ -141,16 +150,6 @@ def _functions_of(callback: Any) -> Iterator[tuple[str, Any]]:
             function = each.func if isinstance(each, partial) else each
             if isinstance(function, (FunctionType, MethodType)) and is_own(getattr(function, "__self__", function)):
                 yield f"function of callback {class_name(callback)}", each
-
-
-def sharded_faults(strategy: Any, callbacks: Iterable[Any]) -> Iterator[str]:
-    """Yield why a callback does not work with weights that are sharded."""
-    is_sharded = any(kind.__name__ == "ModelParallelStrategy" for kind in type(strategy).__mro__)
-    for callback in of_kinds(callbacks, FINETUNING, AVERAGING, STOCHASTIC) if is_sharded else ():
-        yield (
-            f"callback {class_name(callback)}: ModelParallelStrategy replaces the parameters that it has copied or "
-            "frozen by shards, after its setup: leave it out, or use DDPStrategy or one device"
-        )
 
 
 def frozen_faults(trainer: Any, module: nn.Module) -> Iterator[str]:

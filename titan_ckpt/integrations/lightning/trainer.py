@@ -40,8 +40,7 @@ def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
     """
     faults = [
         *known.plugin_faults(trainer.strategy, trainer.precision_plugin, config.allow),
-        *known.callback_faults(trainer.callbacks, config.allow),
-        *known.sharded_faults(trainer.strategy, trainer.callbacks),
+        *known.callback_faults(trainer.callbacks, config.allow, trainer.strategy),
     ]
     if any(isinstance(callback, TitanCheckpoint) for callback in trainer.callbacks):
         faults.append("this trainer is attached already: give the first call all settings")
@@ -79,10 +78,7 @@ class TitanCheckpoint(LoopCheckpoint):
         Raises: ConfigError for a callback that `attach` would have refused.
         """
         if stage == "fit":
-            refuse(
-                *known.callback_faults(trainer.callbacks, self._config.allow),
-                *known.sharded_faults(trainer.strategy, trainer.callbacks),
-            )
+            refuse(*known.callback_faults(trainer.callbacks, self._config.allow, trainer.strategy))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Load, when the strategy has set everything up.

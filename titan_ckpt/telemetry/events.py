@@ -175,12 +175,8 @@ class Telemetry:
             act()
         except Exception as error:
             if what not in self._failed:
-                logger.warning(
-                    "%s: %s has failed, and an event is missing; the run goes on: %s",
-                    self._path or TELEMETRY,
-                    what,
-                    error,
-                )
+                where = f"{self._path or TELEMETRY}: {what}"
+                logger.warning(f"{where} has failed, and an event is missing; the run goes on: {error}")
             self._failed.add(what)
 
 

@@ -187,9 +187,7 @@ class Generators(OwnItem):
         seed = (torch.initial_seed() + 0x9E3779B97F4A7C15 * (stored.step + 1)) % 2**63
         logger.warning(
             "random generators: the checkpoint was saved by another layout of ranks, so their states mean nothing "
-            "here; reseeded with %d, from this rank's seed and step %d",
-            seed,
-            stored.step,
+            f"here; reseeded with {seed}, from this rank's seed and step {stored.step}"
         )
         self._state.reseed(seed)
 

@@ -79,7 +79,7 @@ def holds_adapter_alone(
     """Return whether a checkpoint that is open is an adapter; without a manifest, its names say it, as LoRA's do."""
     if (manifest := _manifest_in(reader)) is not None or reader.format not in ("native", "dcp"):
         return reader.format == "peft" if manifest is None else manifest.kind == "adapter"
-    _, names = model_tensors(reader.tensors, reader.format, prefix=prefix)
+    _, names = model_tensors(reader, prefix=prefix)
     return bool(names) and all(owns(name) or lora_tensor(name) for name in names)
 
 

@@ -102,12 +102,11 @@ def model_tensors(
     stored = reader.tensors
     if reader.format == "native":
         prefix = MODEL
-    elif prefix is None and wanted is None:
+    elif prefix is None and wanted is not None:
+        prefix = _find_prefix(stored, wanted)
+    elif prefix is None:
         top = _under(stored, "")
         prefix = MODEL if len(_under(stored, MODEL)) == len(top) else ""
-    elif prefix is None:
-        assert wanted is not None
-        prefix = _find_prefix(stored, wanted)
     elif prefix and not any(key.startswith(prefix) for key in stored):
         first = listed(sorted({key.partition(".")[0] + "." for key in stored}), ", ", " ")
         raise LoadMismatchError(f"no tensor has the prefix {prefix!r}; the names there begin with {first}")

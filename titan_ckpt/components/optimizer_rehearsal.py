@@ -165,12 +165,11 @@ def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str
     elif what not in allow:
         names = [name for name in constant if f"self.{name}" not in of_torch]
         trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        values = partial(_named_attributes, optimizer, names)
+
+        def values() -> dict[str, Any]:
+            return {f"self.{name}": vars(optimizer).get(name) for name in names}
+
         watch.add(optimizer, what, what, values, trained, partial(_comes_back, optimizer, fresh))
-
-
-def _named_attributes(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Any]:
-    return {f"self.{name}": vars(optimizer).get(name) for name in names}
 
 
 def _differing(one: Optimizer, other: Optimizer) -> list[str]:

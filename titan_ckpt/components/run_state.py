@@ -147,7 +147,7 @@ class RunState:
             self.trained.check_scalers(self.states.values())
         users = [UserState(name, state) for name, state in self.states.items()]
         schedulers = [Schedulers(self._lr_schedulers, self.trained, own_settings)] if self._lr_schedulers else []
-        positions = [DataPosition(self._dataloader, rank, world_size)] if self._dataloader is not None else []
+        positions = [DataPosition(self._dataloader, lambda: self.data_rank)] if self._dataloader is not None else []
         self.order = ExchangeOrder([] if "states" in left_out else model.parts)
         """Is among the items if DDP is around the model."""
         self.items: list[Item] = [

@@ -73,13 +73,11 @@ class DataPosition(Item):
 
     def check(self, stored: Stored) -> None:
         """Raises: LoadMismatchError if the dataloader cannot divide the stored positions among this run's ranks."""
-        positions = stored.values[self.key]
-        if len(positions) != self._data_rank().size and not callable(
-            getattr(self._dataloader, "load_state_dicts", None)
-        ):
+        positions, size = stored.values[self.key], self._data_rank().size
+        if len(positions) != size and not callable(getattr(self._dataloader, "load_state_dicts", None)):
             raise LoadMismatchError(
                 f"the checkpoint has the data positions of {len(positions)} data-parallel ranks, this run has "
-                f"{self._data_rank().size}, and {type(self._dataloader).__name__} cannot divide them anew: give it "
+                f"{size}, and {type(self._dataloader).__name__} cannot divide them anew: give it "
                 "load_state_dicts(state_dicts), which gets the old ranks' states in their order; resume with "
                 f"{len(positions)} data-parallel ranks; or start the data afresh: checkpoint.resume.exclude = "
                 '["dataloader"]'

@@ -125,7 +125,7 @@ def native_tensors(reader: TensorReader, key_map: KeyMap) -> dict[str, LazyTenso
         table = key_map.of_folder(reader.tensors)
         reader.leave_out(table.repeats)
         return translated_tensors(reader, table)
-    prefix, names = model_tensors(reader.tensors, reader.format)
+    prefix, names = model_tensors(reader)
     return {name: stored_tensor(reader, prefix + name) for name in names}
 
 

@@ -101,6 +101,12 @@ class ConfigError(CheckpointError, ValueError):
         super().__init__(f"{without_credentials(source)}: {len(self.problems)} problem(s)\n{lines}")
 
 
+def refuse(*faults: str) -> None:
+    """Raises: ConfigError listing these faults, if there are any."""
+    if faults:
+        raise ConfigError(faults)
+
+
 class DataError(ConfigError):
     """Training data cannot be used, and only the rank that reads it may know; the steps before it are whole."""
 

@@ -113,7 +113,7 @@ class CheckpointManager:
         require_local({"base_folder": base_folder, "sd_transforms.assets": transforms.assets})
         check_handler(config, ["external_weights"] if external_weights is not None else [])
         data = getattr(dataloader, "dataset", dataloader)
-        is_judged = hasattr(dataloader, "is_read_again")  # a PositionedLoader has looked at its stream
+        is_judged = hasattr(dataloader, "read_again")  # a PositionedLoader has looked at its stream
         faults = [] if is_judged else [*stream_faults(data, config.allow)]
         faults += stateful_faults(dataloader, config.allow)
         if faults := [*faults, *exchange_faults(wrappers_of(model_parts), config.allow)]:

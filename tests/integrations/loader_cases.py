@@ -37,7 +37,7 @@ from torchdata.stateful_dataloader import sampler as of_torchdata
 from transformers import trainer_pt_utils as of_transformers
 from trl.trainer.utils import RepeatSampler
 
-from titan_ckpt.components.unsaved_state import class_name
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.loader_position import PositionedLoader

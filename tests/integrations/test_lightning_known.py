@@ -26,8 +26,8 @@ from torch.utils.data import DataLoader
 from tests.integrations.lightning_runs import Samples, model
 from tests.integrations.phases import Phase, play
 from titan_ckpt import CheckpointConfig, SaveConfig
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.exchange_order import exchange_faults
-from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, SaveError, StateEncodingError
 from titan_ckpt.integrations.lightning import attach, fabric_manager
 from titan_ckpt.integrations.lightning.known import KNOWN, callback_faults, frozen_faults, plugin_faults
@@ -261,10 +261,18 @@ def test_a_metric_that_sets_what_no_step_can_hold_is_refused(tmp_path: Path) -> 
 def test_what_ddp_does_not_average_is_not_unfrozen(is_frozen: bool) -> None:
     """DDP has registered the gradients of other parameters alone, so ranks would train different backbones."""
     module = torch.nn.Linear(1, 1).requires_grad_(not is_frozen)
-    wrapped = object.__new__(DistributedDataParallel)
-    trainer = SimpleNamespace(model=wrapped, callbacks=[of_lightning.BackboneFinetuning(), Holding()])
+    trainer = SimpleNamespace(model=wrapped(2), callbacks=[of_lightning.BackboneFinetuning(), Holding()])
     faults = [*frozen_faults(trainer, module)]
     assert ["BackboneFinetuning: DDP averages no gradients" in fault for fault in faults] == [True] * is_frozen
+
+
+def wrapped(ranks: int, *hooks: Any) -> Any:
+    """Return a wrapper of DDP over so many ranks, with nothing in it."""
+    made: Any = object.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(made)
+    made._comm_hooks, made.static_graph, made.find_unused_parameters = [*hooks], False, False
+    made.process_group = SimpleNamespace(size=lambda: ranks)
+    return made
 
 
 @pytest.mark.parametrize(
@@ -280,27 +288,20 @@ def test_what_ddp_does_not_average_is_not_unfrozen(is_frozen: bool) -> None:
 )
 def test_a_hook_of_ddp_that_may_keep_more_than_gradients_is_refused(hook: Any, state: Any, is_refused: bool) -> None:
     """PowerSGD's errors and the step counts of others are in no step."""
-    two: Any = SimpleNamespace(size=lambda: 2)
-    wrapped = object.__new__(DistributedDataParallel)
-    torch.nn.Module.__init__(wrapped)
-    wrapped._comm_hooks, wrapped.static_graph = [(hook, state)], False
-    wrapped.process_group = two
-    lines = [*exchange_faults([wrapped], ())]
+    ddp = wrapped(2, (hook, state))
+    lines = [*exchange_faults([ddp], ())]
     assert ["DDP's communication hook" in line for line in lines] == [True] * is_refused
-    assert [*exchange_faults([wrapped], (class_name(hook),))] == []
+    assert [*exchange_faults([ddp], (class_name(hook),))] == []
 
 
 def test_a_part_that_is_called_sparse_has_no_sparse_gradients() -> None:
     """DDP asks tables of embeddings alone, so other modules may call anything so."""
-    three: Any = SimpleNamespace(size=lambda: 3)
-    wrapped = object.__new__(DistributedDataParallel)
-    torch.nn.Module.__init__(wrapped)
-    wrapped._comm_hooks, wrapped.static_graph, wrapped.find_unused_parameters = [], False, False
-    wrapped.process_group, wrapped.module = three, torch.nn.ModuleDict({"part": torch.nn.Linear(1, 1)})
-    wrapped.module["part"].sparse = torch.nn.Linear(1, 1)
-    assert [*exchange_faults([wrapped], ())] == []
-    wrapped.module["table"] = torch.nn.Embedding(2, 2, sparse=True)
-    (line,) = exchange_faults([wrapped], ())
+    ddp = wrapped(3)
+    ddp.module = torch.nn.ModuleDict({"part": torch.nn.Linear(1, 1)})
+    ddp.module["part"].sparse = torch.nn.Linear(1, 1)
+    assert [*exchange_faults([ddp], ())] == []
+    ddp.module["table"] = torch.nn.Embedding(2, 2, sparse=True)
+    (line,) = exchange_faults([ddp], ())
     assert line.startswith("sparse gradients of module.table")
 
 

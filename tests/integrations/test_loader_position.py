@@ -41,8 +41,8 @@ from tests.integrations.loader_cases import (
     steps,
     with_noise,
 )
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
 

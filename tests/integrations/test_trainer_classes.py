@@ -30,7 +30,7 @@ from tests.integrations.trainer_cases import (
 )
 from tests.zoo.offered import below
 from titan_ckpt import CheckpointConfig, ExportConfig, SaveConfig
-from titan_ckpt.components.unsaved_state import class_name
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError
 from titan_ckpt.integrations.transformers import attach

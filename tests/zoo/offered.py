@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.components.unsaved_state import LIBRARIES
+from titan_ckpt.components.classes import LIBRARIES
 
 
 def below(root: type[Any], libraries: Collection[str] = LIBRARIES) -> set[str]:

@@ -1,6 +1,7 @@
 """The parts of a checkpoint besides the weights, and the names of the files that hold them."""
 
 __all__ = [
+    "classes",
     "files",
     "gradients",
     "items",

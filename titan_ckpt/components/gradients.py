@@ -92,10 +92,8 @@ class Gradients:
             )
         self._told = True
         logger.warning(
-            "step %d: %s. That is right if zero_grad() clears them before they are used; otherwise save at a step of "
-            "that optimizer",
-            step,
-            what,
+            f"step {step}: {what}. That is right if zero_grad() clears them before they are used; otherwise save at a "
+            "step of that optimizer"
         )
 
 

@@ -17,18 +17,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_ckpt.components import optimizer_content as contents
-from titan_ckpt.components import quantized_state, schedules
+from titan_ckpt.components import optimizer_split, quantized_state, schedules
 from titan_ckpt.components.optimizer_content import OptimizerContent
-from titan_ckpt.components.optimizer_split import (
-    NOT_STORED,
-    Group,
-    Splitter,
-    class_names,
-    frozen,
-    placements_unlike,
-    room,
-    room_like,
-)
+from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, placements_unlike, room, room_like
 from titan_ckpt.components.quantized_state import QUANTIZED
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError, SaveError, counted, listed
@@ -227,7 +218,7 @@ class OptimizerState:
         for stored, group in ((optimizer[0], group) for optimizer in groups for group in optimizer):
             before, was_wrapped = group.get("classes"), "wrapper" in stored.get("beside", {})
             for owner in dict.fromkeys(self._owners[fqn][0] for fqn in group["fqns"] if fqn in self._owners):
-                now, is_wrapped = class_names(type(owner)), owner in wrapped
+                now, is_wrapped = optimizer_split.class_names(type(owner)), owner in wrapped
                 if not before or not now:
                     continue
                 if was_wrapped is not is_wrapped or (before[0] not in now and now[0] not in before):
@@ -291,7 +282,7 @@ class OptimizerState:
                 fqn = self._names[parameter]
                 if fqn in stepped:
                     own = {name: self._whole(fqn, name, value) for name, value in owns[fqn].items()}
-                    shared = {name: frozen(value) for name, value in stored[fqn]["shared"].items()}
+                    shared = {name: optimizer_split.frozen(value) for name, value in stored[fqn]["shared"].items()}
                     state = shared | dict(by_fqn.get(fqn, {})) | own
                     out[parameter] = {n: _placed(n, v, parameter, on_device, placed) for n, v in state.items()}
                 elif fqn not in stored and optimizer.state.get(parameter):

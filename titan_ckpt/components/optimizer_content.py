@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import nn, optim
 from torch.optim import Optimizer
 
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError, counted
@@ -23,14 +23,10 @@ from titan_ckpt.geometry.nested import DICTS
 _WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "schedulefree.wrap_schedulefree")
 """Modules of wrappers whose state dict is that of the optimizer inside; other wrappers speak for themselves."""
 
-PROVED = frozenset(
-    getattr(torch.optim, name)
-    for name in (
-        "ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "LBFGS", "Muon", "NAdam", "RAdam",
-        "RMSprop", "Rprop", "SGD", "SparseAdam",
-    )
-    if hasattr(torch.optim, name)
-)  # fmt: skip
+PROVED = frozenset({
+    optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.LBFGS,
+    optim.Muon, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
+})  # fmt: skip
 """Classes that change weights in `step` alone; a test calls all their other methods."""
 
 State = Mapping[nn.Parameter, Mapping[Any, Any]]
@@ -164,24 +160,29 @@ def give(optimizer: Optimizer, content: OptimizerContent) -> None:
     if not speaks_for_itself(optimizer):
         _give_directly(optimizer, content)
         return
-    name = type(optimizer).__qualname__
     beside = content.beside.get("state_dict", {})
     index = _numbers(optimizer)
     state: dict[Any, Any] = {index[p]: dict(own) for p, own in content.state.items()}
     pairs = zip(content.groups, optimizer.param_groups, strict=True)
     numbered = [{**group, "params": [index[p] for p in live["params"]]} for group, live in pairs]
     whole = {"state": state | content.beside.get("state", {}), "param_groups": numbered} | beside
-    try:
-        optimizer.load_state_dict(beside.get("", whole))
-    except Exception as error:
-        raise LoadMismatchError(
-            f"{name}.load_state_dict() does not take the state that was stored: {type(error).__name__}: {error}. Build "
-            'the optimizer as in the run that saved, or start it afresh: checkpoint.resume.exclude = ["optimizer"]'
-        ) from error
+    give_state(optimizer, beside.get("", whole), "optimizer")
     for parameter, own in content.state.items():
         live: Any = optimizer.state.get(parameter)
         for key in live.keys() & own.keys() if type(live) in DICTS else ():
             live[key] = _uncast(own[key], live[key])
+
+
+def give_state(value: Any, state: Any, component: str) -> None:
+    """Give an object of a component its state. Raises: LoadMismatchError if it does not take that."""
+    try:
+        value.load_state_dict(state)
+    except Exception as error:
+        raise LoadMismatchError(
+            f"{type(value).__qualname__}.load_state_dict() does not take the state that was stored: "
+            f"{type(error).__name__}: {error}. Build the {component.rpartition('_')[2]} as in the run that saved, or "
+            f'start it afresh: checkpoint.resume.exclude = ["{component}"]'
+        ) from error
 
 
 def _give_directly(optimizer: Optimizer, content: OptimizerContent) -> None:

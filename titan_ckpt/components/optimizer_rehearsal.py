@@ -23,9 +23,10 @@ from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
 from titan_ckpt.components import quantized_state
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_content import OF_TORCH, innermost, read, speaks_for_itself
-from titan_ckpt.components.unsaved_state import class_name, faults, stored_by_code_of, unless_allowed
+from titan_ckpt.components.unsaved_state import faults, stored_by_code_of, unless_allowed
 from titan_ckpt.components.watched import ATOMS, Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
@@ -164,12 +165,11 @@ def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str
     elif what not in allow:
         names = [name for name in constant if f"self.{name}" not in of_torch]
         trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-        values = partial(_named_attributes, optimizer, names)
+
+        def values() -> dict[str, Any]:
+            return {f"self.{name}": vars(optimizer).get(name) for name in names}
+
         watch.add(optimizer, what, what, values, trained, partial(_comes_back, optimizer, fresh))
-
-
-def _named_attributes(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Any]:
-    return {f"self.{name}": vars(optimizer).get(name) for name in names}
 
 
 def _differing(one: Optimizer, other: Optimizer) -> list[str]:

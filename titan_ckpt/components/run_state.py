@@ -17,6 +17,7 @@ import xxhash
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.data_position import DataPosition, DataRank
 from titan_ckpt.components.items.exchange_order import ExchangeOrder
 from titan_ckpt.components.items.item import Item, Stored
@@ -24,7 +25,6 @@ from titan_ckpt.components.items.optimizers import Optimizers, Schedulers
 from titan_ckpt.components.items.states import ExtraState, Generators, OwnBuffers, UserState
 from titan_ckpt.components.known.own_modules import watch_modules
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
-from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import Component
 from titan_ckpt.distributed.sharing import describe
@@ -147,7 +147,7 @@ class RunState:
             self.trained.check_scalers(self.states.values())
         users = [UserState(name, state) for name, state in self.states.items()]
         schedulers = [Schedulers(self._lr_schedulers, self.trained, own_settings)] if self._lr_schedulers else []
-        positions = [DataPosition(self._dataloader, rank, world_size)] if self._dataloader is not None else []
+        positions = [DataPosition(self._dataloader, lambda: self.data_rank)] if self._dataloader is not None else []
         self.order = ExchangeOrder([] if "states" in left_out else model.parts)
         """Is among the items if DDP is around the model."""
         self.items: list[Item] = [

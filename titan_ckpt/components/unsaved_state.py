@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from titan_ckpt.components.classes import class_name, is_of_library, is_own, is_own_kind, names_of, own_and_base
 from titan_ckpt.rng import codes_within, held_generators, is_random, used_by
 from titan_ckpt.weights.names import OF_EVERY_MODULE
 
@@ -31,14 +32,6 @@ if TYPE_CHECKING:
     from titan_ckpt.components.watched import Watch
 
 logger = logging.getLogger(__name__)
-
-LIBRARIES = frozenset(
-    {
-        "accelerate", "datasets", "evaluate", "lightning", "lightning_fabric", "peft", "pytorch_lightning", "torch",
-        "torchao", "torchdata", "torchmetrics", "torchtitan", "transformers", "trl",
-    }
-)  # fmt: skip
-"""Packages whose classes are listed one by one; a class of any other package is looked at as the user's own."""
 
 MAX_DEPTH = 8
 """Objects within objects that are followed; what is deeper counts as something that changes."""
@@ -58,14 +51,7 @@ _OF_CLASSES = (*_CONTAINERS, *_ARRAYS, str, int, float, type(None))
 _STORES = frozenset(dis.opmap[name] for name in ("STORE_GLOBAL", "STORE_DEREF", "STORE_ATTR", "DELETE_ATTR"))
 _WITH_ORDER = (Dataset, DataLoader, Sampler)
 """Data has rules of its own: loader_position.py and data_order.py of the integrations."""
-_HERE = "titan_ckpt"
 _BUILDS = ("__init__", "__new__", "__post_init__", "__set_name__", "__init_subclass__", "__setstate__")
-
-
-def class_name(value: Any) -> str:
-    """Return the full name of a function or of an object's class, such as "lightning.pytorch.callbacks.timer.Timer"."""
-    named = value if isinstance(value, FunctionType) else type(value)
-    return f"{named.__module__}.{named.__qualname__}"
 
 
 def faults(
@@ -92,9 +78,9 @@ def faults(
     saved = {id(part) for root in live for part in parts_of(root)} | {id(value) for _, value in held}
     for role, value in held:
         what, name = f"{role} {class_name(value)}", class_name(value)
-        of_library = next((kind for kind in type(value).__mro__ if package_of(kind) in LIBRARIES), None)
+        own_kinds, of_library = own_and_base(type(value))
         reason = None if known is None else _listed(type(value), known)
-        if reason is None and of_library is not type(value) and not gives_state(value):
+        if reason is None and own_kinds and not gives_state(value):
             own = Own(value, of_library, saved, builds, begins)
             if changing := next(own.changing(is_begun=watch is not None), None):
                 reason = f"{changing}, and no step holds it: let the object return its state and take it back"
@@ -154,17 +140,6 @@ def fault_of(role: str, value: Any, reason: str, allow: Collection[str]) -> Iter
     yield from unless_allowed(f"{role} {class_name(value)}", class_name(value), reason, allow)
 
 
-def is_own(value: Any) -> bool:
-    """Return whether an object's class, or a function, is no listed library's, none of Python's and not ours."""
-    return is_own_kind(value if isinstance(value, FunctionType) else type(value))
-
-
-def is_own_kind(kind: type | FunctionType) -> bool:
-    """Return the same of a class itself."""
-    package = package_of(kind)
-    return package not in LIBRARIES and package not in sys.stdlib_module_names and package != _HERE
-
-
 def parts_of(root: Any) -> Iterator[Any]:
     yield root
     if isinstance(root, nn.Module):
@@ -175,9 +150,9 @@ def parts_of(root: Any) -> Iterator[Any]:
 
 def _listed(kind: type, known: Mapping[str, str]) -> str | None:
     """Return why a class that a library has, or that extends some of it, is not exact, and the next step, or None."""
-    bases = [base for base in kind.__mro__ if package_of(base) in LIBRARIES]
+    bases = [base for base in kind.__mro__ if is_of_library(base)]
     for base in bases:
-        listed = known.get(name := f"{base.__module__}.{base.__qualname__}")
+        listed = known.get(name := names_of(base)[0])
         if listed and not any(issubclass(other, base) for other in bases[: bases.index(base)]):
             return listed
         if listed is None and base is bases[0]:
@@ -189,13 +164,13 @@ def _listed(kind: type, known: Mapping[str, str]) -> str | None:
 class Own:
     """An object of the user's own class, and what may change in it.
 
-    `of_library`: the listed class that it extends, whose own attributes do not count.
+    `of_library`: the class of a library that it extends, or object; its own attributes do not count.
     """
 
     def __init__(
         self,
         value: Any,
-        of_library: type | None,
+        of_library: type,
         saved: Collection[int],
         builds: Collection[str] = (),
         begins: Collection[str] = (),
@@ -203,9 +178,11 @@ class Own:
         is_within: bool = False,
     ) -> None:
         kinds = type(value).__mro__
-        own = kinds if of_library is None else kinds[: kinds.index(of_library)]
+        own = kinds[: kinds.index(of_library)]
         self._value, self._saved, self._builds, self._begins = value, saved, builds, begins
-        self._kinds = [kind for kind in own if package_of(kind) != _HERE]  # what an integration has put before them
+        self._kinds = [
+            kind for kind in own if not kind.__module__.startswith("titan_ckpt.")
+        ]  # what an integration has put before them
         self._inherited = _stored_within(tuple(kind for kind in kinds if kind not in self._kinds))
         self._is_within = is_within
 
@@ -278,14 +255,14 @@ def _changing_item(
     elif depth >= MAX_DEPTH:
         yield f"self{path} is nested too deeply to be looked at"
     else:
-        yield from Own(item, None, {*saved, id(item)}, is_within=True).changing(path, depth)
+        yield from Own(item, object, {*saved, id(item)}, is_within=True).changing(path, depth)
 
 
 def _draws_or_trains(item: Any) -> bool:
     """Return whether an object of a library is there to change, and is no data that can be compared."""
     if isinstance(item, IOBase) or type(item).__module__ == "torch.nn.modules.loss":
         return False
-    names = {f"{kind.__module__}.{kind.__qualname__}" for kind in type(item).__mro__}
+    names = {*names_of(type(item))}
     kinds = (nn.Module, torch.optim.Optimizer, Iterator)
     return (
         isinstance(item, kinds)
@@ -297,10 +274,6 @@ def _draws_or_trains(item: Any) -> bool:
 def _is_installed(kind: type | FunctionType) -> bool:
     """Return whether a class or function is of an installed package: not all that its code could set is set here."""
     return "-packages" in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
-
-
-def package_of(kind: type | FunctionType) -> str:
-    return kind.__module__.partition(".")[0]
 
 
 def stored_by_code_of(kinds: Iterable[type], builds: Collection[str] = ()) -> Iterator[str]:
@@ -343,7 +316,7 @@ def _filled(owner: Any) -> Iterator[str]:
         around = {name for name, item in variables_of(owner).items() if isinstance(item, (*_CONTAINERS, *_ARRAYS))}
         yield from sorted(around & {*_filled_by(owner.__code__, "LOAD_DEREF", "LOAD_GLOBAL")})
         return
-    kinds = [kind for kind in type(owner).__mro__ if package_of(kind) not in LIBRARIES | sys.stdlib_module_names]
+    kinds = [kind for kind in type(owner).__mro__ if is_own_kind(kind)]
     codes = [code for kind in kinds for method in vars(kind).values() for code in codes_of(method)]
     yield from sorted({f"self.{name}" for code in codes for name in _filled_by(code, "LOAD_ATTR")})
 

@@ -24,7 +24,8 @@ import torch
 import xxhash
 from torch import nn
 
-from titan_ckpt.components.unsaved_state import MAX_DEPTH, is_own, variables_of
+from titan_ckpt.components.classes import is_own
+from titan_ckpt.components.unsaved_state import MAX_DEPTH, variables_of
 from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.geometry.chunks import as_bytes, local_tensor
 from titan_ckpt.rng import get_random, is_random

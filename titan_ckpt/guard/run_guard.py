@@ -335,10 +335,9 @@ class RunGuard:
         """Return whether all ranks have the same completed step in memory; log if they do not."""
         whole = None not in marked and len(set(map(str, marked))) == 1
         if not whole:
-            logger.warning(
-                "nothing newer to save: since %s no step was completed, or one is partly applied, or a load failed",
-                "the start" if self._completed.saved is None else f"step {self._completed.saved}",
-            )
+            last = "the start" if self._completed.saved is None else f"step {self._completed.saved}"
+            what = "no step was completed, or one is partly applied, or a load failed"
+            logger.warning(f"nothing newer to save: since {last} {what}")
         return whole
 
     def _save_after(self, value: BaseException) -> None:
@@ -346,10 +345,8 @@ class RunGuard:
         bound = min(_MOST_SECONDS_AFTER_EXCEPTION, self._config.grace_seconds)
         if self._line.world_size > 1:
             logger.warning(
-                "rank %d has raised %s: it waits up to %g s for the other ranks, to save the last completed step",
-                self._line.rank,
-                type(value).__name__,
-                bound,
+                f"rank {self._line.rank} has raised {type(value).__name__}: it waits up to {bound:g} s for the other "
+                "ranks, to save the last completed step"
             )
         try:
             marked = self._line.gather("exception", self._completed.marked, timeout_seconds=bound)

@@ -18,51 +18,33 @@ from typing import Any
 import numpy as np
 import torch
 
-from titan_ckpt.components.unsaved_state import (
-    LIBRARIES,
-    class_name,
-    function_faults,
-    package_of,
-    stored_by_code_of,
-    unless_allowed,
-)
+from titan_ckpt.components.classes import class_name, exact, is_of_library, names_of, own_and_base
+from titan_ckpt.components.unsaved_state import fault_of, function_faults, stored_by_code_of
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.rng import process_state
 
-SAMPLERS: Mapping[str, str] = {
-    **{
-        f"torch.utils.data.sampler.{name}Sampler": ""
-        for name in ("", "Batch", "Random", "Sequential", "SubsetRandom", "WeightedRandom")
-    },
-    "torch.utils.data.distributed.DistributedSampler": "",
-    "torch.utils.data.dataloader._InfiniteConstantSampler": "",
-    "torch.distributed.elastic.utils.data.elastic_distributed_sampler.ElasticDistributedSampler": "",
-    "torchdata.stateful_dataloader.sampler.BatchSampler": "",
-    "torchdata.stateful_dataloader.sampler.RandomSampler": "",
-    "torchdata.stateful_dataloader.sampler.StatefulDistributedSampler": "",
-    "accelerate.data_loader.BatchSamplerShard": "",
-    "accelerate.data_loader.SeedableRandomSampler": "",
-    "accelerate.data_loader.SkipBatchSampler": "",
-    "transformers.trainer_pt_utils.BatchRebalanceSampler": "",
-    "transformers.trainer_pt_utils.DistributedLengthGroupedSampler": "",
-    "transformers.trainer_pt_utils.DistributedSamplerWithLoop": "",
-    "transformers.trainer_pt_utils.LengthGroupedSampler": "",
-    "transformers.trainer_pt_utils.ShardSampler": "",
-    "trl.trainer.utils.RepeatSampler": "",
-    **{
-        f"{package}.utilities.distributed.DistributedSamplerWrapper": ""
-        for package in ("lightning.fabric", "lightning_fabric")
-    },
-    **{
-        f"{package}.{name}": ""
-        for package in ("lightning.pytorch", "pytorch_lightning")
-        for name in (
-            "demos.lstm.SequenceSampler",
-            "overrides.distributed.UnrepeatedDistributedSampler",
+SAMPLERS: Mapping[str, str] = exact(
+    {
+        "torch.utils.data.sampler": "Sampler BatchSampler RandomSampler SequentialSampler SubsetRandomSampler "
+        "WeightedRandomSampler",
+        "torch.utils.data": "distributed.DistributedSampler dataloader._InfiniteConstantSampler",
+        "torch.distributed.elastic.utils.data.elastic_distributed_sampler": "ElasticDistributedSampler",
+        "torchdata.stateful_dataloader.sampler": "BatchSampler RandomSampler StatefulDistributedSampler",
+        "accelerate.data_loader": "BatchSamplerShard SeedableRandomSampler SkipBatchSampler",
+        "transformers.trainer_pt_utils": "BatchRebalanceSampler DistributedLengthGroupedSampler "
+        "DistributedSamplerWithLoop LengthGroupedSampler ShardSampler",
+        "trl.trainer.utils": "RepeatSampler",
+        **dict.fromkeys(
+            ("lightning.fabric.utilities.distributed", "lightning_fabric.utilities.distributed"),
+            "DistributedSamplerWrapper",
+        ),
+        **dict.fromkeys(
+            ("lightning.pytorch", "pytorch_lightning"),
+            "demos.lstm.SequenceSampler overrides.distributed.UnrepeatedDistributedSampler "
             "overrides.distributed.UnrepeatedDistributedSamplerWrapper",
-        )
-    },
-}
+        ),
+    }
+)
 """Full name of a library's class of samplers -> "": it was seen to continue exactly. Others are refused.
 
 The base Sampler has no order of its own, and torch gives _InfiniteConstantSampler to streams alone.
@@ -82,17 +64,12 @@ def has_state(value: Any) -> bool:
 def sampler_faults(samplers: Collection[Any], allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each sampler whose order depends on what no step holds, as far as its class says it."""
     for sampler in samplers:
-        kinds = type(sampler).__mro__
-        of_library = next((kind for kind in kinds[:-1] if kind.__module__.partition(".")[0] in LIBRARIES), None)
-        own = kinds[: kinds.index(of_library)] if of_library is not None else kinds[:-1]
-        name = class_name(sampler)
-        known = of_library is None or f"{of_library.__module__}.{of_library.__qualname__}" in SAMPLERS
-        if not known:
+        own, base = own_and_base(type(sampler))
+        if base is not object and names_of(base)[0] not in SAMPLERS:
             reason = "its order was not proved to continue after a resume: take another sampler"
-            yield from unless_allowed(f"sampler {name}", name, reason, allow)
+            yield from fault_of("sampler", sampler, reason, allow)
         elif not has_state(sampler) and (stored := next(stored_by_code_of(own, builds=("set_epoch",)), None)):
-            reason = f"its code sets {stored}, which no step holds, so {_ADVICE}"
-            yield from unless_allowed(f"sampler {name}", name, reason, allow)
+            yield from fault_of("sampler", sampler, f"its code sets {stored}, which no step holds, so {_ADVICE}", allow)
 
 
 def collator_faults(collator: Any, allow: Collection[str], held: Collection[Any]) -> Iterator[str]:
@@ -104,7 +81,7 @@ def collator_faults(collator: Any, allow: Collection[str], held: Collection[Any]
     if function is None or isinstance(function, MethodType):
         return
     yield from function_faults([("collate_fn", collator)], allow, live=held)
-    if package_of(type(function)) in LIBRARIES and getattr(function, "seed", None) is not None:
+    if is_of_library(type(function)) and getattr(function, "seed", None) is not None:
         yield "collate_fn: its seed gives it random numbers of its own, which no step holds: leave the seed out"
 
 
@@ -134,7 +111,7 @@ class OrderWatch:
             entry = next(order, _END)
             if process_state() != before:
                 reason = f"it draws from the process's random numbers in the middle of an order, so {_ADVICE}"
-                raise ConfigError([*unless_allowed(f"sampler {names[0]}", names[0], reason, allow)])
+                raise ConfigError([*fault_of("sampler", self._before[0][0], reason, allow)])
             if entry is _END:
                 return
             yield entry
@@ -146,9 +123,8 @@ class OrderWatch:
             changed = [name for name in before if name in now and before[name] != now[name]]
             changed += sorted(before.keys() ^ now.keys())
             if changed:
-                name = class_name(sampler)
                 reason = f"drawing an order changes self.{changed[0]}, which no step holds, so {_ADVICE}"
-                yield from unless_allowed(f"sampler {name}", name, reason, allow)
+                yield from fault_of("sampler", sampler, reason, allow)
 
 
 def _content(sampler: Any) -> dict[str, bytes]:

@@ -12,8 +12,8 @@ for each batch, so that what they draw for it does not depend on what came befor
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from itertools import chain, islice
 from typing import Any
@@ -22,17 +22,12 @@ import torch
 import xxhash
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
+from titan_ckpt.components.classes import class_name, is_of_library, names_of
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.known.loaders import (
-    POSITIONED,
-    begin_afresh,
-    is_of_torchdata,
-    samplers_of,
-    stateful_faults,
-)
+from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_torchdata, samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
-from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, unless_allowed
-from titan_ckpt.errors import ConfigError, LoadMismatchError, counted
+from titan_ckpt.components.unsaved_state import fault_of
+from titan_ckpt.errors import LoadMismatchError, counted, refuse
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
 from titan_ckpt.rng import RandomState, Seeded, get_random, held_generators, set_random
 
@@ -95,15 +90,14 @@ class PositionedLoader:
         self._ahead: dict[str, Any] | None = None
         """The position after the batch that was returned, when one more was read to know whether it is the last."""
         self._is_last = False
-        self._read_again = self._why_read_again()
+        self.read_again = self._why_read_again()
         """Why a resume reads the epoch from its start; "" if it does not."""
         begin_afresh(self.inner)
         if isinstance(self.inner, DataLoader):
             POSITIONED.add(self.inner)
         self._of_data = _drawn_from(self.inner, self._stream)
         faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
-        if faults:
-            raise ConfigError(faults)
+        refuse(*faults)
 
     # for subclasses
 
@@ -197,17 +191,15 @@ class PositionedLoader:
         now = resumed and (resumed["ahead"] or resumed["now"])
         if resumed and self.num_batches and hasattr(self._stream, "_ex_iterable"):
             self._stream.set_epoch(resumed["stream_epoch"])
-        if self._read_again:
+        if self.read_again:
             within = resumed is not None and self.num_batches > 0
             if resumed and within:
-                why = f"{self._read_again}: {self.num_batches} batches of epoch {self.epoch}"
+                why = f"{self.read_again}: {self.num_batches} batches of epoch {self.epoch}"
                 _log.warning(f"data: {why} are read again, and not trained on")
                 self._set_random(resumed["start"])
             self._start = self._get_random()
-            with _through(self.inner, self._seeded):
-                batches = iter(self.inner)
-            for _ in islice(batches, self.num_batches):
-                pass
+            batches = _iterated(self.inner, self._seeded)
+            deque(islice(batches, self.num_batches), 0)
             if resumed and within:
                 self._set_of_data(resumed)
             if resumed and now and (within or resumed["is_kept"]):
@@ -216,9 +208,7 @@ class PositionedLoader:
             return
         if source is None:
             self._pending = resumed
-            with _through(self.inner, self._in_order):
-                batches = iter(self.inner)
-            yield from batches
+            yield from _iterated(self.inner, self._in_order)
             return
         dataset: Any = getattr(self.inner, "dataset", None)
         if resumed and resumed["source"] is not None:
@@ -226,8 +216,7 @@ class PositionedLoader:
         if is_of_torchdata(self.inner) and isinstance(dataset, IterableDataset) and self.inner.num_workers:
             # it counts the entries of a sampler again, from the start of the epoch
             self._start = resumed["start"] if resumed and resumed["start"] else self._get_random()
-            with _through(self.inner, self._seeded):
-                batches = iter(self.inner)
+            batches = _iterated(self.inner, self._seeded)
         else:
             batches = iter(self.inner)
         if resumed and now and (self.num_batches or resumed["is_kept"]):
@@ -256,14 +245,12 @@ class PositionedLoader:
         order = iter(sampler)
         watch = OrderWatch(samplers_of(self.inner))
         first = next(order, _END)
-        if faults := [*watch.faults(self._allow)]:
-            raise ConfigError(faults)
+        refuse(*watch.faults(self._allow))
         if first is _END and resumed and self._stateful_samplers():  # its state was that of its last epoch's end
             order = iter(sampler)
             first = next(order, _END)
         order = order if first is _END else chain([first], order)
-        for _ in islice(order, skipped):
-            pass
+        deque(islice(order, skipped), 0)
         if resumed and skipped and resumed["now"]["random"] is not None:
             self._random.load_state_dict(resumed["now"]["random"])
         yield from self._seeded(watch.watched(order, self._allow), skipped)
@@ -343,8 +330,9 @@ class PositionedLoader:
         orders = [(state["start"] or state["now"])["samplers"] for state in state_dicts]
         alike = alike and all(order == orders[0] for order in orders)
         stored, own = first["start"] or first["now"], self._get_random()
-        same_order = len(stored["generators"]) == len(own["generators"]) and self._has_own_order
-        same_order = same_order and (is_divided or not total)
+        samplers = samplers_of(self.inner)  # those without a generator draw from the process's random state
+        random = [s for s in samplers if getattr(s, "generator", 0) is None and not hasattr(s, "initial_seed")]
+        same_order = len(stored["generators"]) == len(own["generators"]) and not random and (is_divided or not total)
         if not alike or total % self.num_batches_at_once or first["source"] is not None or not same_order:
             why = "" if is_divided else ", because no DistributedSampler divides the data among ranks"
             raise LoadMismatchError(
@@ -370,7 +358,7 @@ class PositionedLoader:
     @property
     def _source(self) -> Any:
         """Return the object that knows its own position: the loader or its dataset; None if batches are counted."""
-        if self._read_again:
+        if self.read_again:
             return None
         if self._gives_state:
             return self.inner
@@ -381,18 +369,13 @@ class PositionedLoader:
         """Return whether the loader is asked for its position; torchdata's over a dataset with a length is not."""
         data = getattr(self.inner, "dataset", None)
         is_counted = is_of_torchdata(self.inner) and not isinstance(data, IterableDataset) and not has_state(data)
-        return has_state(self.inner) and not is_counted and not self._read_again
+        return has_state(self.inner) and not is_counted and not self.read_again
 
     @property
     def _stream(self) -> Any:
         """Return the dataset, of which accelerate may have given this rank a part by a dataset around it."""
         data: Any = getattr(self.inner, "dataset", None)
         return data.dataset if class_name(data) == "accelerate.data_loader.IterableDatasetShard" else data
-
-    @property
-    def is_read_again(self) -> bool:
-        """Return whether a resume reads a stream from the start of its epoch."""
-        return bool(self._read_again)
 
     def _why_read_again(self) -> str:
         stream = self._stream
@@ -412,17 +395,10 @@ class PositionedLoader:
         dataset = getattr(self.inner, "dataset", None)
         return isinstance(dataset, IterableDataset) and not hasattr(dataset, "_starting_state_dict")
 
-    @property
-    def _has_own_order(self) -> bool:
-        """Return whether the order depends on seeds and generators alone, not on the process's random state."""
-        samplers = samplers_of(self.inner)
-        random = [s for s in samplers if getattr(s, "generator", 0) is None and not hasattr(s, "initial_seed")]
-        return not random
-
     def _order_faults(self) -> Iterator[str]:
         data = getattr(self.inner, "dataset", None)
-        held = self._of_data if self.is_read_again or not getattr(self.inner, "num_workers", 0) else ()
-        yield from stream_faults(data, self._allow, is_read_again=self.is_read_again, held=held)
+        held = self._of_data if bool(self.read_again) or not getattr(self.inner, "num_workers", 0) else ()
+        yield from stream_faults(data, self._allow, is_read_again=bool(self.read_again), held=held)
         if self.judges_collator:
             yield from collator_faults(getattr(self.inner, "collate_fn", None), self._allow, self._of_data)
         if self._gives_state:
@@ -431,16 +407,14 @@ class PositionedLoader:
             yield from sampler_faults(samplers_of(self.inner), self._allow)
         is_told = hasattr(self._stream, "set_epoch") and not hasattr(self._stream, "_ex_iterable")
         if is_told and getattr(self.inner, "persistent_workers", False):  # datasets tells them by shared memory
-            name = class_name(self._stream)
-            yield from unless_allowed(f"data: {name}", name, _KEPT, self._allow)
+            yield from fault_of("data:", self._stream, _KEPT, self._allow)
         is_asked = isinstance(data, IterableDataset) or (self._gives_state and has_state(data))  # in each worker
         copied = held_generators(getattr(self.inner, "collate_fn", None)) if is_asked else self._of_data
-        for generator in copied if getattr(self.inner, "num_workers", 0) and not self._read_again else ():
-            name = class_name(generator)
-            yield from unless_allowed(f"data: it draws from a {name}", name, _COPIED, self._allow)
+        for generator in copied if getattr(self.inner, "num_workers", 0) and not self.read_again else ():
+            yield from fault_of("data: it draws from a", generator, _COPIED, self._allow)
 
     def _fault(self) -> str | None:
-        if has_state(self.inner) or self._read_again:
+        if has_state(self.inner) or self.read_again:
             return None
         if not isinstance(self.inner, DataLoader):
             return (
@@ -474,7 +448,7 @@ class PositionedLoader:
         sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
         size = sizes[0] if sizes else getattr(self.inner, "batch_size", None)
         return {
-            **({"workers": self.inner.num_workers} if self._read_again else {}),
+            **({"workers": self.inner.num_workers} if self.read_again else {}),
             "length": length_of(self.loader),
             "samples": length_of(getattr(self.inner, "dataset", None)),
             "batch_size": size,
@@ -543,8 +517,8 @@ def _seed_of(*facts: Any) -> int:
 def _divides(sampler: Any) -> bool:
     """Return whether a sampler deals the entries of one order to the ranks in turn."""
     owner = next((kind for kind in type(sampler).__mro__ if "__iter__" in vars(kind)), object)
-    is_shard = f"{owner.__module__}.{owner.__qualname__}" == "accelerate.data_loader.BatchSamplerShard"
-    return is_shard or (isinstance(sampler, DistributedSampler) and owner.__module__.partition(".")[0] in LIBRARIES)
+    is_shard = names_of(owner)[0] == "accelerate.data_loader.BatchSamplerShard"
+    return is_shard or (isinstance(sampler, DistributedSampler) and is_of_library(owner))
 
 
 def length_of(data: Any) -> int | None:
@@ -578,13 +552,15 @@ class _Through:
         yield from self._function(self.sampler)
 
 
-@contextmanager
-def _through(loader: Any, function: Callable[[Any], Iterator[Any]]) -> Iterator[None]:
-    """Let the entries of the loader's sampler go through a function: no data of those that it drops is read."""
+def _iterated(loader: Any, function: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
+    """Begin an iteration in which the entries of the loader's sampler go through a function.
+
+    No data of those that it drops is read.
+    """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     whole = loader.__dict__[name]
     loader.__dict__[name] = _Through(whole, function)  # DataLoader refuses setattr
     try:
-        yield
+        return iter(loader)
     finally:
         loader.__dict__[name] = whole

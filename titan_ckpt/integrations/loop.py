@@ -30,7 +30,7 @@ class LoopCheckpoint:
         super().__init__()
         self._config = config
         self._guard: RunGuard | None = None
-        self._opened = ExitStack()
+        self.opened = ExitStack()
         self._completed = 0
         """The step that was loaded or saved last."""
 
@@ -47,19 +47,13 @@ class LoopCheckpoint:
     def _load(self, new_manager: Callable[[], CheckpointManager]) -> int:
         """Load into what the trainer has built, and return the step."""
         self._guard = None
-        self.manager = self._opened.enter_context(new_manager())
+        self.manager = self.opened.enter_context(new_manager())
         self._completed = self.manager.load().step
         return self._completed
 
-    def _loaded(self, optimizers: Iterable[torch.optim.Optimizer], *, is_done: bool) -> None:
-        """Note the optimizers' numbers, which hooks may set anew; of a run that is done, make what it owes."""
-        if is_done:
-            self._save_last()  # its exports may be missing, and set an optimizer's mode
-        self._groups = Groups(optimizers)
-
     def _watch(self) -> None:
-        """Let signals, time limits and exceptions save the run; an exception must pass `_opened`."""
-        self._guard = self._opened.enter_context(RunGuard(self.manager))
+        """Let signals, time limits and exceptions save the run; an exception must pass `opened`."""
+        self._guard = self.opened.enter_context(RunGuard(self.manager))
 
     def _complete(
         self, step: int, metrics: Mapping[str, float], *, is_last: bool, force: bool = False, export: bool = True
@@ -73,17 +67,15 @@ class LoopCheckpoint:
         self._save(metrics, is_last=is_last, force=force, export=export)
         return self._guard.step_ended(step, metrics)
 
-    def _save(self, metrics: Mapping[str, float], *, is_last: bool, force: bool = False, export: bool = True) -> None:
+    def _save(
+        self, metrics: Mapping[str, float] | None, *, is_last: bool, force: bool = False, export: bool = True
+    ) -> None:
         """Save the step that ended last, if it is due.
 
-        `export`: False if `_save_last` will make the last step's exports, or the step that is these weights alone.
+        `export`: False if a later call will make the last step's exports, or the step that is these weights alone.
         """
         if export or not (self._config.save and self._config.save.model_only_last):
             self.manager.save(self._completed, last_step=is_last, force=force, metrics=metrics, export=export)
-
-    def _save_last(self, metrics: Mapping[str, float] | None = None) -> None:
-        """Save the step that ended last as the run's last one."""
-        self.manager.save(self._completed, last_step=True, metrics=metrics)
 
 
 def extend(value: Any, methods: type) -> None:

@@ -79,7 +79,7 @@ def holds_adapter_alone(
     """Return whether a checkpoint that is open is an adapter; without a manifest, its names say it, as LoRA's do."""
     if (manifest := _manifest_in(reader)) is not None or reader.format not in ("native", "dcp"):
         return reader.format == "peft" if manifest is None else manifest.kind == "adapter"
-    _, names = model_tensors(reader.tensors, reader.format, prefix=prefix)
+    _, names = model_tensors(reader, prefix=prefix)
     return bool(names) and all(owns(name) or lora_tensor(name) for name in names)
 
 
@@ -203,10 +203,10 @@ def _misfits(
         records = [LoRARecord.of(description) for description in (before, now) if description is not None]
     except ValueError:  # a converter of somebody else's that has the same name
         records = []
-    if not (sites or low_rank.tables_of(owned)) or before is None or now is None or len(records) < 2:
+    if not (sites or low_rank.sites_of(owned, low_rank.ROWS)) or before is None or now is None or len(records) < 2:
         yield from differences(saved, running)
         return
-    rows = [{site: record.trained_rows(site) for site in low_rank.tables_of(owned)} for record in records]
+    rows = [{site: record.trained_rows(site) for site in low_rank.sites_of(owned, low_rank.ROWS)} for record in records]
     if (
         settings != _OF_RESULT
         or records[0].ensure_weight_tying != records[1].ensure_weight_tying

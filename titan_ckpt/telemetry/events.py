@@ -45,7 +45,7 @@ class Event:
     """An event that is under way. Its phases may be timed by any thread, one thread for each phase."""
 
     def __init__(self, kind: Kind, /, **values: Any) -> None:
-        self._values: dict[str, Any] = {"event": kind, **values}
+        self._kind, self._values = kind, values
         self._phases: dict[str, float] = {}
         self._running: dict[str, float] = {}
         self._unix_seconds = time.time()
@@ -69,12 +69,11 @@ class Event:
         """Return the event's object."""
         now = time.perf_counter()
         running = {name: self._phases.get(name, 0.0) + now - started for name, started in self._running.copy().items()}
-        values = {name: value for name, value in self._values.items() if name != "event"}
         return {
-            "event": self._values["event"],
+            "event": self._kind,
             "unix_seconds": round(self._unix_seconds, 6),
             "seconds": round(now - self._started, 6),
-            **values,
+            **self._values,
             "phases": {name: round(seconds, 6) for name, seconds in (self._phases | running).items()},
             "error": None if error is None else f"{type(error).__name__}: {error}",
         }
@@ -176,12 +175,8 @@ class Telemetry:
             act()
         except Exception as error:
             if what not in self._failed:
-                logger.warning(
-                    "%s: %s has failed, and an event is missing; the run goes on: %s",
-                    self._path or TELEMETRY,
-                    what,
-                    error,
-                )
+                where = f"{self._path or TELEMETRY}: {what}"
+                logger.warning(f"{where} has failed, and an event is missing; the run goes on: {error}")
             self._failed.add(what)
 
 

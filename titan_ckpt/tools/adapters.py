@@ -64,7 +64,7 @@ class Adapter:
 
 def adapted_weights(reader: TensorReader) -> set[str]:
     """Return the weights that LoRA's tensors in a native or DCP checkpoint change, by native name."""
-    return _weights(model_tensors(reader.tensors, reader.format)[1])
+    return _weights(model_tensors(reader)[1])
 
 
 def open_adapter(reader: TensorReader, table: ModelTable | None = None) -> Adapter:
@@ -75,7 +75,7 @@ def open_adapter(reader: TensorReader, table: ModelTable | None = None) -> Adapt
     if isinstance(reader, PeftReader):
         assert table is not None, "a PEFT folder has the names of another tool"
         return _of_peft(reader, table)
-    prefix, names = model_tensors(reader.tensors, reader.format)
+    prefix, names = model_tensors(reader)
     alone = holds_adapter_alone(reader)
     tensors = {name: stored_tensor(reader, prefix + name) for name in names if alone or lora_tensor(name)}
     if not tensors:

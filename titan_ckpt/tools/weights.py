@@ -37,7 +37,7 @@ def model_keys(reader: TensorReader) -> dict[str, str]:
     """Return name -> file key of the model's tensors, or of an adapter's; the names have no component prefix."""
     if reader.format not in ("native", "dcp"):
         return {key: key for key in reader.tensors}
-    prefix, names = model_tensors(reader.tensors, reader.format)
+    prefix, names = model_tensors(reader)
     return {name: prefix + name for name in names}
 
 

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from titan_ckpt.errors import CheckpointError, ConfigError, LoadMismatchError, counted, listed
+from titan_ckpt.errors import CheckpointError, ConfigError, LoadMismatchError, counted, listed, refuse
 from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.rng import RandomState, generators_kept
 from titan_ckpt.weights.names import class_named, clean_fqn, named_modules
@@ -131,8 +131,7 @@ def match_patterns(parameters: Collection[str], patterns: Sequence[NamePattern])
         for fqn in [*parameters][:1]
         if not any(pattern is each for own in matching.values() for each in own)
     ]
-    if problems:
-        raise ConfigError(problems)
+    refuse(*problems)
     return {fqn: own[0] for fqn, own in matching.items()}
 
 

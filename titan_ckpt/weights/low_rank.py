@@ -137,14 +137,9 @@ class StoredUpdates:
     """Whether they act on all modules that share a weight. Trained rows always do."""
 
 
-def sites_of(names: Iterable[str]) -> list[str]:
-    """Return the parts of a model that have an A among these tensors."""
-    return [part.site for name in names if (part := lora_tensor(name)) is not None and part.role == A]
-
-
-def tables_of(names: Iterable[str]) -> list[str]:
-    """Return the tables that have trained rows among these tensors."""
-    return [part.site for name in names if (part := lora_tensor(name)) is not None and part.role == ROWS]
+def sites_of(names: Iterable[str], role: str = A) -> list[str]:
+    """Return the parts of a model that have an A among these tensors, or one of another role."""
+    return [part.site for name in names if (part := lora_tensor(name)) is not None and part.role == role]
 
 
 def is_conv1d(module: nn.Module | None) -> bool:

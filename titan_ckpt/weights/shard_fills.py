@@ -32,6 +32,7 @@ _ELEMENTWISE = frozenset({
 })  # fmt: skip
 _NEVER_DRAWN = 16
 """Standard deviations: uniform numbers of 53 bits make no normal one so far from the mean, so none is cut off."""
+_PLAIN = frozenset({type(None), bool, int, float, str})
 _ROW = 512
 """Elements of a tile's last dim. Tensor parallelism cuts it in few places, FSDP2 cuts rows."""
 _TILE = {"cpu": 2**15}
@@ -97,7 +98,7 @@ class ShardFills(WholeTensors):
     def _deferred(self, record: Seen, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Note what a function would do to a tensor; return False if that needs whole values."""
         options = {key: value for key, value in kwargs.items() if key != "tensor"}
-        if options.pop("generator", None) is not None or not _are_numbers((*args, *options.values())):
+        if options.pop("generator", None) is not None or not {*map(type, (*args, *options.values()))} <= _PLAIN:
             return False
         if "tensor" in kwargs:  # a function of nn.init: its options come in the order of the method's arguments
             if name == "kaiming_uniform_":
@@ -212,10 +213,6 @@ def scrambled(number: int) -> int:
 
 def _counts(shape: Shape, tile: Shape) -> Shape:
     return tuple(-(-size // part) for size, part in zip(shape, tile, strict=True))
-
-
-def _are_numbers(values: Iterable[object]) -> bool:
-    return all(value is None or isinstance(value, (int, float, str)) for value in values)
 
 
 def _kaiming_bound(seen: torch.Tensor, a: float = 0, mode: Any = "fan_in", nonlinearity: Any = "leaky_relu") -> float:

@@ -9,7 +9,7 @@ fills run on shards and differ from one device's; these run on whole tensors.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titan_ckpt.geometry.chunks import fill
 from titan_ckpt.weights.names import named_modules
@@ -161,7 +162,7 @@ class WholeTensors(TorchFunctionMode):
             made: torch.Tensor = func(*args, **{**kwargs, "device": "meta"})
             self._seen[key_of(made)] = Seen("", made)
             return made
-        given = [value for value in _flat((*args, *kwargs.values())) if isinstance(value, torch.Tensor)]
+        given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
         records = {id(value): record for value in given if (record := self._seen.get(key_of(value))) is not None}
         if not records or func in _ABOUT:
             return func(*args, **kwargs)
@@ -182,12 +183,13 @@ class WholeTensors(TorchFunctionMode):
         for record in records.values():
             self._open_whole(record, [*records.values()], fresh=fresh and record is first)
 
-        def whole(value: Any) -> Any:
+        def whole(value: torch.Tensor) -> Any:
             return records[id(value)].whole if id(value) in records else value
 
         if func == _GET_DATA:  # changes of a view of `data` would not count in the tensor's version
             func = torch.Tensor.detach
-        result = func(*_mapped(args, whole), **{name: _mapped(value, whole) for name, value in kwargs.items()})
+        args, kwargs = tree_map_only(torch.Tensor, whole, (args, kwargs))
+        result = func(*args, **kwargs)
         return next((value for value in given if id(value) in records and whole(value) is result), result)
 
     def _set_data(self, record: Seen, value: torch.Tensor) -> None:
@@ -349,17 +351,3 @@ def _is_plain(target: torch.Tensor, device: torch.device, seen: torch.Tensor) ->
     """Return whether a live tensor can be the whole: a plain tensor of this device, with dtype and shape of `seen`."""
     alike = (target.device, target.dtype, target.shape) == (device, seen.dtype, seen.shape)
     return alike and type(target.detach()) is torch.Tensor
-
-
-def _flat(values: Iterable[Any]) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        else:
-            yield value
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    if type(value) in (list, tuple):
-        return type(value)(_mapped(item, change) for item in value)
-    return change(value)

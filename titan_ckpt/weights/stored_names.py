@@ -49,7 +49,7 @@ class StoredNames:
         Raises: LoadMismatchError for an ambiguous or unknown prefix, and for tied tensors that differ in the folder.
         """
         names = {*wanted, *(name for names in theirs.values() for name in names)}
-        prefix, available = model_tensors(reader.tensors, reader.format, names, prefix)
+        prefix, available = model_tensors(reader, names, prefix)
         theirs = theirs if _count(available, (n[0] for n in theirs.values())) > _count(available, wanted) else {}
         own = {name: fqn for fqn, names in theirs.items() for name in names[:1]}
         repeats = {name: fqn for fqn, names in theirs.items() for name in names[1:]} | dict(tied)
@@ -90,10 +90,7 @@ class StoredNames:
 
 
 def model_tensors(
-    stored: Mapping[str, TensorInfo],
-    format_: str,
-    wanted: Collection[str] | None = None,
-    prefix: str | None = None,
+    reader: TensorReader, wanted: Collection[str] | None = None, prefix: str | None = None
 ) -> tuple[str, dict[str, TensorInfo]]:
     """Return the prefix of the model in a native or DCP checkpoint, and its tensors by name without the prefix.
 
@@ -102,14 +99,14 @@ def model_tensors(
     Raises: LoadMismatchError for several places with as many of the names, and for a `prefix` that nothing has.
     Source of the names at the top: torchtitan, components/checkpoint.py, which flattens the model there.
     """
-    if format_ == "native":
+    stored = reader.tensors
+    if reader.format == "native":
         prefix = MODEL
-    elif prefix is None and wanted is None:
+    elif prefix is None and wanted is not None:
+        prefix = _find_prefix(stored, wanted)
+    elif prefix is None:
         top = _under(stored, "")
         prefix = MODEL if len(_under(stored, MODEL)) == len(top) else ""
-    elif prefix is None:
-        assert wanted is not None
-        prefix = _find_prefix(stored, wanted)
     elif prefix and not any(key.startswith(prefix) for key in stored):
         first = listed(sorted({key.partition(".")[0] + "." for key in stored}), ", ", " ")
         raise LoadMismatchError(f"no tensor has the prefix {prefix!r}; the names there begin with {first}")

@@ -121,7 +121,9 @@ class ModelWrapper:
     @property
     def tied(self) -> dict[str, str]:
         """Return alias -> the fqn that is saved for it."""
-        return _aliases(self._live())
+        first: dict[int, str] = {}
+        owners = {fqn: first.setdefault(id(value), fqn) for fqn, value in self._live().items()}
+        return {fqn: owner for fqn, owner in owners.items() if owner != fqn}
 
     def state_dict(self, mode: StateDictMode = "full", last_step: bool = False) -> StateDict:
         """Return fqn -> tensor, in the order of the modules; tied aliases appear once, under their first name.
@@ -290,7 +292,7 @@ class ModelWrapper:
         tensors: StateDict = {}
         values: dict[str, Any] = {}
         subtrees: list[HookedSubtree] = []
-        tied = _aliases(self._live())
+        tied = self.tied
         for part in self.parts:
             for entry in read_state(part, room=room):
                 if isinstance(entry, HookedSubtree):
@@ -356,10 +358,3 @@ def unwrapped(part: nn.Module) -> nn.Module:
             part = part._orig_mod  # type: ignore[assignment]  # noqa: SLF001 - torch has no public name for it
         else:
             return part
-
-
-def _aliases(live: StateDict) -> dict[str, str]:
-    """Return alias -> first name of the same tensor."""
-    first: dict[int, str] = {}
-    owners = {fqn: first.setdefault(id(value), fqn) for fqn, value in live.items()}
-    return {fqn: owner for fqn, owner in owners.items() if owner != fqn}

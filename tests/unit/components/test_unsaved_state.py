@@ -21,7 +21,8 @@ import torch
 from torch import nn
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from titan_ckpt.components.unsaved_state import class_name, faults, function_faults
+from titan_ckpt.components.classes import class_name
+from titan_ckpt.components.unsaved_state import faults, function_faults
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.errors import SaveError
 

@@ -14,7 +14,7 @@ which gets the results of `state_dict()` on each of the old data-parallel ranks,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,23 +64,20 @@ class DataPosition(Item):
     scope = "share"
     kind = object
 
-    def __init__(self, dataloader: Stateful, rank: int, world_size: int) -> None:
-        self._dataloader, self._rank, self._world_size = dataloader, rank, world_size
-
-    @property
-    def _data_rank(self) -> DataRank:
-        return DataRank.of(self._dataloader, self._rank, self._world_size)
+    def __init__(self, dataloader: Stateful, data_rank: Callable[[], DataRank]) -> None:
+        """Bind to a dataloader. `data_rank`: returns the share that this process reads, which a loader may change."""
+        self._dataloader, self._data_rank = dataloader, data_rank
 
     def value(self, tensors: StateDict) -> Any:
         return self._dataloader.state_dict()
 
     def check(self, stored: Stored) -> None:
         """Raises: LoadMismatchError if the dataloader cannot divide the stored positions among this run's ranks."""
-        positions = stored.values[self.key]
-        if len(positions) != self._data_rank.size and not callable(getattr(self._dataloader, "load_state_dicts", None)):
+        positions, size = stored.values[self.key], self._data_rank().size
+        if len(positions) != size and not callable(getattr(self._dataloader, "load_state_dicts", None)):
             raise LoadMismatchError(
                 f"the checkpoint has the data positions of {len(positions)} data-parallel ranks, this run has "
-                f"{self._data_rank.size}, and {type(self._dataloader).__name__} cannot divide them anew: give it "
+                f"{size}, and {type(self._dataloader).__name__} cannot divide them anew: give it "
                 "load_state_dicts(state_dicts), which gets the old ranks' states in their order; resume with "
                 f"{len(positions)} data-parallel ranks; or start the data afresh: checkpoint.resume.exclude = "
                 '["dataloader"]'
@@ -88,17 +85,17 @@ class DataPosition(Item):
 
     def restore(self, stored: Stored, tensors: StateDict) -> None:
         positions, dataloader = stored.values[self.key], self._dataloader
-        if len(positions) != self._data_rank.size:
+        if len(positions) != self._data_rank().size:
             dataloader.load_state_dicts(positions)  # type: ignore[attr-defined]
             return
-        dataloader.load_state_dict(positions[self._data_rank.rank])
+        dataloader.load_state_dict(positions[self._data_rank().rank])
         if is_of_torchdata(dataloader):
             dataloader.state_dict()  # it makes its iterator now, which draws a seed, and not after the load
         begin_once(dataloader)
 
     def leaves(self) -> Leaves:
         """Raises: ExportError for a position that is not stored by data-parallel rank."""
-        state, own = self._dataloader.state_dict(), self._data_rank
+        state, own = self._dataloader.state_dict(), self._data_rank()
         known = {f"{_RANK}{own.rank}", "world_size"}
         if own.size > 1 and state.keys() != known:
             raise ExportError(

@@ -22,9 +22,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.gradients import still_used
-from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, Stored
-from titan_ckpt.components.unsaved_state import class_name, fault_of, unless_allowed
+from titan_ckpt.components.items.item import STATES, OwnItem, Stored
+from titan_ckpt.components.unsaved_state import fault_of, unless_allowed
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.gc_paused import instances_of
 from titan_ckpt.rng import used_by
@@ -62,11 +63,10 @@ _UNKNOWN = (
 )
 
 
-class ExchangeOrder(Item):
+class ExchangeOrder(OwnItem):
     """The buckets of models that DDP wraps: `value` and `restore` are collective over its ranks."""
 
     component = "states"
-    is_required = False
     is_collective = True
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -135,13 +135,6 @@ class ExchangeOrder(Item):
             is_first = order == [] and not ddp._has_rebuilt_buckets  # noqa: SLF001 - as above
             yield ddp, order if fits or is_first else None
 
-    def leaves(self) -> Leaves:
-        """Yield nothing: torchtitan stores no order."""
-        yield from ()
-
-    def from_torchtitan(self, folder: FlatFolder) -> None:
-        """Return None, for the same reason."""
-
 
 def _give(ddp: Any, order: Sequence[str]) -> None:
     """Let a wrapper make its buckets as after a backward pass in which gradients came in this order. Collective."""
@@ -177,8 +170,8 @@ def _order_of(ddp: Any) -> list[str]:
 def exchange_faults(wrapped: Collection[DistributedDataParallel], allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each hook of DDP, or of gradients that it sums, by which a resumed run may differ."""
     around = Counter(module.module for module in wrapped if module.process_group.size() > 2)
-    for what in (class_name(inner) for inner, count in around.items() if count > 1):
-        yield from unless_allowed(f"several wrappers of DDP around {what}", what, _TWICE, allow)
+    for inner in (inner for inner, count in around.items() if count > 1):
+        yield from fault_of("several wrappers of DDP around", inner, _TWICE, allow)
     for module in wrapped:
         for what, reason in _lost_order(module):
             yield from unless_allowed(what, class_name(module), reason, allow)

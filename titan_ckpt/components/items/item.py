@@ -29,17 +29,12 @@ components/optimizer/utils.py."""
 class FlatFolder(Protocol):
     """A DCP folder as a reader of it sees it: tensors, and items that are read one by one."""
 
-    @property
-    def path(self) -> Place: ...
+    path: Place
+    items: dict[str, Any]
+    paths: dict[str, tuple[str, ...]]
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
-
-    @property
-    def items(self) -> Mapping[str, Any]: ...
-
-    @property
-    def paths(self) -> Mapping[str, tuple[str, ...]]: ...
 
     def item(self, name: str) -> Any: ...
 
@@ -152,6 +147,18 @@ class Item:
     def from_torchtitan(self, folder: FlatFolder) -> Any:
         """Return the value in a folder of torchtitan's; None if it has none. Raises: LoadMismatchError."""
         return nested(folder, self.component) or None
+
+
+class OwnItem(Item):
+    """A component that torchtitan's folders have no place for."""
+
+    is_required = False
+
+    def leaves(self) -> Leaves:
+        yield from ()
+
+    def from_torchtitan(self, folder: FlatFolder) -> Any:
+        return None
 
 
 def wrong_types(parts: Sequence[tuple[str, Any, type]]) -> list[str]:

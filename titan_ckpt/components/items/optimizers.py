@@ -11,11 +11,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from titan_ckpt.components import optimizer_content, schedules
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested, wrong_types
 from titan_ckpt.components.optimizer import PREFIX, Groups, OptimizerState, merge_groups, parameter_of
 from titan_ckpt.components.optimizer_rehearsal import rehearse
 from titan_ckpt.components.optimizer_split import NOT_STORED, Group
-from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ExportError, LoadMismatchError, StateEncodingError
@@ -85,9 +85,7 @@ class Optimizers(Item):
         tensors |= split
         return groups
 
-    @staticmethod
-    def merge(of_ranks: Sequence[Any]) -> Groups:
-        return merge_groups(of_ranks)
+    merge = staticmethod(merge_groups)
 
     def num_bytes(self) -> int:
         """Estimate this rank's bytes of state: two float32 moments for parameters not yet stepped."""
@@ -250,14 +248,7 @@ class Schedulers(Item):
     def restore(self, stored: Stored, tensors: StateDict) -> None:
         """Raises: LoadMismatchError for a scheduler that does not take its state."""
         for scheduler, state in zip(self._schedulers, self._for_each(stored), strict=True):
-            try:
-                scheduler.load_state_dict(state)
-            except Exception as error:
-                raise LoadMismatchError(
-                    f"{type(scheduler).__qualname__}.load_state_dict() does not take the state that was stored: "
-                    f"{type(error).__name__}: {error}. Build the scheduler as in the run that saved, or start it "
-                    'afresh: checkpoint.resume.exclude = ["lr_scheduler"]'
-                ) from error
+            optimizer_content.give_state(scheduler, state, self.component)
 
     def leaves(self) -> Leaves:
         states = self.value({})

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, Stored, flattened, nested
-from titan_ckpt.components.unsaved_state import class_name
+from titan_ckpt.components.classes import class_name
+from titan_ckpt.components.items.item import STATES, FlatFolder, Item, Leaves, OwnItem, Stored, flattened, nested
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import (
     CheckpointError,
@@ -33,12 +33,14 @@ OWN_BUFFERS = f"{STATES}own buffers"
 """Key of the buffers that each rank has for itself, by fqn."""
 
 
-class ExtraState(Item):
-    """The model's state that is no tensor. The model gives and takes the values of its own state_dict() itself."""
+class ExtraState(OwnItem):
+    """The model's state that is no tensor. The model gives and takes the values of its own state_dict() itself.
+
+    An export asks the model for it, with those values.
+    """
 
     component = "model"
     is_merged = True
-    is_required = False
 
     def __init__(self, model: ModelWrapper) -> None:
         self._model = model
@@ -62,22 +64,17 @@ class ExtraState(Item):
     def restore(self, stored: Stored, tensors: StateDict) -> None:
         self._model.load_extra_state(stored.values.get(self.key, {}))
 
-    def leaves(self) -> Leaves:
-        """Yield nothing: an export asks the model for it, with the values of its own state_dict()."""
-        yield from ()
-
     def from_torchtitan(self, folder: FlatFolder) -> dict[str, Any]:
         return {name: folder.item(name) for name in self._model.extra_state_names() if name in folder.items}
 
 
-class OwnBuffers(Item):
+class OwnBuffers(OwnItem):
     """Buffers that differ between ranks, such as the statistics of BatchNorm, and extra state of modules that does.
 
     files.py finds and stores them.
     """
 
     component = "model"
-    is_required = False
 
     def __init__(self, model: ModelWrapper) -> None:
         self._model = model
@@ -102,9 +99,6 @@ class OwnBuffers(Item):
             if place in live and live[place].shape == value.shape:
                 live[place].copy_(value)
         self._model.load_extra_state(own)
-
-    def from_torchtitan(self, folder: FlatFolder) -> None:
-        """Return None: torchtitan stores no such buffers."""
 
 
 class UserState(Item):
@@ -165,12 +159,11 @@ class UserState(Item):
         return nested(folder, self.name) or None
 
 
-class Generators(Item):
+class Generators(OwnItem):
     """All generators of this process. They come last, because other items may draw when they are asked or restored."""
 
     component = "rng"
     scope = "rank"
-    is_required = False
 
     def __init__(self) -> None:
         self._state = RandomState()
@@ -194,15 +187,9 @@ class Generators(Item):
         seed = (torch.initial_seed() + 0x9E3779B97F4A7C15 * (stored.step + 1)) % 2**63
         logger.warning(
             "random generators: the checkpoint was saved by another layout of ranks, so their states mean nothing "
-            "here; reseeded with %d, from this rank's seed and step %d",
-            seed,
-            stored.step,
+            f"here; reseeded with {seed}, from this rank's seed and step {stored.step}"
         )
         self._state.reseed(seed)
-
-    def leaves(self) -> Leaves:
-        """Yield nothing: torchtitan stores no generators."""
-        yield from ()
 
 
 def place_of(name: str, value: torch.Tensor) -> str:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from titan_ckpt.components.unsaved_state import LIBRARIES, fault_of, stored_by_code_of
+from titan_ckpt.components.classes import names_of, own_and_base
+from titan_ckpt.components.unsaved_state import fault_of, stored_by_code_of
 from titan_ckpt.gc_paused import instances_of
 
 _DRAWN_ANEW = frozenset(
@@ -98,12 +99,9 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
             )
         return
     for sampler in samplers_of(loader):
-        kinds = type(sampler).__mro__
-        base = next(kind for kind in kinds if kind.__module__.partition(".")[0] in LIBRARIES or kind is object)
-        changes = not hasattr(sampler, "state_dict") and any(
-            stored_by_code_of(kinds[: kinds.index(base)], ["set_epoch"])
-        )
-        if changes or f"{base.__module__}.{base.__qualname__}" in _DRAWN_ANEW:
+        own, base = own_and_base(type(sampler))
+        changes = not hasattr(sampler, "state_dict") and any(stored_by_code_of(own, ["set_epoch"]))
+        if changes or names_of(base)[0] in _DRAWN_ANEW:
             reason = (
                 "a StatefulDataLoader does not hold its order, and a resumed run would go on in another one: wrap the "
                 "loader in titan_ckpt.PositionedLoader"

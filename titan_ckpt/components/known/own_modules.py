@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.components.unsaved_state import LIBRARIES, Own, codes_of, is_own, is_own_kind, package_of, parts_of
+from titan_ckpt.components.classes import is_of_library, is_own, is_own_kind, package_of
+from titan_ckpt.components.unsaved_state import Own, codes_of, parts_of
 from titan_ckpt.components.watched import Watch, trace
 from titan_ckpt.rng import codes_within, generators_kept
 from titan_ckpt.weights.names import hidden_buffers, named_modules
@@ -76,7 +77,7 @@ def _gives(module: nn.Module, *methods: str) -> bool:
 def _values(module: nn.Module, saved: Collection[int], read: Collection[str]) -> dict[str, Any]:
     kinds = [*type(module).__mro__]
     first = kinds.index(_kinds(module)[0])
-    of_library = next(kind for kind in kinds[first:] if package_of(kind) in LIBRARIES)
+    of_library = next(kind for kind in kinds[first:] if is_of_library(kind))
     values = {f"self.{name}": value for name, value in hidden_buffers(module).items()}
     for name, value in Own(module, of_library, saved).values().items():
         is_output = name.startswith("self.") and name.removeprefix("self.") not in read

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from titan_ckpt.components import unsaved_state
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.known.switches import Switches, is_of_peft, modules_of_peft, switches_of
 from titan_ckpt.errors import LoadMismatchError, SaveError, listed
 from titan_ckpt.types import Stateful
@@ -60,8 +61,8 @@ def faults(models: Sequence[nn.Module], optimizers: Sequence[Any], allow: Collec
     for _, module in modules_of_peft(models):
         for attribute, role in (("peft_config", "adapter"), ("lora_variant", "variant of LoRA")):
             for name, value in (getattr(module, attribute, None) or {}).items():
-                held[f"{role} {name!r}", unsaved_state.class_name(value)] = value
-    own = {("optimizer", unsaved_state.class_name(value)): value for value in optimizers if is_of_peft(value)}
+                held[f"{role} {name!r}", class_name(value)] = value
+    own = {("optimizer", class_name(value)): value for value in optimizers if is_of_peft(value)}
     yield from unsaved_state.faults([(role, value) for (role, _), value in (held | own).items()], KNOWN, allow)
 
 

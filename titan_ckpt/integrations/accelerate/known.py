@@ -10,19 +10,12 @@ from accelerate.utils import KwargsHandler
 WORKS = frozenset({"FSDP", "MULTI_CPU", "MULTI_GPU", "NO"})
 """Values of accelerate's DistributedType that were proved to continue exactly; FSDP is that of version 2."""
 _FP8 = "no step is known to hold the scales of its weights and activations: use bf16"
-HANDLERS = {
-    "AORecipeKwargs": _FP8,
-    "AutocastKwargs": "",
-    "DistributedDataParallelKwargs": "",
-    "FP8RecipeKwargs": _FP8,
-    "GradScalerKwargs": "",
-    "GradientAccumulationPlugin": "",
-    "InitProcessGroupKwargs": "",
-    "MSAMPRecipeKwargs": _FP8,
-    "ProfileKwargs": "",
-    "TERecipeKwargs": _FP8,
-    "TorchDynamoPlugin": "",
-}
+_EXACT = (
+    "AutocastKwargs", "DistributedDataParallelKwargs", "GradScalerKwargs", "GradientAccumulationPlugin",
+    "InitProcessGroupKwargs", "ProfileKwargs", "TorchDynamoPlugin",
+)  # fmt: skip
+_RECIPES = ("AORecipeKwargs", "FP8RecipeKwargs", "MSAMPRecipeKwargs", "TERecipeKwargs")
+HANDLERS = dict.fromkeys(_EXACT, "") | dict.fromkeys(_RECIPES, _FP8)
 """Class of accelerate.utils that adjusts an Accelerator -> why it is refused; "" if it continues exactly."""
 
 
@@ -50,7 +43,7 @@ def accelerator_faults(accelerator: Any) -> Iterator[str]:
     for name in (type(handler).__name__ for handler in handlers):
         if reason := HANDLERS.get(name, "it was not proved to continue exactly after a resume: leave it out"):
             yield f"{name}: {reason}"
-    has_recipe = any(HANDLERS.get(type(handler).__name__) == _FP8 for handler in handlers)
+    has_recipe = any(type(handler).__name__ in _RECIPES for handler in handlers)
     if getattr(state, "mixed_precision", "no") == "fp8" and not has_recipe:
         yield f"mixed_precision fp8: {_FP8}"
     hook = getattr(accelerator.ddp_handler, "comm_hook", None)

@@ -12,10 +12,10 @@ from typing import Any
 from accelerate import Accelerator
 from torch.optim import Optimizer
 
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.known.loaders import begin_afresh, seed_workers_apart
-from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError, listed
+from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError, listed, refuse
 from titan_ckpt.integrations.accelerate.known import accelerator_faults
 from titan_ckpt.integrations.accelerate.loader import Beside, LoopLoader, Positioned, begin
 from titan_ckpt.integrations.loader_position import order_of, set_order
@@ -44,12 +44,11 @@ def accelerate_manager(
     """
     prepared: Any = accelerator
     loaders = prepared._dataloaders  # noqa: SLF001 - accelerate has no public names for what it has prepared
-    if problems := [
+    refuse(
         *accelerator_faults(accelerator),
         *_not_prepared(prepared, dataloader),
         *(_unsaved(prepared, states or {}, config.left_out()) if config.save is not None else ()),
-    ]:
-        raise ConfigError(problems)
+    )
     read = dataloader if dataloader is not None else next(iter(loaders), None)
     position = None
     if read is not None:

@@ -7,22 +7,24 @@ Source: lightning 2.6, pytorch/callbacks/weight_averaging.py and stochastic_weig
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
 
+from titan_ckpt.components.classes import names_of
 
-def averaging(callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks that are WeightAveraging, or extend it."""
-    return [each for each in callbacks if is_callback(each, "weight_averaging.WeightAveraging")]
+AVERAGING = "weight_averaging.WeightAveraging"
+STOCHASTIC = "stochastic_weight_avg.StochasticWeightAveraging"
+FINETUNING = "finetuning.BaseFinetuning"
 
 
-def stochastic(callbacks: list[Any]) -> list[Any]:
-    """Return the callbacks that are StochasticWeightAveraging, or extend it; their state has the average."""
-    return [each for each in callbacks if is_callback(each, "stochastic_weight_avg.StochasticWeightAveraging")]
+def of_kinds(callbacks: Iterable[Any], *kinds: str) -> list[Any]:
+    """Return the callbacks that are, or extend, any of these classes of Lightning's callbacks."""
+    ends = tuple(f".callbacks.{kind}" for kind in kinds)
+    return [each for each in callbacks if any(name.endswith(ends) for name in names_of(type(each)))]
 
 
 def exchange_schedule(callback: Any, trainer: Any) -> None:
@@ -40,11 +42,6 @@ def go_on_from_last_epoch(callback: Any, trainer: Any) -> None:
     if callback._model_contains_batch_norm and callback._max_epochs != -1 and is_last:  # noqa: SLF001 - as above
         callback._accumulate_grad_batches = trainer.accumulate_grad_batches  # noqa: SLF001 - as above
         trainer.fit_loop.max_batches += 1
-
-
-def is_callback(value: Any, name: str) -> bool:
-    """Return whether a callback is, or extends, this class of a module of Lightning's callbacks."""
-    return any(f"{kind.__module__}.{kind.__qualname__}".endswith(f".callbacks.{name}") for kind in type(value).__mro__)
 
 
 def state_of_average(callback: Any) -> dict[str, Any]:

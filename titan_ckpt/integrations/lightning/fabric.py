@@ -15,7 +15,7 @@ from torch import nn
 
 from titan_ckpt.components.unsaved_state import faults
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, refuse
 from titan_ckpt.integrations.lightning.known import KNOWN, plugin_faults
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.integrations.loop import iterate_over
@@ -58,12 +58,11 @@ def fabric_manager(
         ]
         if not hasattr(given, attribute)
     ]
-    if problems := [
+    refuse(
         *not_set_up,
         *plugin_faults(fabric.strategy, fabric.strategy.precision, config.allow),
         *judged(),
-    ]:
-        raise ConfigError(problems)
+    )
     scaler = getattr(fabric.strategy.precision, "scaler", None)
     if scaler is not None:
         stateful.setdefault("scaler", scaler)

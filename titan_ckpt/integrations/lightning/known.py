@@ -6,7 +6,7 @@ of the user's own are exact. The tests compare the tables with the installed pac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -14,9 +14,10 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, faults, function_faults, is_own, unless_allowed
+from titan_ckpt.components.classes import class_name, defines, exact, gives_state, is_of_library, is_own, names_of
+from titan_ckpt.components.unsaved_state import fault_of, faults, function_faults, unless_allowed
 from titan_ckpt.components.watched import Watch
-from titan_ckpt.integrations.lightning.averages import is_callback
+from titan_ckpt.integrations.lightning.averages import AVERAGING, FINETUNING, STOCHASTIC, of_kinds
 
 _OWN = "it changes Lightning's own checkpoint (on_save_checkpoint), which is not written, so a resume would lose its"
 _WRITES = "it writes Lightning's own checkpoints beside those of titan_ckpt: leave it out"
@@ -28,53 +29,41 @@ _DEEPSPEED = (
 _XLA = "only CPU and CUDA devices are supported"
 _SCALES = "its weights have scales that no step is known to hold: use MixedPrecision or HalfPrecision"
 
-_OF_TRAINER = {
+_OF_TRAINER = exact(
+    {
+        "callbacks": "callback.Callback device_stats_monitor.DeviceStatsMonitor early_stopping.EarlyStopping "
+        "finetuning.BackboneFinetuning finetuning.BaseFinetuning "
+        "gradient_accumulation_scheduler.GradientAccumulationScheduler lambda_function.LambdaCallback "
+        "lr_monitor.LearningRateMonitor model_summary.ModelSummary prediction_writer.BasePredictionWriter "
+        "progress.progress_bar.ProgressBar progress.rich_progress.RichProgressBar "
+        "progress.tqdm_progress.TQDMProgressBar rich_model_summary.RichModelSummary "
+        "stochastic_weight_avg.StochasticWeightAveraging throughput_monitor.ThroughputMonitor timer.Timer "
+        "weight_averaging.EMAWeightAveraging weight_averaging.WeightAveraging",
+        "cli": "SaveConfigCallback",
+        "plugins": "precision.amp.MixedPrecision precision.double.DoublePrecision precision.half.HalfPrecision "
+        "precision.precision.Precision",
+        "strategies": "ddp.DDPStrategy model_parallel.ModelParallelStrategy single_device.SingleDeviceStrategy",
+    }
+) | {
     "callbacks.batch_size_finder.BatchSizeFinder": "it tries batch sizes at the start, and again at every resume: call "
     "Tuner(trainer).scale_batch_size before attach",
-    "callbacks.callback.Callback": "",
     "callbacks.checkpoint.Checkpoint": _WRITES,
-    "callbacks.device_stats_monitor.DeviceStatsMonitor": "",
-    "callbacks.early_stopping.EarlyStopping": "",
-    "callbacks.finetuning.BackboneFinetuning": "",
-    "callbacks.finetuning.BaseFinetuning": "",
-    "callbacks.gradient_accumulation_scheduler.GradientAccumulationScheduler": "",
-    "callbacks.lambda_function.LambdaCallback": "",
     "callbacks.lr_finder.LearningRateFinder": "it tries rates at the start, and again at every resume: call "
     "Tuner(trainer).lr_find before attach",
-    "callbacks.lr_monitor.LearningRateMonitor": "",
     "callbacks.model_checkpoint.ModelCheckpoint": _WRITES,
-    "callbacks.model_summary.ModelSummary": "",
     "callbacks.on_exception_checkpoint.OnExceptionCheckpoint": _WRITES,
-    "callbacks.prediction_writer.BasePredictionWriter": "",
-    "callbacks.progress.progress_bar.ProgressBar": "",
-    "callbacks.progress.rich_progress.RichProgressBar": "",
-    "callbacks.progress.tqdm_progress.TQDMProgressBar": "",
     "callbacks.pruning.ModelPruning": f"{_OWN} masks: prune the module before the training",
-    "callbacks.rich_model_summary.RichModelSummary": "",
     "callbacks.spike.SpikeDetection": "its load_state_dict raises an AttributeError, so no run could be resumed: leave "
     "it out",
-    "callbacks.stochastic_weight_avg.StochasticWeightAveraging": "",
-    "callbacks.throughput_monitor.ThroughputMonitor": "",
-    "callbacks.timer.Timer": "",
-    "callbacks.weight_averaging.EMAWeightAveraging": "",
-    "callbacks.weight_averaging.WeightAveraging": "",
-    "cli.SaveConfigCallback": "",
     "serve.servable_module_validator.ServableModuleValidator": "it starts a web server before the training: validate "
     "in a process of its own",
-    "plugins.precision.amp.MixedPrecision": "",
     "plugins.precision.bitsandbytes.BitsandbytesPrecision": _SCALES,
     "plugins.precision.deepspeed.DeepSpeedPrecision": _DEEPSPEED,
-    "plugins.precision.double.DoublePrecision": "",
     "plugins.precision.fsdp.FSDPPrecision": _FSDP1,
-    "plugins.precision.half.HalfPrecision": "",
-    "plugins.precision.precision.Precision": "",
     "plugins.precision.transformer_engine.TransformerEnginePrecision": _SCALES,
     "plugins.precision.xla.XLAPrecision": _XLA,
-    "strategies.ddp.DDPStrategy": "",
     "strategies.deepspeed.DeepSpeedStrategy": _DEEPSPEED,
     "strategies.fsdp.FSDPStrategy": _FSDP1,
-    "strategies.model_parallel.ModelParallelStrategy": "",
-    "strategies.single_device.SingleDeviceStrategy": "",
     "strategies.single_xla.SingleDeviceXLAStrategy": _XLA,
     "strategies.xla.XLAStrategy": _XLA,
 }
@@ -82,15 +71,9 @@ _OF_FABRIC = {name: why for name, why in _OF_TRAINER.items() if name.startswith(
     "strategies.dp.DataParallelStrategy": "it runs several devices in one process: use DDPStrategy",
     "strategies.xla_fsdp.XLAFSDPStrategy": _XLA,
 }
-KNOWN = {
-    f"{package}.{name}": why
-    for packages, table in (
-        (("lightning.pytorch", "pytorch_lightning"), _OF_TRAINER),
-        (("lightning.fabric", "lightning_fabric"), _OF_FABRIC),
-    )
-    for package in packages
-    for name, why in table.items()
-}
+_TABLES = dict.fromkeys(("lightning.pytorch", "pytorch_lightning"), _OF_TRAINER)
+_TABLES |= dict.fromkeys(("lightning.fabric", "lightning_fabric"), _OF_FABRIC)
+KNOWN = {f"{package}.{name}": why for package, table in _TABLES.items() for name, why in table.items()}
 """Full name of a class -> why it is refused, and the next step; "" if it continues exactly."""
 
 
@@ -99,8 +82,6 @@ _BUILDS = (
     "on_train_end", "predict_dataloader", "prepare_data", "setup", "teardown", "test_dataloader", "train_dataloader",
     "val_dataloader",
 )  # fmt: skip
-_FINETUNING = "finetuning.BaseFinetuning"
-_AVERAGES = ("weight_averaging.WeightAveraging", "stochastic_weight_avg.StochasticWeightAveraging")
 _BEGINS = ("on_fit_start", "on_train_start")
 """Hooks that every start calls: before its load or after its last step, and after its load."""
 
@@ -108,7 +89,7 @@ _BEGINS = ("on_fit_start", "on_train_start")
 def plugin_faults(strategy: Any, precision: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield why a strategy or a precision does not work with titan_ckpt. Only one that is not known can be allowed."""
     for value in (strategy, precision):
-        reason = KNOWN.get(class_name(value)) if _is_of_library(type(value)) else _listed(type(value))
+        reason = _listed(value)
         if value is not None and reason is None:
             unknown = "it was not proved to continue exactly after a resume: use one of Lightning's that is listed"
             yield from unless_allowed(type(value).__name__, class_name(value), unknown, allow)
@@ -116,16 +97,25 @@ def plugin_faults(strategy: Any, precision: Any, allow: Collection[str]) -> Iter
             yield f"{type(value).__name__}: {reason}"
 
 
-def callback_faults(callbacks: Iterable[Any], allow: Collection[str]) -> Iterator[str]:
-    """Yield why callbacks cannot be resumed that are Lightning's, extend one that is refused, or change checkpoints."""
+def callback_faults(callbacks: Collection[Any], allow: Collection[str], strategy: Any = None) -> Iterator[str]:
+    """Yield why callbacks cannot be resumed that are Lightning's, extend one that is refused, or change checkpoints.
+
+    Also why one does not work with a strategy that shards weights.
+    """
     for callback in callbacks:
-        name, refused = class_name(callback), []
-        if _is_of_library(type(callback)) or _listed(type(callback)):
+        refused = []
+        if is_of_library(type(callback)) or _listed(callback):
             refused = [*faults([("callback", callback)], KNOWN, allow)]
         if not refused and overrides(callback, ("callbacks.callback", "callbacks.weight_averaging")):
             reason = f"{_OWN} state: leave it out, or give it state_dict and load_state_dict"
-            refused = [*unless_allowed(f"callback {name}", name, reason, allow)]
+            refused = [*fault_of("callback", callback, reason, allow)]
         yield from refused
+    is_sharded = any(kind.__name__ == "ModelParallelStrategy" for kind in type(strategy).__mro__)
+    for callback in of_kinds(callbacks, FINETUNING, AVERAGING, STOCHASTIC) if is_sharded else ():
+        yield (
+            f"callback {class_name(callback)}: ModelParallelStrategy replaces the parameters that it has copied or "
+            "frozen by shards, after its setup: leave it out, or use DDPStrategy or one device"
+        )
 
 
 def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: Watch | None = None) -> Iterator[str]:
@@ -134,23 +124,23 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
     `watch`: notes what they hold now, when the training has begun.
     """
     live = [module, trainer, *trainer.optimizers]
-    own = [c for c in trainer.callbacks if not (_is_of_library(type(c)) or _listed(type(c)))]
+    own = [c for c in trainer.callbacks if not (is_of_library(type(c)) or _listed(c))]
     own = [callback for callback in own if not class_name(callback).startswith("titan_ckpt.")]
     judged = partial(faults, allow=allow, live=live, builds=_BUILDS, begins=_BEGINS, watch=watch)
     yield from judged([("callback", callback) for callback in own], KNOWN, gives_state=gives_state)
-    given = [each for c in trainer.callbacks if _is_of_library(type(c)) for each in _functions_of(c)]
+    given = [each for c in trainer.callbacks if is_of_library(type(c)) for each in _functions_of(c)]
     yield from function_faults(given, allow, live=live, others=trainer.callbacks, watch=watch or Watch())
     for role, value, hook in (
         ("module", module, "on_save_checkpoint"),
         ("data module", trainer.datamodule, "state_dict"),
     ):
         if value is not None:
-            of_libraries = {f"{kind.__module__}.{kind.__qualname__}": "" for kind in type(value).__mro__}
-            yield from judged([(role, value)], of_libraries, gives_state=partial(_overrides_by, hook=hook))
+            of_libraries = dict.fromkeys(names_of(type(value)), "")
+            yield from judged([(role, value)], of_libraries, gives_state=partial(defines, methods=[hook]))
     for callback in own:
-        if gives_state(callback) and not _is_of_library(_home(callback, "on_fit_start")):
+        if gives_state(callback) and defines(callback, ["on_fit_start"]):
             reason = "its on_fit_start is called before its state is loaded: name the method on_train_start"
-            yield from unless_allowed(f"callback {class_name(callback)}", class_name(callback), reason, allow)
+            yield from fault_of("callback", callback, reason, allow)
 
 
 def _functions_of(callback: Any) -> Iterator[tuple[str, Any]]:
@@ -162,32 +152,16 @@ def _functions_of(callback: Any) -> Iterator[tuple[str, Any]]:
                 yield f"function of callback {class_name(callback)}", each
 
 
-def sharded_faults(strategy: Any, callbacks: Iterable[Any]) -> Iterator[str]:
-    """Yield why a callback does not work with weights that are sharded."""
-    is_sharded = any(kind.__name__ == "ModelParallelStrategy" for kind in type(strategy).__mro__)
-    for callback in callbacks if is_sharded else ():
-        if any(is_callback(callback, name) for name in (_FINETUNING, *_AVERAGES)):
-            yield (
-                f"callback {class_name(callback)}: ModelParallelStrategy replaces the parameters that it has copied or "
-                "frozen by shards, after its setup: leave it out, or use DDPStrategy or one device"
-            )
-
-
 def frozen_faults(trainer: Any, module: nn.Module) -> Iterator[str]:
     """Yield why a callback cannot unfreeze parameters later."""
     is_frozen = any(not parameter.requires_grad for parameter in module.parameters())
-    for callback in trainer.callbacks:
-        if is_frozen and isinstance(trainer.model, DistributedDataParallel) and is_callback(callback, _FINETUNING):
-            yield (
-                f"callback {class_name(callback)}: DDP averages no gradients of parameters that are frozen when the "
-                "training begins, so each rank would train others: on several ranks, give configure_optimizers all "
-                "groups, and raise their rates by a scheduler"
-            )
-
-
-def _overrides_by(value: Any, hook: str) -> bool:
-    """Return whether a user's module or data module gives its state by a method of its own."""
-    return not _is_of_library(_home(value, hook))
+    is_lost = is_frozen and isinstance(trainer.model, DistributedDataParallel)
+    for callback in of_kinds(trainer.callbacks, FINETUNING) if is_lost else ():
+        yield (
+            f"callback {class_name(callback)}: DDP averages no gradients of parameters that are frozen when the "
+            "training begins, so each rank would train others: on several ranks, give configure_optimizers all "
+            "groups, and raise their rates by a scheduler"
+        )
 
 
 def overrides(value: Any, home: str | tuple[str, ...]) -> bool:
@@ -196,21 +170,10 @@ def overrides(value: Any, home: str | tuple[str, ...]) -> bool:
     return any(hook is not None and not hook.__module__.endswith(home) for hook in hooks)  # LambdaCallback's own too
 
 
-def gives_state(callback: Any) -> bool:
-    """Return whether the user's own classes, and not only Lightning's, give and take the state of a callback."""
-    return not any(_is_of_library(_home(callback, name)) for name in ("state_dict", "load_state_dict"))
+def _listed(value: Any) -> str | None:
+    """Return what the table says of an object's class, or of the nearest one that it extends; None if it has neither.
 
-
-def _home(value: Any, method: str) -> type:
-    """Return the class that defines a method of an object."""
-    return next(kind for kind in type(value).__mro__ if method in vars(kind))
-
-
-def _listed(kind: type) -> str | None:
-    """Return what the table says of a class, or of the nearest one that it extends; None if it has neither."""
-    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    A class of a library has to be in the table itself.
+    """
+    names = names_of(type(value))[: 1 if is_of_library(type(value)) else None]
     return next((KNOWN[name] for name in names if name in KNOWN), None)
-
-
-def _is_of_library(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in LIBRARIES

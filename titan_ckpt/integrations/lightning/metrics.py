@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
+from titan_ckpt.components.classes import names_of
 from titan_ckpt.components.unsaved_state import stored_by_code_of
 from titan_ckpt.errors import ConfigError, LoadMismatchError, listed
 
@@ -27,9 +29,9 @@ _OF_METRICS = {"_computed", "_defaults", "_persistent", "_reductions"}
 def metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the metrics of torchmetrics within a module, and the states of groups are those of their first members."""
     for name, part in module.named_modules():
-        if _is_a(part, "torchmetrics.collections.MetricCollection"):
+        if "torchmetrics.collections.MetricCollection" in names_of(type(part)):
             part.values(copy_state=False)
-        if _is_a(part, "torchmetrics.metric.Metric"):
+        if "torchmetrics.metric.Metric" in names_of(type(part)):
             yield name, part
 
 
@@ -104,14 +106,14 @@ def _beside(metric: Any) -> dict[str, Any]:
 
 def _trackers_of(module: nn.Module) -> list[tuple[str, Any]]:
     named = module.named_modules()
-    return [(name, part) for name, part in named if _is_a(part, "torchmetrics.wrappers.tracker.MetricTracker")]
+    return [
+        (name, part) for name, part in named if "torchmetrics.wrappers.tracker.MetricTracker" in names_of(type(part))
+    ]
 
 
 def _copied(value: Any, device: torch.device) -> Any:
     """Return a stored state as a copy: members of a group are stored as one tensor, and each updates it in place."""
-    if isinstance(value, list):
-        return [_copied(part, device) for part in value]
-    return value.to(device, copy=True) if isinstance(value, torch.Tensor) else value
+    return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device, copy=True), value)
 
 
 def _state_of_logged(key: str, metric: Any) -> dict[str, Any]:
@@ -146,7 +148,3 @@ def _logged(trainer: Any, home: str, stored: dict[str, Any]) -> Any:
         setattr(metric, key, value)
     metric._update_count, metric._forward_cache = stored["count"], stored["cache"]  # noqa: SLF001 - as above
     return metric.to(trainer.strategy.root_device)
-
-
-def _is_a(value: Any, name: str) -> bool:
-    return any(f"{kind.__module__}.{kind.__qualname__}" == name for kind in type(value).__mro__)

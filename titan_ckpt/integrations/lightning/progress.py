@@ -15,22 +15,18 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from titan_ckpt.components.classes import gives_state
 from titan_ckpt.components.gradients import is_used
 from titan_ckpt.components.known.loaders import seed_workers_apart
 from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import unless_allowed
-from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.lightning.averages import (
-    averaging,
-    exchange_schedule,
-    is_callback,
-    load_average,
-    state_of_average,
-    stochastic,
-)
-from titan_ckpt.integrations.lightning.known import gives_state, overrides
+from titan_ckpt.errors import ConfigError, refuse
+from titan_ckpt.integrations.lightning import averages
+from titan_ckpt.integrations.lightning.averages import AVERAGING, FINETUNING, STOCHASTIC, of_kinds
+from titan_ckpt.integrations.lightning.known import overrides
 from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
 from titan_ckpt.integrations.loader_position import order_of, set_order
+from titan_ckpt.weights.live_memory import is_same
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +56,7 @@ class Progress:
             "loops": loops,
             "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
             "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
-            "averages": {c.state_key: state_of_average(c) for c in averaging(trainer.callbacks)},
+            "averages": {c.state_key: averages.state_of_average(c) for c in of_kinds(trainer.callbacks, AVERAGING)},
             "present": sorted(callback.state_key for callback in trainer.callbacks),
             "metrics": state_of_metrics(trainer),
             "gradients": self._gradients(),
@@ -101,40 +97,34 @@ class Progress:
         """Give optimizers the groups that a BaseFinetuning had added to them, by what its state says of them."""
         trainer, stored = self._trainer, states.get("lightning", {}).get("callbacks", {})
         parameters = dict(trainer.lightning_module.named_parameters())
-        for callback in trainer.callbacks:
-            if is_callback(callback, "finetuning.BaseFinetuning"):
-                of_optimizers = stored.get(callback.state_key, {}).get("internal_optimizer_metadata", {})
-                for index, groups in of_optimizers.items():
-                    if index >= len(trainer.optimizers):  # the load refuses what no optimizer takes
-                        continue
-                    trainer.optimizers[index].param_groups = [
-                        group | {"params": [parameters[name] for name in group["params"] if name in parameters]}
-                        for group in deepcopy(groups)
-                    ]
+        for callback in of_kinds(trainer.callbacks, FINETUNING):
+            of_optimizers = stored.get(callback.state_key, {}).get("internal_optimizer_metadata", {})
+            for index, groups in of_optimizers.items():
+                if index >= len(trainer.optimizers):  # the load refuses what no optimizer takes
+                    continue
+                trainer.optimizers[index].param_groups = [
+                    group | {"params": [parameters[name] for name in group["params"] if name in parameters]}
+                    for group in deepcopy(groups)
+                ]
 
     def _load_callbacks(self, stored: dict[str, Any]) -> None:
         """Give callbacks their states. Raises: ConfigError for a state that no callback takes."""
         trainer, states = self._trainer, stored["callbacks"]
         present = {callback.state_key: callback for callback in trainer.callbacks}
         reason = "the step holds its state, and the run has no such callback: give it to the Trainer"
-        lost = [
-            line
-            for key in sorted(states.keys() - present.keys())
-            for line in unless_allowed(f"callback {key}", key, reason, self._allow)
-        ]
-        if lost:
-            raise ConfigError(lost)
+        lost = sorted(states.keys() - present.keys())
+        refuse(*(line for key in lost for line in unless_allowed(f"callback {key}", key, reason, self._allow)))
         before = {*stored["present"]}
         if before != present.keys():
             added, removed = sorted(present.keys() - before), sorted(before - present.keys())
             logger.warning("callbacks differ from those of the step: added %s, removed %s", added, removed)
         for key in states.keys() & present.keys():
             present[key].load_state_dict(states[key])
-        for callback in averaging(trainer.callbacks):
-            load_average(callback, stored["averages"].get(callback.state_key), trainer.lightning_module)
+        for callback in of_kinds(trainer.callbacks, AVERAGING):
+            averages.load_average(callback, stored["averages"].get(callback.state_key), trainer.lightning_module)
+        for callback in of_kinds(trainer.callbacks, FINETUNING):
+            callback._restarting = False  # noqa: SLF001 - `rebuild` has done what it would do
         for callback in trainer.callbacks:
-            if is_callback(callback, "finetuning.BaseFinetuning"):
-                callback._restarting = False  # noqa: SLF001 - `rebuild` has done what it would do
             if getattr(callback, "_duration", None) is not None and hasattr(callback, "_check_time_remaining"):
                 callback._check_time_remaining(trainer)  # noqa: SLF001 - Timer's on_fit_start came before its state
 
@@ -146,8 +136,8 @@ class Progress:
             for callback in self._trainer.callbacks:
                 if gives_state(callback) and callback.state_key in self._loaded["callbacks"]:
                     callback.load_state_dict(self._loaded["callbacks"][callback.state_key])
-            for callback in stochastic(self._trainer.callbacks):
-                exchange_schedule(callback, self._trainer)
+            for callback in of_kinds(self._trainer.callbacks, STOCHASTIC):
+                averages.exchange_schedule(callback, self._trainer)
         self._loaded = None
         parameters = dict(self._trainer.lightning_module.named_parameters())
         for name, grad in self._accumulated.items():
@@ -188,8 +178,9 @@ class Progress:
         before = dict(weights)
         self._trainer.lightning_module.on_load_checkpoint(checkpoint)
         after = checkpoint.get("state_dict", weights)
-        names = before.keys() | after.keys()
-        if changed := sorted(name for name in names if not _equal(before.get(name), after.get(name))):
+        others = {name for name in before.keys() & after.keys() if before[name] is not after[name]}
+        others = {name for name in others if not is_same(before[name], after[name])}
+        if changed := sorted(others | before.keys() ^ after.keys()):
             entries = f'on_load_checkpoint changes checkpoint["state_dict"] ({", ".join(changed[:5])})'
             raise ConfigError(
                 [f"{entries}, but the weights are loaded already: change the parameters of the module instead"]
@@ -229,13 +220,3 @@ def _go_on_afresh(loop: Any) -> None:
     for inner in vars(loop).values():
         if hasattr(inner, "_resuming_from_checkpoint"):
             _go_on_afresh(inner)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if one is other:  # also where it holds NaN
-        return True
-    if isinstance(one, DTensor) and isinstance(other, DTensor):
-        one, other = one.to_local(), other.to_local()
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return False

@@ -14,18 +14,12 @@ from functools import partial
 from typing import Any
 
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.errors import ConfigError
-from titan_ckpt.integrations.lightning.averages import averaging, go_on_from_last_epoch, load_average, stochastic
-from titan_ckpt.integrations.lightning.known import (
-    callback_faults,
-    frozen_faults,
-    own_faults,
-    plugin_faults,
-    sharded_faults,
-)
+from titan_ckpt.errors import ConfigError, refuse
+from titan_ckpt.integrations.lightning import averages, known
+from titan_ckpt.integrations.lightning.averages import AVERAGING, STOCHASTIC, of_kinds
 from titan_ckpt.integrations.lightning.progress import Progress
 from titan_ckpt.integrations.loader_position import PositionedLoader
-from titan_ckpt.integrations.loop import LoopCheckpoint
+from titan_ckpt.integrations.loop import Groups, LoopCheckpoint
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import Stateful
 
@@ -45,9 +39,8 @@ def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
     Raises: ConfigError listing every setting of the trainer that does not work with it.
     """
     faults = [
-        *plugin_faults(trainer.strategy, trainer.precision_plugin, config.allow),
-        *callback_faults(trainer.callbacks, config.allow),
-        *sharded_faults(trainer.strategy, trainer.callbacks),
+        *known.plugin_faults(trainer.strategy, trainer.precision_plugin, config.allow),
+        *known.callback_faults(trainer.callbacks, config.allow, trainer.strategy),
     ]
     if any(isinstance(callback, TitanCheckpoint) for callback in trainer.callbacks):
         faults.append("this trainer is attached already: give the first call all settings")
@@ -60,8 +53,7 @@ def attach(trainer: Any, config: CheckpointConfig) -> TitanCheckpoint:
         faults.append(
             "reload_dataloaders_every_n_epochs: a reloaded dataloader has no position to return to: leave it out"
         )
-    if faults:
-        raise ConfigError(faults)
+    refuse(*faults)
     if trainer.fast_dev_run:
         logger.info("fast_dev_run: nothing is loaded or saved, as Lightning does with its own checkpoints")
         return TitanCheckpoint(config)
@@ -85,10 +77,8 @@ class TitanCheckpoint(LoopCheckpoint):
 
         Raises: ConfigError for a callback that `attach` would have refused.
         """
-        faults = [*callback_faults(trainer.callbacks, self._config.allow)]
-        faults += sharded_faults(trainer.strategy, trainer.callbacks)
-        if stage == "fit" and faults:
-            raise ConfigError(faults)
+        if stage == "fit":
+            refuse(*known.callback_faults(trainer.callbacks, self._config.allow, trainer.strategy))
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Load, when the strategy has set everything up.
@@ -97,15 +87,14 @@ class TitanCheckpoint(LoopCheckpoint):
         that Lightning has loaded.
         """
         self._is_last, self._put_aside = False, frozenset()
-        faults = [*own_faults(trainer, pl_module, self._config.allow)]
-        faults += frozen_faults(trainer, pl_module)
+        faults = [*known.own_faults(trainer, pl_module, self._config.allow)]
+        faults += known.frozen_faults(trainer, pl_module)
         if trainer._checkpoint_connector._loaded_checkpoint:  # noqa: SLF001 - Lightning has no public name for it
             faults.append(
                 f"ckpt_path: Lightning would put the state of {trainer.ckpt_path} over that of the step: leave it out, "
                 "and load the weights of another run into the module before fit()"
             )
-        if faults:
-            raise ConfigError(faults)
+        refuse(*faults)
         self._trainer, fit = trainer, trainer.fit_loop
         fit.setup_data()
         loaders = fit._combined_loader  # noqa: SLF001 - Lightning has no public name for its loops' parts
@@ -114,24 +103,24 @@ class TitanCheckpoint(LoopCheckpoint):
         step = self._load(partial(self._new_manager, trainer, pl_module))
         self._counted = trainer.global_step
         iter(fit._data_fetcher)  # noqa: SLF001 - as above
-        averages = averaging(trainer.callbacks)
+        averaging = of_kinds(trainer.callbacks, AVERAGING)
         for value, name, then, unless in (
             (fit.epoch_loop, "on_advance_end", self._batch_ended, _skips_validation),
-            (fit, "on_advance_end", self._epoch_ended, _never),
-            (fit, "on_run_start", self._run_started, _never),
-            (fit, "on_advance_start", _nothing, self._may_change),
+            (fit, "on_advance_end", self._epoch_ended, None),
+            (fit, "on_run_start", self._run_started, None),
+            (fit, "on_advance_start", None, self._may_change),
             (fit, "on_run_end", self._run_ended, self._may_change),
-            (fit.epoch_loop.val_loop, "setup_data", self._progress.set_up_validation, _never),
-            *((callback, "_swap_models", partial(self._swapped, callback), self._may_change) for callback in averages),
+            (fit.epoch_loop.val_loop, "setup_data", self._progress.set_up_validation, None),
+            *((callback, "_swap_models", partial(self._swapped, callback), self._may_change) for callback in averaging),
         ):
             _extend(value, name, then, unless)
-            self._opened.callback(vars(value).pop, name, None)
-        for callback in averages if not step else ():
-            load_average(callback, None, pl_module)
+            self.opened.callback(vars(value).pop, name, None)
+        for callback in averaging if not step else ():
+            averages.load_average(callback, None, pl_module)
         if step:
             vars(fit)["run"] = partial(self._run, fit.run)
-            self._opened.callback(vars(fit).pop, "run", None)
-        self._loaded(trainer.optimizers, is_done=False)
+            self.opened.callback(vars(fit).pop, "run", None)
+        self._groups = Groups(trainer.optimizers)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Watch for signals, after Lightning has installed handlers of its own."""
@@ -141,11 +130,11 @@ class TitanCheckpoint(LoopCheckpoint):
         """Let the guard save the last completed step, with the weights that a validation had put aside."""
         for callback in [*self._put_aside]:
             callback._swap_models(pl_module)  # noqa: SLF001 - as above
-        self._opened.__exit__(type(exception), exception, exception.__traceback__)
+        self.opened.__exit__(type(exception), exception, exception.__traceback__)
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Finish the last save."""
-        self._opened.close()
+        self.opened.close()
 
     def _run(self, run: Any) -> None:
         """Run the loop, or do what it does after the last step, if that is saved: the epoch and the run end."""
@@ -157,8 +146,8 @@ class TitanCheckpoint(LoopCheckpoint):
         loop.reset()
         loop.on_run_start()
         self._loader.restore_random(is_done=True)
-        for callback in stochastic(self._trainer.callbacks):
-            go_on_from_last_epoch(callback, self._trainer)
+        for callback in of_kinds(self._trainer.callbacks, STOCHASTIC):
+            averages.go_on_from_last_epoch(callback, self._trainer)
         if self._loader.num_batches:  # within an epoch
             loop.on_advance_end()
             loop.on_iteration_done()
@@ -172,12 +161,11 @@ class TitanCheckpoint(LoopCheckpoint):
         if self._loader.num_batches:  # within an epoch
             self._progress.go_on()
         trainer = self._trainer
-        if faults := [*own_faults(trainer, trainer.lightning_module, self._config.allow, self.manager.watch)]:
-            raise ConfigError(faults)
+        refuse(*known.own_faults(trainer, trainer.lightning_module, self._config.allow, self.manager.watch))
 
     def _run_ended(self) -> None:
         if self._is_last:
-            self._save_last(self._metrics())
+            self._save(self._metrics(), is_last=True)
 
     def _may_change(self, value: Any) -> bool:
         """Wait until the save in flight has copied the weights, which callbacks change beside optimizers."""
@@ -258,21 +246,14 @@ def _skips_validation(loop: Any) -> bool:
     return bool(skips)
 
 
-def _nothing() -> None:
-    pass
-
-
-def _never(loop: Any) -> bool:
-    return False
-
-
 def _extend(value: Any, name: str, then: Any, unless: Any) -> None:
-    """Call `then` after each call of a loop's or callback's method; leave both out `unless` a condition is false."""
+    """Call `then`, if given, after each call of a loop's or callback's method; leave both out if `unless` is true."""
     own = getattr(value, name)
 
     def extended(*args: Any) -> None:
-        if not unless(value):
+        if unless is None or not unless(value):
             own(*args)
-            then()
+            if then is not None:
+                then()
 
     setattr(value, name, extended)

@@ -17,21 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from titan_ckpt.errors import KeyMapError, listed
+from titan_ckpt.geometry import keymap
 from titan_ckpt.geometry.chunks import Shape
-from titan_ckpt.geometry.keymap import (
-    IDENTITY,
-    Chain,
-    Concat,
-    KeyMap,
-    KeyRule,
-    PermuteRotary,
-    PermuteRows,
-    Split,
-    TensorOp,
-    Tie,
-    Transpose,
-    Unstack,
-)
+from titan_ckpt.geometry.keymap import IDENTITY, KeyMap, KeyRule, TensorOp
 from titan_ckpt.models.hf_keys import makes, unrepeated
 from titan_ckpt.weights.own_state import HookedSubtree
 
@@ -71,7 +59,7 @@ def find_key_map(
                                 "no permutation of rows, split or stack")  # fmt: skip
             else:
                 aliases = [alias for alias, fqn in tied.items() if [fqn] == names and op == IDENTITY]
-                rules.append(KeyRule.of([*names, *aliases], files, Tie(1 + len(aliases)) if aliases else op))
+                rules.append(KeyRule.of([*names, *aliases], files, keymap.Tie(1 + len(aliases)) if aliases else op))
     if problems:
         raise KeyMapError(
             f"{name_of(adapter)}: {len(problems)} problem(s)\n  " + "\n  ".join(problems),
@@ -282,25 +270,25 @@ def _candidates(shapes: Sequence[Shape], rows: Sequence[torch.Tensor]) -> Iterat
     """Yield the operations to try. `rows`: the file tensors, holding the first index of each element's origin."""
     if len(shapes) > 1:
         if len(rows) == 1 and all(shapes):
-            yield Concat(tuple(shape[0] for shape in shapes))
+            yield keymap.Concat(tuple(shape[0] for shape in shapes))
         return
     every: Any = ...
     # where the first element of each row comes from; a number has no rows
     order: list[int] = [n for row in rows for n in row[(every, *[0] * (row.dim() - 1))].flatten().tolist()]
     sizes = tuple(row.shape[0] for row in rows if row.dim())
-    moved = [PermuteRows(tuple(order))] if sizes and sorted(order) == list(range(len(order))) else []
+    moved = [keymap.PermuteRows(tuple(order))] if sizes and sorted(order) == list(range(len(order))) else []
     if len(rows) == 1:
         yield IDENTITY
-        yield Transpose()
+        yield keymap.Transpose()
         if 1 in order and (heads := len(order) // (2 * order.index(1))):
-            yield PermuteRotary(heads)
+            yield keymap.PermuteRotary(heads)
         yield from moved
         return
     if len(sizes) == len(rows):
-        yield Split(sizes)
-        yield from (Chain(op, Split(sizes)) for op in moved)
-    yield Unstack(len(rows))
-    yield Unstack(len(rows), transpose=True)
+        yield keymap.Split(sizes)
+        yield from (keymap.Chain(op, keymap.Split(sizes)) for op in moved)
+    yield keymap.Unstack(len(rows))
+    yield keymap.Unstack(len(rows), transpose=True)
 
 
 _CODES = "_blocks"

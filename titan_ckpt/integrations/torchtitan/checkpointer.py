@@ -24,7 +24,7 @@ from titan_ckpt.config import StopConfig
 from titan_ckpt.converters import LoRAConverter, ModelConvertersContainer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.paths import is_uri
-from titan_ckpt.errors import ConfigError, KeyMapError
+from titan_ckpt.errors import ConfigError, KeyMapError, refuse
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.integrations.torchtitan import adapter, held, settings
 from titan_ckpt.integrations.torchtitan.converters import converters_of
@@ -119,8 +119,7 @@ def _check_left_out(nameless: Collection[str], allow: Collection[str]) -> None:
                 f"checkpoint.last_save_in_hf: {line}, and would compute without what training has made of it. Build "
                 f'the model without it, or accept it: checkpoint.allow = ["{name}"]'
             )
-    if faults:
-        raise ConfigError(faults)
+    refuse(*faults)
 
 
 class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchtitan is not there when mypy runs

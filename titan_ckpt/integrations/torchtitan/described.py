@@ -6,8 +6,10 @@ Owns what is known of each model's args. Reads attributes alone and imports no t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
+from titan_ckpt.components.classes import class_name, names_of
 from titan_ckpt.errors import ConfigError
 
 ROPE = "rope_parameters"
@@ -38,11 +40,6 @@ def _known_class(model: Any) -> str | None:
     return next((name for name in names_of(type(model)) if name in _MODELS), None)
 
 
-def names_of(kind: type) -> list[str]:
-    """Return the full names of a class and of those that it extends."""
-    return [f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__]
-
-
 def foreign_classes(model: Any) -> list[str]:
     """Return the classes of args whose settings are not known: a user's, and those of torchtitan's other models."""
     known = _known_class(model)
@@ -53,7 +50,7 @@ def foreign_classes(model: Any) -> list[str]:
 
 def unsaid(model: Any) -> list[str]:
     """Return the settings of a known model that no config.json says, and that transformers' model does not have."""
-    names = (f"{type(args).__module__}.{type(args).__qualname__}.{name}" for args in tree(model) for name in _odd(args))
+    names = (f"{class_name(args)}.{name}" for args in tree(model) for name in _odd(args))
     return [*dict.fromkeys(names)] if described(model) else []
 
 
@@ -87,11 +84,11 @@ def _one(values: Iterable[Any]) -> Any:
     return distinct[0] if len(distinct) == 1 else tuple(distinct)
 
 
-def _of_layers(model: Any, describe: Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
+def _of_layers(layers: Iterable[Any], describe: Callable[[Any], Mapping[str, Any]]) -> dict[str, Any]:
     """Return what each layer says, with all values of a setting that differs between layers."""
-    layers = [describe(layer) for layer in model.layers]
-    keys = dict.fromkeys(key for layer in layers for key in layer)
-    return {key: _one(layer[key] for layer in layers if key in layer) for key in keys}
+    described = [describe(layer) for layer in layers]
+    keys = dict.fromkeys(key for layer in described for key in layer)
+    return {key: _one(layer[key] for layer in described if key in layer) for key in keys}
 
 
 def _whole(model: Any) -> dict[str, Any]:
@@ -129,7 +126,7 @@ def _decoder(model: Any) -> dict[str, Any]:
             "attention_bias": attention.wo.bias,
         }
 
-    return {**_whole(model), **_of_layers(model, of_layer), "sliding_window": None}
+    return {**_whole(model), **_of_layers(model.layers, of_layer), "sliding_window": None}
 
 
 def _heads(attention: Any, head_dim: int) -> dict[str, Any]:
@@ -152,12 +149,18 @@ def _eps(norms: Iterable[Any]) -> Any:
     return _one(getattr(norm, "eps", None) for norm in norms)
 
 
-def _top_k(moe: Any) -> Any:
-    return _one((moe.router.top_k, moe.routed_experts.token_dispatcher.top_k))
+def _experts(moe: Any, number: str = "num_experts", size: str = "moe_intermediate_size") -> dict[str, Any]:
+    """Return what every known model says of its experts. `number`, `size`: how it calls their number and their size."""
+    experts = moe.routed_experts.inner_experts
+    return {
+        number: _one((moe.num_experts, experts.num_experts, moe.router.gate.out_features)),
+        "num_experts_per_tok": _one((moe.router.top_k, moe.routed_experts.token_dispatcher.top_k)),
+        size: experts.hidden_dim,
+    }
 
 
-def _num_experts(moe: Any) -> Any:
-    return _one((moe.num_experts, moe.routed_experts.inner_experts.num_experts, moe.router.gate.out_features))
+def _routed(layer: Any, number: str = "num_experts") -> dict[str, Any]:
+    return {**_experts(layer.moe, number), "norm_topk_prob": layer.moe.router.route_norm}
 
 
 def _llama3(model: Any) -> dict[str, Any]:
@@ -187,10 +190,7 @@ def _qwen3(model: Any) -> dict[str, Any]:
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
         **shape,
-        "num_experts": _one(_num_experts(layer.moe) for layer in sparse),
-        "num_experts_per_tok": _one(_top_k(layer.moe) for layer in sparse),
-        "moe_intermediate_size": _one(layer.moe.routed_experts.inner_experts.hidden_dim for layer in sparse),
-        "norm_topk_prob": _one(router.route_norm for router in routers),
+        **_of_layers(sparse, _routed),
         "mlp_only_layers": [i for i, layer in enumerate(model.layers) if layer.moe is None],
         "decoder_sparse_step": 1,
     }
@@ -254,17 +254,14 @@ def _deepseek_v3(model: Any) -> dict[str, Any]:
         "architectures": ["DeepseekV3ForCausalLM"],
         "model_type": "deepseek_v3",
         **_whole(model),
-        **_of_layers(model, of_layer),
+        **_of_layers(model.layers, of_layer),
         "first_k_dense_replace": dense,
         "moe_layer_freq": 1,
         "intermediate_size": _one(layer.feed_forward.w1.out_features for layer in model.layers[:dense]),
-        "moe_intermediate_size": _one(layer.moe.routed_experts.inner_experts.hidden_dim for layer in sparse),
         "n_shared_experts": _one(shared),
-        "n_routed_experts": _one(_num_experts(layer.moe) for layer in sparse),
-        "num_experts_per_tok": _one(_top_k(layer.moe) for layer in sparse),
+        **_of_layers(sparse, partial(_routed, number="n_routed_experts")),
         "n_group": _one(router.num_expert_groups or 1 for router in routers),
         "topk_group": _one(router.num_limited_groups if router.num_expert_groups else 1 for router in routers),
-        "norm_topk_prob": _one(router.route_norm for router in routers),
         "routed_scaling_factor": _one(router.route_scale for router in routers),
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
@@ -284,18 +281,15 @@ def _gpt_oss(model: Any) -> dict[str, Any]:
         return {}
 
     def of_layer(layer: Any) -> dict[str, Any]:
-        attention, experts = layer.attention, layer.moe.routed_experts.inner_experts
-        qkv = attention.qkv_linear
+        attention, qkv = layer.attention, layer.attention.qkv_linear
         projections = (qkv.wqkv,) if hasattr(qkv, "wqkv") else (qkv.wq, qkv.wkv)
         common = _layer(model, layer)
         common.pop(f"{ROPE}.attention_factor", None)  # the model scales its attention as transformers does without
         return {
             **_heads(attention, attention.head_dim),
             **common,
-            "intermediate_size": experts.hidden_dim,
-            "swiglu_limit": experts.swiglu_limit,
-            "num_experts": _num_experts(layer.moe),
-            "num_experts_per_tok": _top_k(layer.moe),
+            **_experts(layer.moe, size="intermediate_size"),
+            "swiglu_limit": layer.moe.routed_experts.inner_experts.swiglu_limit,
             "attention_bias": _one(linear.bias for linear in (attention.wo, *projections)),
         }
 
@@ -304,7 +298,7 @@ def _gpt_oss(model: Any) -> dict[str, Any]:
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
         **_whole(model),
-        **_of_layers(model, of_layer),
+        **_of_layers(model.layers, of_layer),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         "sliding_window": _one(window for window in windows if window is not None) or None,
         "swiglu_alpha": 1.702,

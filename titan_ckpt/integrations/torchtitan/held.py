@@ -12,10 +12,11 @@ from types import FunctionType
 from typing import Any
 
 from titan_ckpt.components import unsaved_state
+from titan_ckpt.components.classes import class_name, exact, gives_state, names_of, package_of
 from titan_ckpt.components.known.streams import stream_faults
-from titan_ckpt.components.unsaved_state import LIBRARIES, class_name, package_of, unless_allowed
+from titan_ckpt.components.unsaved_state import fault_of
 from titan_ckpt.components.watched import Watch
-from titan_ckpt.integrations.torchtitan.described import names_of, tree
+from titan_ckpt.integrations.torchtitan.described import tree
 
 _OWN = ("torchtitan.", "torch.", "titan_ckpt.")
 _LORA = "torchtitan.components.lora"
@@ -52,7 +53,7 @@ _EXACT = {
     "torchtitan.models.muse_glimmer.model": "MuseGlimmerModel.Config",
     f"{_QUANTIZED}.float8": "Float8Linear.Config",
 }
-KNOWN = {f"{module}.{name}": "" for module, names in _EXACT.items() for name in names.split()}
+KNOWN = exact(_EXACT)
 """Full name of a class of a library -> "", or why a resumed run is not exact with it and the next step."""
 
 FIELDS: Mapping[str, frozenset[str]] = {
@@ -94,7 +95,7 @@ def faults(
     parts = {"loss": "loss_fn", "metrics processor": "metrics_processor", "validator": "validator"}
     others = [("optimizer", optimizers), *((what, getattr(trainer, name, None)) for what, name in parts.items())]
     others += [("optimizer hook", getattr(hook, "__self__", hook)) for hook in hooks]
-    if not _gives_state(lr_schedulers):
+    if not gives_state(lr_schedulers):
         others += [("learning-rate scheduler", s) for s in getattr(lr_schedulers, "schedulers", ())]
     live = getattr(trainer, "model_parts", ())
     known = (
@@ -109,7 +110,7 @@ def faults(
         return unsaved_state.faults(there, known, allow, live=live, watch=watch, **options)
 
     return [
-        *check(stateful, gives_state=_gives_state),
+        *check(stateful, gives_state=gives_state),
         *check(others),
         *check(args, gives_state=lambda _: True),
         *(line for dataset in datasets for line in stream_faults(getattr(dataset, "_data", dataset), allow)),
@@ -129,12 +130,6 @@ _TAIL = (
 )
 
 
-def _gives_state(value: Any) -> bool:
-    """Return whether the user's own class of an object says what its state is."""
-    own = [kind for kind in type(value).__mro__ if kind.__module__.partition(".")[0] not in LIBRARIES]
-    return all(any(name in vars(kind) for kind in own) for name in ("state_dict", "load_state_dict"))
-
-
 def _hooks(optimizers: Any) -> list[Any]:
     """Return what the user calls at each step of an optimizer: functions, methods, or objects."""
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
@@ -146,7 +141,7 @@ def _closures(hooks: Collection[Any], allow: Collection[str]) -> Iterator[str]:
     reason = "it uses variables of the function around it, which no step holds: let it use none"
     for hook in hooks:
         if isinstance(hook, FunctionType) and hook.__closure__:
-            yield from unless_allowed(f"optimizer hook {class_name(hook)}", class_name(hook), reason, allow)
+            yield from fault_of("optimizer hook", hook, reason, allow)
 
 
 def _datasets(dataloader: Any) -> list[Any]:

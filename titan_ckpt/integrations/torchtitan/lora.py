@@ -63,8 +63,8 @@ class TorchtitanLoRA(LoRAConverter):
 
     def __init__(self, adapted: Mapping[str, Sequence[Any]], names: Sequence[str]) -> None:
         """Keep what `find_lora` found. `names`: those of the model's state dict."""
-        updates = {
-            fqn: LoRARecord(rank, _alpha(rank, scaling), False, False, {}, {}).low_rank(fqn)
+        updates = {  # with alpha without the error of its division by the rank
+            fqn: LoRARecord(rank, float(f"{rank * scaling:.12g}"), False, False, {}, {}).low_rank(fqn)
             for fqn, (rank, scaling, *_) in adapted.items()
         }
         super().__init__(
@@ -86,11 +86,6 @@ class TorchtitanLoRA(LoRAConverter):
 
     def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
         """Leave the values that torchtitan's init_states() has drawn: A at random, B zero."""
-
-
-def _alpha(rank: int, scaling: float) -> float:
-    """Return alpha without the error of its division by the rank."""
-    return float(f"{rank * scaling:.12g}")
 
 
 def over_layers(fqn: str) -> str:

@@ -11,10 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.components.unsaved_state import class_name
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
 from titan_ckpt.integrations.torchtitan.described import LOW_RANK_EPS, ROPE, described, foreign_classes, unsaid
 
 logger = logging.getLogger(__name__)
@@ -102,8 +102,7 @@ def config_json(model: Any, assets: str | None, allow: Collection[str] = ()) -> 
     if given is None and not mixed:
         unsaid = _differing(_nested(ours), ours, allow)
         faults += [f"checkpoint.last_save_in_hf: no config.json says {fault}" for fault in unsaid]
-    if faults:
-        raise ConfigError(faults)
+    refuse(*faults)
     if given is None:
         return {**_UNSAID, **_nested(ours)}
     differing = {key for key, _, _ in _pairs(given, ours)}

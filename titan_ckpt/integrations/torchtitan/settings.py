@@ -10,17 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from titan_ckpt.config import (
-    CheckpointConfig,
-    ExportConfig,
-    InitialLoadConfig,
-    KeepConfig,
-    ResumeConfig,
-    SaveConfig,
-)
+from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.paths import is_uri
-from titan_ckpt.errors import ConfigError, counted
+from titan_ckpt.errors import ConfigError, counted, refuse
 from titan_ckpt.formats.huggingface.peft import CONFIG as PEFT_CONFIG
 from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.settings import EXPECTED_PLACE, split_url
@@ -81,8 +74,7 @@ def check(
         *_faults_of_adapters(config, tied),
         *_trained(config, trained),
     ]
-    if faults:
-        raise ConfigError([f"checkpoint.{fault}" for fault in faults])
+    refuse(*(f"checkpoint.{fault}" for fault in faults))
 
 
 def _faults_of_adapters(config: Any, adapted: Mapping[str, bool]) -> Iterator[str]:

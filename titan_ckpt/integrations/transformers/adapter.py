@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from titan_ckpt.components.known.switches import is_of_peft
+from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.weights.identity import check_base, identify_base
@@ -23,6 +24,11 @@ from titan_ckpt.weights.wrapper import ModelWrapper
 def is_adapter_model(model: Any) -> bool:
     """Return whether PEFT has wrapped the model."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
+
+
+def saves_adapter_alone(model: Any, config: CheckpointConfig) -> bool:
+    """Return whether steps hold the adapter of a model and not its base."""
+    return is_adapter_model(model) and not (config.save is not None and config.save.include_base)
 
 
 _TO_THE_BASE = frozenset({"base_layer", "base_model", "lora_model", "model", "original_module"})

@@ -22,13 +22,12 @@ from typing import Any
 from transformers import PreTrainedModel, Trainer
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.known.peft_adapters import adapter_states
-from titan_ckpt.components.unsaved_state import class_name
-from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
-from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.integrations.loop import LoopCheckpoint, Restored, extend
-from titan_ckpt.integrations.transformers.adapter import BaseWeights, adapter_part, is_adapter_model, needs_base
+from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
+from titan_ckpt.integrations.loop import Groups, LoopCheckpoint, Restored, extend
+from titan_ckpt.integrations.transformers import adapter
 from titan_ckpt.integrations.transformers.followers import Followers
 from titan_ckpt.integrations.transformers.loader import TrainerLoader, draw_alike
 from titan_ckpt.integrations.transformers.progress import RankProgress, RunProgress
@@ -55,22 +54,21 @@ def attach(trainer: Trainer, config: CheckpointConfig) -> TitanCheckpoint:
     """
     if isinstance(trainer, _Attached):
         raise ConfigError(["this trainer is attached already: give the first call all settings"])
-    only_adapter = is_adapter_model(trainer.model) and not (config.save is not None and config.save.include_base)
-    has_adapter = is_adapter_model(trainer.model)
-    if faults := [
+    has_adapter = adapter.is_adapter_model(trainer.model)
+    only_adapter = adapter.saves_adapter_alone(trainer.model, config)
+    refuse(
         *problems(trainer, config, has_adapter=has_adapter),
-        *(needs_base(trainer.model, trainer.optimizer) if only_adapter else ()),
-        *unsaved(trainer, config, has_adapter=has_adapter),
-    ]:
-        raise ConfigError(faults)
+        *(adapter.needs_base(trainer.model, trainer.optimizer) if only_adapter else ()),
+        *unsaved(trainer, config),
+    )
     checkpoint = TitanCheckpoint(trainer, config, only_adapter=only_adapter)
     extend(trainer, _Attached)
     trainer.titan_ckpt = checkpoint  # type: ignore[attr-defined]  # _Attached declares it
     return checkpoint
 
 
-class TitanCheckpoint(LoopCheckpoint):
-    """The parts that `attach` has added to a trainer."""
+class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
+    """The parts that `attach` has added to a trainer. The last callback of a run: it sees what the others have done."""
 
     prepared: tuple[Any, Any]
     """What the Trainer's own _prepare_for_training() has returned."""
@@ -79,17 +77,12 @@ class TitanCheckpoint(LoopCheckpoint):
         super().__init__(config)
         self._trainer: Any = trainer
         self._only_adapter = only_adapter
-        self._is_asked = False
+        self.is_asked = False
+        """Whether the current step is to be saved, because a callback has set control.should_save."""
         self._callbacks = [*trainer.callback_handler.callbacks]
         """Those that were there, and were judged, when the trainer was attached."""
 
     # called by _Attached, in this order
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        """Keep the manager and the guard open; the guard sees the exception that ends the training."""
-        with self._opened:
-            yield
 
     def wrap(self, loader: Any) -> TrainerLoader:
         """Give the loader a position."""
@@ -100,24 +93,25 @@ class TitanCheckpoint(LoopCheckpoint):
         """Load when model, optimizer and scheduler are built. Return the epoch and the batch at which to begin."""
         trainer = self._trainer
         is_changed = trainer.callback_handler.callbacks != self._callbacks
-        if is_changed and (faults := [*self._unsaved()]):
-            raise ConfigError(faults)
-        if self._only_adapter and (lacking := [*needs_base(trainer.model, trainer.optimizer.optimizer)]):
+        refuse(*(unsaved(trainer, self._config) if is_changed else ()))
+        if self._only_adapter and (lacking := [*adapter.needs_base(trainer.model, trainer.optimizer.optimizer)]):
             raise ConfigError([f"{line}, in the attach() of a trainer that is built anew" for line in lacking])
         self._run = RunProgress(self._trainer)
         self._rank = RankProgress(self._trainer, self.loader)
         self._followers = Followers(self._trainer)
         trainer.state.global_step = step = self._load(self._new_manager)
         self._watch()
-        trainer.add_callback(last := _Begun(self))
-        self._opened.callback(trainer.remove_callback, last)
+        trainer.add_callback(self)
+        self.opened.callback(trainer.remove_callback, self)
         if self._run.ended and step < max_steps:
             _log.warning(
                 f"nothing is left to train: a callback ended the run at step {step}. To train on, change the callback "
                 "and resume from a step before (checkpoint.resume.step)"
             )
         self._is_done = step >= max_steps or self._run.ended
-        self._loaded([trainer.optimizer.optimizer], is_done=self._is_done)
+        if self._is_done:
+            self._save(None, is_last=True)  # its exports may be missing, and set an optimizer's mode
+        self._groups = Groups([trainer.optimizer.optimizer])
         if self._is_done:
             return num_epochs, 0
         accumulated = trainer.args.gradient_accumulation_steps
@@ -129,10 +123,6 @@ class TitanCheckpoint(LoopCheckpoint):
             )
         return self.loader.epoch, self.loader.num_batches
 
-    def _unsaved(self, watch: Watch | None = None) -> Iterator[str]:
-        has_adapter = is_adapter_model(self._trainer.model)
-        return unsaved(self._trainer, self._config, has_adapter=has_adapter, watch=watch)
-
     def restore(self) -> None:
         """Set again what callbacks have set anew since the load."""
         if self.is_resumed:
@@ -141,17 +131,16 @@ class TitanCheckpoint(LoopCheckpoint):
             for state in self._own:
                 state.restore()
 
-    def training_begun(self) -> None:
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Restore what `on_train_begin` of a callback has set anew, and watch the rest.
 
         Raises: ConfigError for what it has set anew and no step holds.
         """
         self.restore()
         self.loader.restore_random()
-        if faults := [*self._unsaved(self.manager.watch)]:
-            raise ConfigError(faults)
+        refuse(*unsaved(self._trainer, self._config, self.manager.watch))
 
-    def epoch_begun(self) -> None:
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         """Restore what `on_epoch_begin` has set anew, within an epoch that had begun before the resume."""
         if self.loader.is_resumed_within:
             self.restore()
@@ -189,11 +178,7 @@ class TitanCheckpoint(LoopCheckpoint):
         assert self._guard is not None
         if self._completed and not self._is_done and self._guard.stopped is None:
             self._run.ended = self._trainer.control.should_training_stop
-            self._save_last(self._metrics(self._completed))
-
-    def ask(self) -> None:
-        """Save the current step, because a callback has set control.should_save."""
-        self._is_asked = True
+            self._save(self._metrics(self._completed), is_last=True)
 
     def _step_completed(self, *, is_last: bool) -> None:
         step = self._trainer.state.global_step
@@ -201,7 +186,7 @@ class TitanCheckpoint(LoopCheckpoint):
             return
         self._run.ended = is_last and step < self._trainer.state.max_steps
         is_last = self._is_done = is_last or step >= self._trainer.state.max_steps
-        is_asked, self._is_asked = self._is_asked and not is_last, False
+        is_asked, self.is_asked = self.is_asked and not is_last, False
         if self._complete(step, self._metrics(step), is_last=is_last, force=is_asked):
             self._trainer.control.should_training_stop = True
 
@@ -225,10 +210,10 @@ class TitanCheckpoint(LoopCheckpoint):
         if trainer.accelerator.scaler is not None:
             states["scaler"] = trainer.accelerator.scaler
         if self._only_adapter:
-            states |= {"base": BaseWeights(trainer.model), **adapter_states([trainer.model])}
+            states |= {"base": adapter.BaseWeights(trainer.model), **adapter_states([trainer.model])}
         return CheckpointManager(
             self._config,
-            model_parts=[adapter_part(trainer.model) if self._only_adapter else trainer.model],
+            model_parts=[adapter.adapter_part(trainer.model) if self._only_adapter else trainer.model],
             optimizers=[trainer.optimizer.optimizer],
             lr_schedulers=[trainer.lr_scheduler],
             dataloader=self._rank,
@@ -256,7 +241,7 @@ class TitanCheckpoint(LoopCheckpoint):
         settings = model.generation_config if model.can_generate() else None
         if processing is None and settings is None:
             return None
-        folder = Path(self._opened.enter_context(tempfile.TemporaryDirectory(prefix="titan_ckpt-")))
+        folder = Path(self.opened.enter_context(tempfile.TemporaryDirectory(prefix="titan_ckpt-")))
         for owner in (processing, settings):
             if owner is not None:
                 owner.save_pretrained(folder)
@@ -265,19 +250,6 @@ class TitanCheckpoint(LoopCheckpoint):
             if path.is_file():
                 shutil.copy(path, folder)
         return folder
-
-
-class _Begun(TrainerCallback):
-    """The last callback of a run, which sees what the others have done when the training and an epoch begin."""
-
-    def __init__(self, checkpoint: TitanCheckpoint) -> None:
-        self._checkpoint = checkpoint
-
-    def on_train_begin(self, *_: Any, **__: Any) -> None:
-        self._checkpoint.training_begun()
-
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self._checkpoint.epoch_begun()
 
 
 class _Attached(Trainer):
@@ -306,7 +278,7 @@ class _Attached(Trainer):
         return loader
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-        with self.titan_ckpt.running():
+        with self.titan_ckpt.opened:  # the guard sees the exception that ends the training
             return super()._inner_training_loop(*args, **kwargs)
 
     def _init_training_state(
@@ -314,8 +286,7 @@ class _Attached(Trainer):
     ) -> tuple[int, int]:
         """Prepare everything now, because only a load can tell where the training begins."""
         super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, None, trial)
-        own: Any = super()
-        self.titan_ckpt.prepared = own._prepare_for_training(  # noqa: SLF001 - its own
+        self.titan_ckpt.prepared = super()._prepare_for_training(  # type: ignore[no-untyped-call]  # as it is
             max_steps, self.titan_ckpt.loader, None
         )
         return self.titan_ckpt.resume(max_steps, num_train_epochs)
@@ -327,20 +298,17 @@ class _Attached(Trainer):
         """Leave out the evaluation of `eval_on_start` in a resumed run, which has made it."""
         if skip_scheduler and self.titan_ckpt.is_resumed:
             return {}
-        own: Any = super()
-        return own._evaluate(trial, ignore_keys_for_eval, skip_scheduler)  # type: ignore[no-any-return]  # noqa: SLF001 - its own
+        return super()._evaluate(trial, ignore_keys_for_eval, skip_scheduler)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Set what was loaded, if there was nothing left to train, and save what is the last step."""
         self.titan_ckpt.begin()
         self.titan_ckpt.ended()
-        own: Any = super()
-        return own._finalize_training(*args, **kwargs)  # noqa: SLF001 - its own
+        return super()._finalize_training(*args, **kwargs)  # type: ignore[no-untyped-call]  # as it is
 
     def _run_epoch(self, **arguments: Any) -> None:  # type: ignore[override]  # the Trainer names every argument
-        own: Any = super()
         with self.titan_ckpt.epoch():
-            own._run_epoch(  # noqa: SLF001 - its own
+            super()._run_epoch(  # type: ignore[no-untyped-call]  # as it is
                 **arguments | {"resume_from_checkpoint": self.args.output_dir}
             )
 
@@ -352,4 +320,4 @@ class _Attached(Trainer):
         self.titan_ckpt.step_ended()
 
     def _save_checkpoint(self, *_: Any, **__: Any) -> None:
-        self.titan_ckpt.ask()
+        self.titan_ckpt.is_asked = True

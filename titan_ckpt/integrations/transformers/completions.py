@@ -9,13 +9,12 @@ Source: trl 1.16, trainer/grpo_trainer.py `_prepare_inputs`, which rloo_trainer.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
-import torch
 from accelerate.utils import send_to_device
 
 from titan_ckpt.encoding.typed_json import MAX_BYTES, MAX_INLINE_BYTES
+from titan_ckpt.geometry.nested import tensors_in
 
 _log = logging.getLogger(__name__)
 
@@ -35,7 +34,8 @@ def state_of(trainer: Any) -> dict[str, Any] | None:
     args, number = trainer.args, getattr(trainer, counter)
     uses = getattr(args, "steps_per_generation", args.gradient_accumulation_steps) * getattr(args, "num_iterations", 1)
     held = trainer._buffered_inputs if number % uses else None  # noqa: SLF001 - where TRL keeps the completions
-    if held is not None and not _fits(held):
+    sizes = [tensor.nbytes for tensor in tensors_in(held)]
+    if max(sizes, default=0) > MAX_INLINE_BYTES or sum(sizes) > MAX_BYTES // 2:  # typed JSON cannot hold them
         _log.warning(
             f"step {trainer.state.global_step}: the completions of this generation are too large for a checkpoint: "
             "a resume from this step generates them anew, and is not exact"
@@ -51,17 +51,3 @@ def restore(trainer: Any, stored: dict[str, Any]) -> None:
         trainer._buffered_inputs = send_to_device(stored["held"], trainer.accelerator.device)  # noqa: SLF001 - as above
     for name, value in stored["coefficients"].items():
         setattr(trainer, name, value)
-
-
-def _fits(held: Any) -> bool:
-    """Return whether typed JSON can hold the tensors."""
-    sizes = [tensor.nbytes for tensor in _tensors(held)]
-    return max(sizes, default=0) <= MAX_INLINE_BYTES and sum(sizes) <= MAX_BYTES // 2
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(item)

@@ -9,31 +9,27 @@ from __future__ import annotations
 
 from typing import Any
 
+from titan_ckpt.components.classes import exact
+
 _SERVER = "its completions or scores come from a server that no step holds: use {} instead"
 _UNPROVED = "its own data loader was not proved to continue exactly after a resume: use GKDTrainer"
-_REPORTERS = "TensorBoard Wandb Trackio Comet AzureML MLflow DagsHub Neptune CodeCarbon ClearML Flyte DVCLive SwanLab"
+_REPORTERS = (
+    "TensorBoardCallback WandbCallback TrackioCallback CometCallback AzureMLCallback MLflowCallback DagsHubCallback "
+    "NeptuneCallback CodeCarbonCallback ClearMLCallback FlyteCallback DVCLiveCallback SwanLabCallback KubeflowCallback"
+)
 
-TRAINERS = {
-    "transformers.trainer.Trainer": "",
-    "transformers.trainer_seq2seq.Seq2SeqTrainer": "",
-    "trl.trainer.base_trainer._BaseTrainer": "",
-    "trl.trainer.sft_trainer.SFTTrainer": "",
-    "trl.trainer.dpo_trainer.DPOTrainer": "",
-    "trl.trainer.kto_trainer.KTOTrainer": "",
-    "trl.trainer.reward_trainer.RewardTrainer": "",
-    "trl.trainer.grpo_trainer.GRPOTrainer": "",
-    "trl.trainer.rloo_trainer.RLOOTrainer": "",
-    "trl.trainer.distillation_trainer.DistillationTrainer": "",
-    "trl.experimental.a2po.a2po_trainer.A2POTrainer": "",
-    "trl.experimental.bema_for_ref_model.dpo_trainer.DPOTrainer": "",
-    "trl.experimental.cpo.cpo_trainer.CPOTrainer": "",
-    "trl.experimental.gkd.gkd_trainer.GKDTrainer": "",
-    "trl.experimental.gmpo.gmpo_trainer.GMPOTrainer": "",
-    "trl.experimental.online_dpo.online_dpo_trainer.OnlineDPOTrainer": "",
-    "trl.experimental.orpo.orpo_trainer.ORPOTrainer": "",
-    "trl.experimental.sdft.sdft_trainer.SDFTTrainer": "",
-    "trl.experimental.sdpo.sdpo_trainer.SDPOTrainer": "",
-    "trl.experimental.tpo.tpo_trainer.TPOTrainer": "",
+TRAINERS = exact(
+    {
+        "transformers": "trainer.Trainer trainer_seq2seq.Seq2SeqTrainer",
+        "trl.trainer": "base_trainer._BaseTrainer sft_trainer.SFTTrainer dpo_trainer.DPOTrainer "
+        "kto_trainer.KTOTrainer reward_trainer.RewardTrainer grpo_trainer.GRPOTrainer rloo_trainer.RLOOTrainer "
+        "distillation_trainer.DistillationTrainer",
+        "trl.experimental": "a2po.a2po_trainer.A2POTrainer bema_for_ref_model.dpo_trainer.DPOTrainer "
+        "cpo.cpo_trainer.CPOTrainer gkd.gkd_trainer.GKDTrainer gmpo.gmpo_trainer.GMPOTrainer "
+        "online_dpo.online_dpo_trainer.OnlineDPOTrainer orpo.orpo_trainer.ORPOTrainer "
+        "sdft.sdft_trainer.SDFTTrainer sdpo.sdpo_trainer.SDPOTrainer tpo.tpo_trainer.TPOTrainer",
+    }
+) | {
     "trl.experimental.kto.KTOTrainer": "it is an old name: use trl.KTOTrainer",
     "trl.experimental.distillation.DistillationTrainer": "it is an old name: use trl.DistillationTrainer",
     "trl.experimental.gold.gold_trainer.GOLDTrainer": _UNPROVED,
@@ -48,27 +44,21 @@ TRAINERS = {
 }
 """Full name of a trainer's class -> "" or the reason."""
 
-CALLBACKS = {
-    "transformers.trainer_callback.TrainerCallback": "",
-    "transformers.trainer_callback.DefaultFlowCallback": "",
-    "transformers.trainer_callback.ProgressCallback": "",
-    "transformers.trainer_callback.PrinterCallback": "",
-    "transformers.trainer_callback.EarlyStoppingCallback": "",
-    "transformers.utils.notebook.NotebookProgressCallback": "",
-    **{f"transformers.integrations.integration_utils.{name}Callback": "" for name in _REPORTERS.split()},
-    "transformers.integrations.integration_utils.KubeflowCallback": "",
+CALLBACKS = exact(
+    {
+        "transformers.trainer_callback": "TrainerCallback DefaultFlowCallback ProgressCallback PrinterCallback "
+        "EarlyStoppingCallback",
+        "transformers": "utils.notebook.NotebookProgressCallback",
+        "transformers.integrations.integration_utils": _REPORTERS,
+        "trl.trainer.callbacks": "SyncRefModelCallback RichProgressCallback BEMACallback LogCompletionsCallback "
+        "WeaveCallback",
+        "trl.experimental": "bema_for_ref_model.callback.BEMACallback sdft.teacher_sync.SyncTeacherModelCallback "
+        "sdft.teacher_sync.PEFTAdapterEMACallback sdpo.teacher_sync.SyncTeacherModelCallback "
+        "sdpo.teacher_sync.PEFTAdapterEMACallback",
+    }
+) | {
     "transformers.trainer_jit_checkpoint.JITCheckpointCallback": "it writes checkpoints of its own: leave it out; "
     "checkpoint.stop saves when a signal comes",
-    "trl.trainer.callbacks.SyncRefModelCallback": "",
-    "trl.trainer.callbacks.RichProgressCallback": "",
-    "trl.trainer.callbacks.BEMACallback": "",
-    "trl.experimental.bema_for_ref_model.callback.BEMACallback": "",
-    "trl.trainer.callbacks.LogCompletionsCallback": "",
-    "trl.trainer.callbacks.WeaveCallback": "",
-    "trl.experimental.sdft.teacher_sync.SyncTeacherModelCallback": "",
-    "trl.experimental.sdft.teacher_sync.PEFTAdapterEMACallback": "",
-    "trl.experimental.sdpo.teacher_sync.SyncTeacherModelCallback": "",
-    "trl.experimental.sdpo.teacher_sync.PEFTAdapterEMACallback": "",
     "trl.experimental.merge_model_callback.MergeModelCallback": "it reads the folders that the Trainer would save: "
     "leave it out, and merge the folders of checkpoint.export",
     **{

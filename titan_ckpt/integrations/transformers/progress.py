@@ -13,8 +13,8 @@ import torch
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
+from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.known.switches import Switches, switches_of
-from titan_ckpt.components.unsaved_state import class_name
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.transformers import completions
 from titan_ckpt.integrations.transformers.known import KEPT

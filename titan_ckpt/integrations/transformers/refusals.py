@@ -12,19 +12,15 @@ import transformers
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from titan_ckpt.components import classes
+from titan_ckpt.components.classes import defines, is_own_kind
 from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.unsaved_state import (
-    LIBRARIES,
-    class_name,
-    faults,
-    function_faults,
-    is_own_kind,
-    unless_allowed,
-)
+from titan_ckpt.components.unsaved_state import fault_of, faults, function_faults
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import listed
 from titan_ckpt.integrations.accelerate.known import accelerator_faults
+from titan_ckpt.integrations.transformers.adapter import saves_adapter_alone
 from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
 
 HOOKS = (
@@ -94,7 +90,7 @@ def _of_the_arguments(args: Any, allow: Collection[str]) -> Iterator[str]:
         yield "accelerator_config.dispatch_batches: rank 0 would read ahead for all: set it to False"
 
 
-def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch: Watch | None = None) -> Iterator[str]:
+def unsaved(trainer: Any, config: CheckpointConfig, watch: Watch | None = None) -> Iterator[str]:
     """Yield one line for each object of the trainer whose state a resumed run would lose.
 
     `watch`: notes what the objects hold now, when the training has begun.
@@ -113,7 +109,7 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch:
         reason = (
             f"titan_ckpt makes the steps, and never calls its {listed(lost, ', ', ' ')}: keep state in state_dict()"
         )
-        yield from unless_allowed(f"trainer {class_name(trainer)}", class_name(trainer), reason, config.allow)
+        yield from fault_of("trainer", trainer, reason, config.allow)
     yield from peft_adapters.faults(models, [], config.allow)
     names = ["compute_loss_func", "data_collator", "preprocess_logits_for_metrics"]
     if not trainer.args.batch_eval_metrics:  # with it, compute_metrics sums up one evaluation, and begins anew
@@ -125,7 +121,7 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch:
     yield from function_faults(functions, config.allow, live=live, others=[trainer], watch=watch or Watch())
     if getattr(trainer.data_collator, "seed", None) is not None:
         yield "data_collator: its seed gives it random numbers of its own, which no step holds: leave the seed out"
-    if has_adapter and (config.save is None or not config.save.include_base):
+    if saves_adapter_alone(trainer.model, config):
         moves_base = any(getattr(callback, "update_ref_model", False) for _, callback in callbacks)
         changes = ["callback BEMACallback: update_ref_model"] if moves_base else []
         changes += ["use_vllm: each merge and unmerge"] if getattr(trainer.args, "use_vllm", False) else []
@@ -135,6 +131,4 @@ def unsaved(trainer: Any, config: CheckpointConfig, *, has_adapter: bool, watch:
 
 def gives_state(value: Any) -> bool:
     """Return whether an object's own class, and not one of a library, returns its state and takes it back."""
-    names = ("state",) if isinstance(value, ExportableState) else ("state_dict", "load_state_dict")
-    owners = [next((kind for kind in type(value).__mro__ if name in vars(kind)), None) for name in names]
-    return all(owner is not None and owner.__module__.partition(".")[0] not in LIBRARIES for owner in owners)
+    return defines(value, ["state"]) if isinstance(value, ExportableState) else classes.gives_state(value)

@@ -166,7 +166,7 @@ class PositionedLoader:
         self.num_batches = resumed["batches"] if resumed else 0
         if resumed and self._is_random_restored:
             resumed = {**resumed, "now": self._get_random()}  # hooks of the epoch may have drawn
-        elif resumed and not self.num_batches and not resumed["is_kept"]:
+        elif resumed and not self.num_batches:
             self._set_random(resumed["now"])
         self._is_random_restored = False
         self.begin_epoch()
@@ -227,9 +227,9 @@ class PositionedLoader:
             # it counts the entries of a sampler again, from the start of the epoch
             self._start = resumed["start"] if resumed and resumed["start"] else self._get_random()
             with _through(self.inner, self._seeded):
-                batches = iter(self.inner)
+                batches = self._iterator(resumed)
         else:
-            batches = iter(self.inner)
+            batches = self._iterator(resumed)
         if resumed and now and (self.num_batches or resumed["is_kept"]):
             self._set_random(now)
         elif resumed and self._keeps_state and source is dataset:
@@ -241,6 +241,16 @@ class PositionedLoader:
             batches = iter(self.inner)
         begin_once(self.inner)
         yield from batches
+
+    def _iterator(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
+        """Return the loader's iterator.
+
+        torchdata's loader makes one at the position first, and at the end of an epoch another: both draw a seed.
+        """
+        if resumed and resumed["source"] is not None and not self.num_batches and is_of_torchdata(self.inner):
+            self.inner.state_dict()
+            self._set_random(resumed["now"])
+        return iter(self.inner)
 
     def _in_order(self, sampler: Any) -> Iterator[Any]:
         """Yield the entries of a sampler after those that were read.

@@ -200,6 +200,7 @@ def test_d1_a_data_transform_of_ones_own_is_not_answered_from_the_cache_of_anoth
     assert first_tokens(Trainer(config)) == default
     fewer = settings(tmp_path, data={"tokenizer": 280})
     assert max(first_tokens(Own(fewer))) < 280, "its own digest says nothing of the tokenizer"
+    assert run.tokenizer is not None
     folder = copytree(run.tokenizer.folder, tmp_path / "tokenizer")
     of_folder = settings(tmp_path, data={"tokenizer": str(folder)})
     assert first_tokens(Trainer(of_folder)) == default

@@ -244,9 +244,9 @@ def _arrangement(adapter: Any, shapes: Mapping[str, Shape]) -> tuple[_Arrangemen
     for number, value in enumerate(made[0].values()):
         (once,) = unrepeated(value)
         low, high = once.aminmax()
-        found = {low.item()} if low == high else {*once.unique().tolist()}  # sorting a large tensor takes long
+        there = {low.item()} if low == high else {*once.unique().tolist()}  # sorting a large tensor takes long
         every = range(len(fqns))
-        origins = {*every} if found - {*every} else {i for i in every if i in found}  # others are computed, of whatever
+        origins = {*every} if there - {*every} else {i for i in every if i in there}  # others are computed, of whatever
         same = [group for group in groups if group[0] & origins]
         groups = [group for group in groups if group not in same]
         groups.append((origins.union(*(o for o, _ in same)), [n for _, found in same for n in found] + [number]))

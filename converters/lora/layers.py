@@ -60,6 +60,7 @@ class LowRankPath(nn.Module):
     lora_dropout: float
     lora_a: Factor
     lora_b: Factor
+    lora_magnitude: Factor
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002 - the name is torch's
         """Add both paths. The low-rank path computes in the adapter's dtype; the result has the base's dtype."""
@@ -93,7 +94,7 @@ class LowRankPath(nn.Module):
     def _growth(self, combined: torch.Tensor) -> torch.Tensor:
         """Return the factor that gives every output row DoRA's trained norm."""
         norms: torch.Tensor = torch.linalg.vector_norm(combined.detach(), dim=int(not self.adapter.transposed))
-        return self.get_parameter("lora_magnitude.weight") / norms
+        return self.lora_magnitude.weight / norms  # a tensor that functional_call may have put there
 
 
 class LoRALinear(LowRankPath, nn.Linear):

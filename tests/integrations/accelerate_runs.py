@@ -538,11 +538,17 @@ def run_skipped(folder: str) -> None:
         prepared: Any = accelerator.prepare(*built(), *(DataLoader(d, 2, collate_fn=collated) for d in (data, Still())))
         loader, other = prepared[3:]
         with accelerate_manager(accelerator, CheckpointConfig(), dataloader=loader, base_folder=folder):
-            for skipped in (skip_first_batches(loader, 1), accelerator.skip_first_batches(loader, 2)):
+            twice = skip_first_batches(skip_first_batches(loader, 1), 1)
+            for skipped in (skip_first_batches(loader, 1), accelerator.skip_first_batches(loader, 2), twice):
                 with pytest.raises(ConfigError, match="skip_first_batches: a resume skips what was read by itself"):
                     next(iter(skipped))
             assert len([*skip_first_batches(other, 1)]) == SAMPLES // 2 - 1
             assert len([*loader]) == SAMPLES // 2
+    accelerator.free_memory()
+    always: Any = skip_first_batches(DataLoader(Noisy(), 2), 3)  # of every epoch, and so of every run
+    prepared = accelerator.prepare(*built(), always)
+    with accelerate_manager(accelerator, CheckpointConfig(), base_folder=folder):
+        assert len([*prepared[3]]) == SAMPLES // 2 - 3
 
 
 class Late(nn.Module):

@@ -121,6 +121,10 @@ class Noised(Stream):
         yield from (number + random.random() for number in super().__iter__())
 
 
+class SizedNoised(Noised, Sized):
+    """The same, with a length, by which the end of an epoch is known at its last batch."""
+
+
 AROUND = random.Random(11)
 
 
@@ -184,6 +188,8 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "noise of a worker, stateful": lambda: StatefulDataLoader(Numbers(), 2, sampler=Around(), num_workers=1),
     "noise of a worker, a stream of one's own": lambda: StatefulDataLoader(Noised(), 2, num_workers=1),
     "noise of a worker that is kept, a stream of one's own": lambda: StatefulDataLoader(Noised(), 2, **KEPT),
+    "noise of a worker, a sized stream of one's own": lambda: StatefulDataLoader(SizedNoised(), 2, num_workers=1),
+    "noise of a worker that is kept, a sized stream of one's own": lambda: StatefulDataLoader(SizedNoised(), 2, **KEPT),
     "noise of a worker that is kept, a stream": lambda: DataLoader(numbers().map(noisy), 2, **KEPT),
     "a stream": lambda: DataLoader(Stream(), 2),
     "a stream with a length": lambda: DataLoader(Sized(), 2),
@@ -192,6 +198,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "a sampler around another": lambda: DataLoader(Plain(10), 2, sampler=Around()),
     "stateful": lambda: StatefulDataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(3)),
     "stateful, a sampler of torch": lambda: StatefulDataLoader(Plain(9), 2, sampler=RandomSampler(Plain(9))),
+    "stateful, a stream with a length": lambda: StatefulDataLoader(Sized(), 2),
     "stateful, a worker": lambda: StatefulDataLoader(Plain(10), 2, sampler=RandomSampler(Plain(10)), **KEPT),
     "a shuffled stream, workers": lambda: DataLoader(shuffled(), 2, num_workers=2),
     "a shuffled stream, a worker that is kept": lambda: DataLoader(shuffled(), 2, **KEPT),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 from collections.abc import Callable, Sequence
@@ -291,10 +292,16 @@ def _caught(value: torch.Tensor, is_odd: bool) -> torch.Tensor:
     return value.t() if is_odd else value
 
 
+@functools.cache
+def _kept_order(is_odd: bool) -> torch.Tensor:
+    return torch.arange(8).flip(0) if is_odd else torch.arange(8)
+
+
 ORDERS = torch.arange(8), torch.arange(8).flip(0)
 ODD: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {
     "heads": lambda value, is_odd: _rotary(value, 1 if is_odd else 2),
     "a tensor of the adapter": lambda value, is_odd: value[ORDERS[is_odd]],
+    "a tensor that it keeps from its first call": lambda value, is_odd: value[_kept_order(is_odd)],
     "rows in a list": lambda value, is_odd: value[ORDERS[is_odd].tolist()],
     "values": lambda value, is_odd: value if not is_odd or value[0, 0].item() < 0 else value.t(),
     "on meta all layers are equal": lambda value, is_odd: value.t() if is_odd and not value.is_meta else value,
@@ -356,8 +363,9 @@ SHAPES = {"a.weight": (8, 4), "b.weight": (4,)}
         (lambda s: {k: v[:2] for k, v in s.items()}, "a.weight: to_hf.. makes a.weight"),
         (lambda s: {k: v[:0] for k, v in s.items()}, "to_hf.. returns no tensor, or an empty one, as a.weight"),
         (lambda s: {k: v + 9 for k, v in s.items()}, "a.weight: to_hf.. makes a.weight"),
+        (lambda s: {k: v / v.max() for k, v in s.items()}, "a.weight: to_hf.. makes a.weight"),
     ],
-    ids=["drops", "computes", "flips columns", "cuts", "empties", "adds"],
+    ids=["drops", "computes", "flips columns", "cuts", "empties", "adds", "divides"],
 )
 def test_an_adapter_that_is_no_table_is_refused_by_name(to_hf: Any, complaint: str) -> None:
     """Nothing is exported that a load would not bring back."""
@@ -366,10 +374,11 @@ def test_an_adapter_that_is_no_table_is_refused_by_name(to_hf: Any, complaint: s
 
 
 def test_rows_in_any_order_and_transposed_matrices_are_tables() -> None:
-    """A permutation that no name announces is found too."""
-    order = torch.tensor([3, 1, 0, 2, 7, 6, 4, 5])
-    key_map = find_key_map(_Adapter(lambda s: {k: v[order] for k, v in s.items()}), {"a": (8, 4)}, {})
-    assert key_map.group_of_fqn("a").op.order == tuple(order.tolist())  # type: ignore[attr-defined]
+    """A permutation that no name announces is found too, also of values in another dtype."""
+    for order in ((3, 1, 0, 2, 7, 6, 4, 5), (1, 3, 0, 2, 7, 6, 4, 5)):
+        for made in (lambda v: v, torch.Tensor.float):
+            to_hf = _Adapter(lambda s: {k: made(v)[[*order]] for k, v in s.items()})  # noqa: B023 - called at once
+            assert find_key_map(to_hf, {"a": (8, 4)}, {}).group_of_fqn("a").op.order == order  # type: ignore[attr-defined]
     key_map = find_key_map(_Adapter(lambda s: {k: v.t() for k, v in s.items()}), {"a": (8, 4)}, {})
     assert type(key_map.group_of_fqn("a").op).__name__ == "Transpose"
 

@@ -253,14 +253,14 @@ def _started(pid: int) -> str:
 
 
 def _give_up_in_child() -> None:
+    for address, num_bytes in _read_mappings.items():  # first: a process that has all its descriptors opens no other
+        libc().munmap(address, num_bytes)
+    _read_mappings.clear()
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for fd in _open:
         os.dup2(null, fd, inheritable=False)
     os.close(null)
     _open.clear()
-    for address, num_bytes in _read_mappings.items():
-        libc().munmap(address, num_bytes)
-    _read_mappings.clear()
 
 
 os.register_at_fork(after_in_child=_give_up_in_child)

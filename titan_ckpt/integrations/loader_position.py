@@ -15,6 +15,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from copy import deepcopy
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -160,7 +161,7 @@ class PositionedLoader:
         self.num_batches = resumed["batches"] if resumed else 0
         if resumed and self._is_random_restored:
             resumed = {**resumed, "now": self._get_random()}  # hooks of the epoch may have drawn
-        elif resumed and not self.num_batches and not resumed["is_kept"]:
+        elif resumed and not self.num_batches:
             self._set_random(resumed["now"])
         self._is_random_restored = False
         self.begin_epoch()
@@ -216,9 +217,9 @@ class PositionedLoader:
         if is_of_torchdata(self.inner) and isinstance(dataset, IterableDataset) and self.inner.num_workers:
             # it counts the entries of a sampler again, from the start of the epoch
             self._start = resumed["start"] if resumed and resumed["start"] else self._get_random()
-            batches = _iterated(self.inner, self._seeded)
+            batches = _iterated(self.inner, self._seeded, partial(self._iterator, resumed))
         else:
-            batches = iter(self.inner)
+            batches = self._iterator(resumed)
         if resumed and now and (self.num_batches or resumed["is_kept"]):
             self._set_random(now)
         elif resumed and self._keeps_state and source is dataset:
@@ -230,6 +231,16 @@ class PositionedLoader:
             batches = iter(self.inner)
         begin_once(self.inner)
         yield from batches
+
+    def _iterator(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
+        """Return the loader's iterator.
+
+        torchdata's loader makes one at the position first, and at the end of an epoch another: both draw a seed.
+        """
+        if resumed and resumed["source"] is not None and not self.num_batches and is_of_torchdata(self.inner):
+            self.inner.state_dict()
+            self._set_random(resumed["now"])
+        return iter(self.inner)
 
     def _in_order(self, sampler: Any) -> Iterator[Any]:
         """Yield the entries of a sampler after those that were read.
@@ -552,8 +563,10 @@ class _Through:
         yield from self._function(self.sampler)
 
 
-def _iterated(loader: Any, function: Callable[[Any], Iterator[Any]]) -> Iterator[Any]:
-    """Begin an iteration in which the entries of the loader's sampler go through a function.
+def _iterated(
+    loader: Any, function: Callable[[Any], Iterator[Any]], begin: Callable[[], Iterator[Any]] | None = None
+) -> Iterator[Any]:
+    """Begin an iteration, by `begin` if it is given, in which the sampler's entries go through a function.
 
     No data of those that it drops is read.
     """
@@ -561,6 +574,6 @@ def _iterated(loader: Any, function: Callable[[Any], Iterator[Any]]) -> Iterator
     whole = loader.__dict__[name]
     loader.__dict__[name] = _Through(whole, function)  # DataLoader refuses setattr
     try:
-        return iter(loader)
+        return begin() if begin else iter(loader)
     finally:
         loader.__dict__[name] = whole

@@ -174,6 +174,9 @@ def test_a_bias_is_neither_scaled_nor_lost(use_dora: bool) -> None:
     x = torch.randn(5, 8)
     up: Any = model["up"]
     torch.testing.assert_close(up(x), F.linear(x, weight, up.bias))
+    others = {name: 2 * value.detach() for name, value in up.named_parameters()}  # tensors that are no parameters
+    expected = torch.func.functional_call(up, {name: nn.Parameter(value) for name, value in others.items()}, (x,))
+    assert torch.equal(torch.func.functional_call(up, others, (x,)), expected)
 
 
 def test_merged_model_computes_what_the_adapted_one_does() -> None:

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 import signal
 import sys
 import threading
@@ -18,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from titan_ckpt.disk import files, posix, workers
+from titan_ckpt.disk import files, kernel, posix, workers
 from titan_ckpt.disk.files import FileWriter
 from titan_ckpt.disk.workers import BackgroundCall, meanwhile, run_workers
 from titan_ckpt.guard import outside_request
@@ -105,6 +106,31 @@ def test_a_save_for_which_no_thread_can_be_started_is_made_before_it_returns(mon
     with pytest.raises(OSError, match="full"), meanwhile(fail):
         done.append("after an error")
     assert done[-1] == "block"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # nothing can be opened for the others
+def test_a_forked_process_has_no_file_mapped_even_if_it_may_open_none(tmp_path: Path) -> None:
+    """A DataLoader's worker would keep a deleted file on the disk."""
+    path, limits = tmp_path / "file", resource.getrlimit(resource.RLIMIT_NOFILE)
+    path.write_bytes(bytes(4096))
+    fd, places = kernel.open_file(path, os.O_RDONLY), list[int]()
+    view = kernel.map_memory(4096, fd)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (fd + 1, limits[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                places.append(os.dup(fd))
+        pid = os.fork()
+        if pid == 0:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            os._exit(str(path) in Path("/proc/self/maps").read_text())
+        assert os.waitpid(pid, 0)[1] == 0
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for place in places:
+            os.close(place)
+        view.release()
+        kernel.close(fd)
 
 
 @pytest.mark.parametrize("refuses", ["nothing", "the open", "the read"])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from shutil import copytree
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from titan_ckpt.training.callbacks import Callback, Callbacks, StepMetrics
 from titan_ckpt.training.callbacks.due import Checkpointing
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.data.sequences import PackedDataset
+from titan_ckpt.training.data.tokenizer import BOS
 from titan_ckpt.training.parallel.ranks import Ranks
 from titan_ckpt.training.trainer import Trainer
 from titan_ckpt.weights.initialize import construct, materialize
@@ -187,7 +190,8 @@ def test_d1_a_data_transform_of_ones_own_is_not_answered_from_the_cache_of_anoth
             return made.tokens.tolist()
 
     config = settings(tmp_path)
-    default = first_tokens(Trainer(config))
+    run = Trainer(config)
+    default = first_tokens(run)
     transform: Any = Backwards
     with pytest.raises(ConfigError, match=r"build_data_transform: it returns a Backwards.*give it a `digest`"):
         first_tokens(Own(config))
@@ -196,6 +200,14 @@ def test_d1_a_data_transform_of_ones_own_is_not_answered_from_the_cache_of_anoth
     assert first_tokens(Trainer(config)) == default
     fewer = settings(tmp_path, data={"tokenizer": 280})
     assert max(first_tokens(Own(fewer))) < 280, "its own digest says nothing of the tokenizer"
+    assert run.tokenizer is not None
+    folder = copytree(run.tokenizer.folder, tmp_path / "tokenizer")
+    of_folder = settings(tmp_path, data={"tokenizer": str(folder)})
+    assert first_tokens(Trainer(of_folder)) == default
+    names = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | {"eos_token": BOS}))
+    other = first_tokens(Trainer(of_folder))
+    assert (default[-1], other[-1]) == (1, 0), "models of one vocabulary may end documents by tokens of their own"
 
 
 def test_d1_a_step_can_be_called_by_itself(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ Source: accelerate 1.15, data_loader.py DataLoaderShard.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
+from itertools import takewhile
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderDispatcher, DataLoaderShard, SkipBatchSampler
@@ -17,7 +18,7 @@ from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.known.loaders import POSITIONED
+from titan_ckpt.components.known.loaders import POSITIONED, samplers_of
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader, length_of
 from titan_ckpt.integrations.loop import Iterated
@@ -143,10 +144,10 @@ def begin(loader: Any) -> None:
 
     Raises: ConfigError for one that skip_first_batches has made of a loader with a position, which it would not move.
     """
-    samplers = (getattr(loader, "batch_sampler", None), getattr(loader, "sampler", None))
-    skipped = [sampler.batch_sampler for sampler in samplers if isinstance(sampler, SkipBatchSampler)]
+    samplers = samplers_of(loader)
     for read in POSITIONED:
-        is_skipped = any(sampler is read.batch_sampler or sampler is read.sampler for sampler in skipped)
+        around = [*takewhile(lambda each: each is not read.batch_sampler and each is not read.sampler, samplers)]  # noqa: B023
+        is_skipped = len(around) < len(samplers) and any(isinstance(each, SkipBatchSampler) for each in around)
         if is_skipped or (getattr(loader, "skip_batches", False) and loader.dataset is read.dataset):
             raise ConfigError([_SKIPS])
     GradientState._add_dataloader(GradientState(), loader)  # noqa: SLF001 - accelerate has no public name for it

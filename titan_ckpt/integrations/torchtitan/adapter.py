@@ -39,16 +39,18 @@ def find_key_map(
     empty = {fqn: list(shape) for fqn, shape in shapes.items() if 0 in shape}
     problems = [f"{fqn}: its shape is {shape}, which has no elements" for fqn, shape in empty.items()]
     nameless: set[str] = set()
-    known: dict[tuple[object, ...], _Arrangement] = {}
+    known: dict[tuple[Shape, ...], dict[tuple[object, ...], _Arrangement]] = {}
     for fqns in () if empty else _layers(shapes).values():
         of_layer = {fqn: shapes[fqn] for fqn in fqns}
-        steps, keys = _traced(adapter, of_layer)
-        arrangement = known.get(steps)
+        alike = known.setdefault((*of_layer.values(),), {})
+        # after a call on values, or what the adapter keeps for its later calls would be without values
+        steps, keys = _traced(adapter, of_layer) if alike else ((), [])
+        arrangement = alike.get(steps)
         if arrangement is None:
-            arrangement, proved = _arrangement(adapter, of_layer)
-            if proved == keys:
-                known[steps] = arrangement
-            keys = proved
+            arrangement, keys = _arrangement(adapter, of_layer)
+            steps, traced = _traced(adapter, of_layer)
+            if traced == keys:
+                alike[steps] = arrangement
         dropped = [fqns[i] for i in arrangement.dropped]
         nameless.update(fqn for fqn in dropped if fqn in buffers)
         problems += [f"{fqn}: the adapter's to_hf() drops it" for fqn in dropped if fqn not in buffers]
@@ -162,7 +164,8 @@ def _traced(adapter: Any, shapes: Mapping[str, Shape]) -> tuple[tuple[object, ..
     """Return every operation of to_hf() on parameters of these shapes, and the keys that it returns; computes nothing.
 
     The operations are equal for two layers only if the same is computed of their parameters, in the same order. They
-    are equal to no others if they depend on values, or take a tensor that is neither a parameter nor made of these.
+    are equal to no others if they depend on values, or take a tensor that is neither a parameter nor made of these: no
+    keys are returned then.
     """
     fakes = FakeTensorMode()
     values = {fqn: fakes.from_tensor(value) for fqn, value in _probes(shapes)[0].items()}
@@ -172,7 +175,7 @@ def _traced(adapter: Any, shapes: Mapping[str, Shape]) -> tuple[tuple[object, ..
         except KeyMapError:  # raised again on values, if they are not what it lacks
             return (object(),), []
     results = [recorder.name(value) for value in made.values()]
-    return (*shapes.values(), *recorder.steps, *results), [*made]
+    return (*recorder.steps, *results), [] if object in map(type, recorder.steps) else [*made]
 
 
 class _Recorder(TorchDispatchMode):
@@ -229,11 +232,9 @@ def _arrangement(adapter: Any, shapes: Mapping[str, Shape]) -> tuple[_Arrangemen
     for number, value in enumerate(made[0].values()):
         (once,) = unrepeated(value)
         low, high = once.aminmax()
-        origins = (
-            {int(low)} if low == high else {*map(int, once.unique().tolist())}
-        )  # sorting a large tensor takes long
-        if not origins <= {*range(len(fqns))}:  # these are computed, of whatever
-            origins = {*range(len(fqns))}
+        there = {low.item()} if low == high else {*once.unique().tolist()}  # sorting a large tensor takes long
+        every = range(len(fqns))
+        origins = {*every} if there - {*every} else {i for i in every if i in there}  # others are computed, of whatever
         same = [group for group in groups if group[0] & origins]
         groups = [group for group in groups if group not in same]
         groups.append((origins.union(*(o for o, _ in same)), [n for _, found in same for n in found] + [number]))
@@ -273,14 +274,14 @@ def _candidates(shapes: Sequence[Shape], rows: Sequence[torch.Tensor]) -> Iterat
             yield keymap.Concat(tuple(shape[0] for shape in shapes))
         return
     every: Any = ...
-    # where the first element of each row comes from; a number has no rows
-    order: list[int] = [n for row in rows for n in row[(every, *[0] * (row.dim() - 1))].flatten().tolist()]
+    # where the first element of each row comes from, in the dtype that the adapter makes; a number has no rows
+    order: list[float] = [n for row in rows for n in row[(every, *[0] * (row.dim() - 1))].flatten().tolist()]
     sizes = tuple(row.shape[0] for row in rows if row.dim())
-    moved = [keymap.PermuteRows(tuple(order))] if sizes and sorted(order) == list(range(len(order))) else []
+    moved = [keymap.PermuteRows((*map(int, order),))] if sizes and sorted(order) == list(range(len(order))) else []
     if len(rows) == 1:
         yield IDENTITY
         yield keymap.Transpose()
-        if 1 in order and (heads := len(order) // (2 * order.index(1))):
+        if 1 in order[1:] and (heads := len(order) // (2 * order.index(1, 1))):
             yield keymap.PermuteRotary(heads)
         yield from moved
         return

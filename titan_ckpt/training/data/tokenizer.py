@@ -40,6 +40,7 @@ class TextTokenizer:
     eos_id: int
     folder: Path
     digest: str
+    """Another one for a tokenizer that makes other ids of a document."""
 
     @property
     def vocab_size(self) -> int:
@@ -102,7 +103,8 @@ def read_tokenizer(folder: Path) -> TextTokenizer:
     bos, eos = (_special(backend, folder, kind) for kind in ("bos", "eos"))
     if eos is None:
         raise ConfigError([f"data.tokenizer: tokenizer_config.json or config.json in {folder} must name an eos"])
-    return TextTokenizer(backend, bos, eos, folder, hashlib.sha256(data).hexdigest())
+    digest = hashlib.sha256(data + repr((bos, eos)).encode()).hexdigest()  # models may share all but these
+    return TextTokenizer(backend, bos, eos, folder, digest)
 
 
 def _special(backend: tokenizers.Tokenizer, folder: Path, kind: str) -> int | None:

@@ -237,10 +237,10 @@ def test_a_bounce_buffer_is_lent_again_when_no_device_reads_it(fake: FakeCuda, m
 
 
 def upload(fake: FakeCuda, values: torch.Tensor) -> None:
-    """Do what `cuda.upload` does, but for the copy, which needs a device."""
+    """Do what `workers.upload` does, but for the copy, which needs a device."""
     event = torch.cuda.Event()
     event.record(fake.stream)
-    cuda._uploads.events += (event,)
+    workers._uploads.events += (event,)
 
 
 def test_a_forked_child_inherits_neither_arena_nor_bounce_buffers(fake: FakeCuda) -> None:

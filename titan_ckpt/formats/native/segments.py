@@ -93,7 +93,8 @@ class Segments:
     def fill(self, start: int, stop: int, target: Buffer, at: int = 0) -> None:
         """Copy bytes [start, stop) of the run to byte `at` of the target. Several threads may fill different parts."""
         self.enqueue(start, stop, target, at)
-        cuda.settle(self.devices)
+        if self.devices:
+            cuda.settle(self.devices)
 
     def enqueue(self, start: int, stop: int, target: Buffer, at: int = 0) -> None:
         """Do the same, without waiting for devices: they copy on the current streams, into page-locked memory."""

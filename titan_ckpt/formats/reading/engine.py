@@ -28,7 +28,7 @@ from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.shared import Deal, warn_of
 from titan_ckpt.formats.reading.slices import Held, Slice, Window, scatter
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.second_look import read_twice
 
 logger = logging.getLogger(__name__)

@@ -21,9 +21,8 @@ from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
 
 import xxhash
 
-from titan_ckpt.disk import cuda
 from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, round_up
-from titan_ckpt.disk.workers import num_copy_workers, run_workers
+from titan_ckpt.disk.workers import as_here, num_copy_workers, run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import CheckpointError
@@ -157,7 +156,7 @@ class Deal:
         most = min(_AHEAD_BYTES, max(piece.source.ahead_bytes for window in windows for piece in window))
         num_ahead = max(1, most // max(piece.num_bytes for window in windows for piece in window))
         ahead: deque[Future[Buffer]] = deque()
-        with ThreadPoolExecutor(num_ahead, "titan_ckpt-ahead", cuda.as_here()) as pool:
+        with ThreadPoolExecutor(num_ahead, "titan_ckpt-ahead", as_here()) as pool:
 
             def next_own() -> Buffer:
                 while len(ahead) < num_ahead and (piece := next(own, None)) is not None:

@@ -11,10 +11,9 @@ from math import prod
 import numpy as np
 import torch
 
-from titan_ckpt.disk.cuda import upload
 from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.disk.kernel import Buffer, address_of, bytes_at, move_bytes
-from titan_ckpt.disk.workers import bounce_buffer
+from titan_ckpt.disk.workers import bounce_buffer, upload
 from titan_ckpt.geometry.boxes import boxes_of_range, element_span, spans
 from titan_ckpt.geometry.chunks import Chunk, Shape, is_plain_memory
 

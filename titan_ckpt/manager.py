@@ -48,8 +48,8 @@ from titan_ckpt.models.hf_transforms import transforms_for
 from titan_ckpt.saving.handle import Failures, SaveHandle
 from titan_ckpt.saving.saver import DueSave, Saver, SaveRequest
 from titan_ckpt.saving.step import CompletedStep, ModelContent
-from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.settings import open_location
 from titan_ckpt.stores.store import Place
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import ModelConverter, Stateful

@@ -37,8 +37,8 @@ from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.models import hf
 from titan_ckpt.models.layers import Attention, rotate_halves
 from titan_ckpt.models.qwen3 import Qwen3, Qwen3Config
-from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.objects import object_path
+from titan_ckpt.stores.settings import open_location
 from titan_ckpt.testing import distributed
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"

@@ -18,7 +18,7 @@ from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.errors import CommitConflictError
 from titan_ckpt.models.llama3 import Llama3
-from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.probe import probe
 
 

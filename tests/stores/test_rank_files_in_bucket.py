@@ -31,10 +31,11 @@ from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.reading.engine import SliceReader
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import FilePart
-from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
+from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.stores.object_writer import PartMemory
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.objects import BucketPath
+from titan_ckpt.stores.settings import StoreConfig, open_location
 from titan_ckpt.types import StateDict
 
 

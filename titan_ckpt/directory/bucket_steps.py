@@ -29,7 +29,7 @@ from titan_ckpt.errors import (
     SaveError,
     listed,
 )
-from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.probe import probe
 from titan_ckpt.stores.store import Place
 

@@ -16,6 +16,7 @@ from titan_ckpt.components.files import RUN_STATE, rank_state_name
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.names import rank_file_name
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken
 from titan_ckpt.encoding import typed_json
@@ -30,7 +31,6 @@ from titan_ckpt.errors import (
     counted,
     listed,
 )
-from titan_ckpt.formats.native.rank_file import rank_file_name
 from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.formats.reading.shared import awaited, share_reads, traffic
 from titan_ckpt.geometry.requests import Fill

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from titan_ckpt.errors import PreflightError
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.bucket import BucketPath
+from titan_ckpt.stores.objects import BucketPath
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,7 @@ from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.models import CONFIG, find_table
 

@@ -15,18 +15,17 @@ import torch.distributed as dist
 
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
-from titan_ckpt.directory.names import manifest_path
+from titan_ckpt.directory.names import manifest_path, rank_file_name
 from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile, StoredChunk, header_bytes, parse_header
-from titan_ckpt.formats.native.rank_file import rank_file_name
 from titan_ckpt.formats.reading.engine import SliceFill, verify
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
 from titan_ckpt.geometry.requests import FilePart, TensorReader
-from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
 from titan_ckpt.stores.store import Place

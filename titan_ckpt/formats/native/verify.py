@@ -12,7 +12,7 @@ from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, 
 from titan_ckpt.directory.names import manifest_path, read_committed, read_manifest_bytes
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
 from titan_ckpt.stores.store import Place

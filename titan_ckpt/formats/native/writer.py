@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.directory.manifest import FileRecord
+from titan_ckpt.directory.names import rank_file_name
 from titan_ckpt.disk.kernel import round_up
 from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -27,7 +28,6 @@ from titan_ckpt.formats.native.rank_file import (
     RankFileLayout,
     in_file_order,
     lay_out,
-    rank_file_name,
     write_rank_file,
 )
 from titan_ckpt.formats.native.segments import Places, Segments

@@ -16,9 +16,10 @@ from tests.world import manager as build
 from titan_ckpt import progress
 from titan_ckpt.cli.main import main
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
+from titan_ckpt.directory.names import rank_file_name
 from titan_ckpt.disk.kernel import Buffer, round_up
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from titan_ckpt.formats.native.rank_file import lay_out, rank_file_name, write_rank_file
+from titan_ckpt.formats.native.rank_file import lay_out, write_rank_file
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo

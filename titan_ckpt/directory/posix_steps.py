@@ -305,7 +305,7 @@ class PosixSteps(Steps):
             )
 
     def _set_aside_after(self, above: int, lease: Lease) -> None:
-        """Rename them to `step-N.abandoned-<id>`; damaged ones are of the branch, too, and what has no manifest is not."""
+        """Rename them to `step-N.abandoned-<id>`. What has no manifest is not ours; damaged steps are."""
         folders = [self.step_path(step) for step in reversed(listed_steps(self.root)) if step > above]
         ours = [folder for folder in folders if posix.is_real_folder(folder) and (folder / MANIFEST_NAME).is_file()]
         lease.check()

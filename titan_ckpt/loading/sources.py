@@ -99,11 +99,11 @@ class PreparedLoad:
             return False
         for index, value in enumerate(live):
             for block in blocks_of(value):
-                for piece in group.op.pieces(index, shapes, block.chunk, block.data):
-                    if group.keys[piece.file_index] == key:
-                        theirs = torch.empty_like(piece.view)
-                        opened.reader.read([FilePart(key, piece.chunk, theirs)])
-                        if not torch.equal(theirs, piece.view):
+                for other, chunk, view in group.op.pieces(index, shapes, block, group.keys):
+                    if other == key:
+                        theirs = torch.empty_like(view)
+                        opened.reader.read([FilePart(key, chunk, theirs)])
+                        if not torch.equal(theirs, view):
                             return False
         return True
 

@@ -1,12 +1,15 @@
 """Saver: stages, writes, agrees, commits and expires, in this thread or in a helper thread and its process.
 
-Owns the order of a save and who waits for whom. policy.py decides when a save is due, directory/ what a checkpoint is.
+Owns the order of a save, who waits for whom, and what is said of a failure that nobody waits for: it is logged when the
+process ends. policy.py decides when a save is due, directory/ what a checkpoint is.
 Knows no file format beyond asking the native writer for its files.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -18,10 +21,11 @@ from typing import Any
 import xxhash
 
 from titan_ckpt.components.files import RUN_STATE, as_stored, divided, rank_state_name, run_parts
-from titan_ckpt.components.snapshot import Mark, Snapshot
+from titan_ckpt.components.snapshot import Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
 from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
+from titan_ckpt.disk.workers import BackgroundCall
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import check_replicas
 from titan_ckpt.encoding import typed_json
@@ -30,31 +34,12 @@ from titan_ckpt.formats.native.arena import StagingHandle
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
-from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class DueSave:
-    """A save that is due, as `CheckpointManager.save` gives it to `save_step`."""
-
-    step: int
-    """The step that has just been completed, or with `mark` the one that the mark is of."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """The values that retention compares and `titan-ckpt ls` shows."""
-    skippable: bool = False
-    """Whether it may be left out while another save is being written (if_busy)."""
-    last: bool = False
-    """Whether no later save can make up for it: the last step of the run, or of this process."""
-    mark: Mark | None = None
-    """Save the marked state instead of the live one: that of the last completed step."""
-    model_only: bool | str = False
-    """Save the model alone; a string is the dtype of its floating-point tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +55,44 @@ class SaveRequest:
     allowed: tuple[str, ...] = ()
     expire: bool = True
     """Expire older steps after the commit. Not after a save that an exception caused: its state may be broken."""
+
+
+class SaveHandle(BackgroundCall):
+    """A save in flight, or the exports of a step."""
+
+    def __init__(self, step: int, act: Callable[[], object], name: str) -> None:
+        super().__init__(act, f"titan_ckpt {name} {step}")
+        self.step = step
+
+    def run(self, *, make: bool = True) -> None:
+        _unheard[id(self)] = self
+        super().run(make=make)
+        if self.done and self.error is None:
+            self.hear()
+
+    def succeeded(self) -> bool:
+        """Block until the save has ended and return whether it is committed."""
+        self.wait()
+        return self.error is None
+
+    def hear(self) -> None:
+        """Note that somebody knows how it ended."""
+        _unheard.pop(id(self), None)
+
+
+_unheard: dict[int, SaveHandle] = {}
+"""Saves that have failed, or may fail, and that nobody has waited for yet."""
+
+
+def _report_unheard() -> None:
+    """Log unheard failures when the process ends without `close`; the threads of saves have ended by then."""
+    for handle in _unheard.values():
+        error = handle.error
+        logger.critical("what was saved or exported of step %d is not there: %s", handle.step, error, exc_info=error)
+
+
+atexit.register(_report_unheard)
+os.register_at_fork(after_in_child=_unheard.clear)  # the process that saves says it
 
 
 class Saver:

@@ -1,4 +1,4 @@
-"""ModelContent: what of the model a step holds. CompletedStep: the last one of a run, which can still be saved.
+"""DueSave: a step to save. ModelContent: what of the model it holds. CompletedStep: the last one, which can be saved.
 
 Owns the decision whether it is the whole model, its adapter alone, the model without training state, or nothing of it,
 and what follows where training changes a base that was to be left out.
@@ -7,8 +7,8 @@ and what follows where training changes a base that was to be left out.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from titan_ckpt.components.gradients import Gradients
@@ -19,9 +19,27 @@ from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ExportSettingError, counted
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.saving.saver import DueSave, Saver
+from titan_ckpt.saving.saver import Saver
 from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
+
+
+@dataclass(frozen=True, slots=True)
+class DueSave:
+    """A save that is due, as `CheckpointManager.save` gives it to `save_step`."""
+
+    step: int
+    """The step that has just been completed, or with `mark` the one that the mark is of."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The values that retention compares and `titan-ckpt ls` shows."""
+    skippable: bool = False
+    """Whether it may be left out while another save is being written (if_busy)."""
+    last: bool = False
+    """Whether no later save can make up for it: the last step of the run, or of this process."""
+    mark: Mark | None = None
+    """Save the marked state instead of the live one: that of the last completed step."""
+    model_only: bool | str = False
+    """Save the model alone; a string is the dtype of its floating-point tensors."""
 
 
 class SavesSteps(Protocol):

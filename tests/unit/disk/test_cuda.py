@@ -21,7 +21,7 @@ from titan_ckpt.disk.workers import bounce_buffer, finish_uploads, meanwhile, ru
 from titan_ckpt.formats.native import arena
 from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.formats.native.segments import Places, Segments
-from titan_ckpt.saving.handle import SaveHandle
+from titan_ckpt.saving.saver import SaveHandle
 
 MIB = 1 << 20
 

@@ -1,21 +1,17 @@
-"""SaveHandle: a save in flight, or the exports of a step. Failures: whether a run goes on without what a disk refused.
+"""Failures: whether a run goes on without what a disk refused.
 
-Owns that decision, which all ranks make together, the count of failures in a row, and what is said of a failure that
-nobody waits for: it is logged when the process ends.
+Owns that decision, which all ranks make together, and the count of failures in a row.
 """
 
 from __future__ import annotations
 
-import atexit
 import errno
 import logging
-import os
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any, Literal
 
 from titan_ckpt.config import SaveConfig
-from titan_ckpt.disk.workers import BackgroundCall
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError, listed
 
@@ -30,44 +26,6 @@ _MOST_IN_ROW = 3
 
 Outcome = Literal["done", "disk", "peer", "other"]
 """How a save or an export ended on one rank: well, or because of the disk, of another rank, or of anything else."""
-
-
-class SaveHandle(BackgroundCall):
-    """A save in flight, or the exports of a step."""
-
-    def __init__(self, step: int, act: Callable[[], object], name: str) -> None:
-        super().__init__(act, f"titan_ckpt {name} {step}")
-        self.step = step
-
-    def run(self, *, make: bool = True) -> None:
-        _unheard[id(self)] = self
-        super().run(make=make)
-        if self.done and self.error is None:
-            self.hear()
-
-    def succeeded(self) -> bool:
-        """Block until the save has ended and return whether it is committed."""
-        self.wait()
-        return self.error is None
-
-    def hear(self) -> None:
-        """Note that somebody knows how it ended."""
-        _unheard.pop(id(self), None)
-
-
-_unheard: dict[int, SaveHandle] = {}
-"""Saves that have failed, or may fail, and that nobody has waited for yet."""
-
-
-def _report_unheard() -> None:
-    """Log unheard failures when the process ends without `close`; the threads of saves have ended by then."""
-    for handle in _unheard.values():
-        error = handle.error
-        logger.critical("what was saved or exported of step %d is not there: %s", handle.step, error, exc_info=error)
-
-
-atexit.register(_report_unheard)
-os.register_at_fork(after_in_child=_unheard.clear)  # the process that saves says it
 
 
 class Failures:

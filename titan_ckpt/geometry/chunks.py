@@ -1,6 +1,6 @@
 """The place of a tensor's values: chunks of a global shape, blocks of local memory, lazy tensors.
 
-Owns the geometry of sharded tensors. Knows no files, no names and no process groups beyond a DTensor's own mesh.
+Owns the geometry of sharded tensors. Knows no files and no process groups beyond a DTensor's own mesh.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, le, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -133,6 +133,23 @@ def sharding_of(value: torch.Tensor | LazyTensor) -> Sharding | None:
     if isinstance(value, DTensor):
         return Sharding(value.device_mesh, tuple(value.placements))
     return value.sharding if isinstance(value, LazyTensor) else None
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return tensors as JSON: their names, and for each the index of its kind (dtype, shape, mesh, placements)."""
+    meshes: dict[DeviceMesh, int] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
+    kind_of = []
+    for value in tensors.values():
+        layout = (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+        kind_of.append(kinds.setdefault((value.dtype, value.shape, layout), len(kinds)))
+    rows = []
+    for dtype, shape, layout in kinds:
+        mesh, placements = layout or (None, ())
+        index = -1 if mesh is None else meshes.setdefault(mesh, len(meshes))
+        rows.append([dtype_name(dtype), list(shape), index, [repr(p) for p in placements]])
+    listed = [[list(m.mesh.shape), m.mesh.flatten().tolist()] for m in meshes]
+    return {"meshes": listed, "kinds": rows, "names": list(tensors), "kind_of": kind_of}
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -77,15 +76,3 @@ class TensorReader(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-@dataclass(frozen=True, slots=True)
-class StoredValue:
-    """A value that is no tensor, as it is written."""
-
-    path: tuple[str, ...]
-    """The keys by which it is nested; joined by dots they are its name."""
-    data: bytes
-    """The bytes that torch.save makes of the value."""
-    digest: str | None
-    """Equal for equal values; None if ranks need not have the same one."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from itertools import groupby
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, cast
 
 import xxhash
 
@@ -20,15 +20,6 @@ from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
-
-
-class _Piece(NamedTuple):
-    """The bytes from `first` to `stop` of a file: the part of an item that lies in one block of IO_BYTES."""
-
-    item: str
-    first: int
-    stop: int
-    digest: bytes
 
 
 class DigestedFile(io.RawIOBase):
@@ -45,7 +36,8 @@ class DigestedFile(io.RawIOBase):
         self._before_end = before_end
         self._file: Writer | None = None
         self.num_bytes = 0
-        self._pieces: list[_Piece] = []
+        self._pieces: list[tuple[str, int, int, bytes]] = []
+        """An item, the bytes [first, stop) of the file that it has in one block of IO_BYTES, and their digest."""
         self._item = ""
         self._first = 0
         self._digest = xxhash.xxh3_128()
@@ -54,8 +46,8 @@ class DigestedFile(io.RawIOBase):
         """Create the file; it may be there only when it is synced. Raises: OSError."""
         self._file = store_of(self._path).new_file(self._path, self._expected_bytes)
 
-    def append(self, item: str, write: Callable[[IO[bytes]], object]) -> tuple[str, int, int]:
-        """Let `write` put an item at the end of the file; return the file's name, the first byte and the length.
+    def append(self, item: str, write: Callable[[IO[bytes]], object]) -> int:
+        """Let `write` put an item at the end of the file; return its length.
 
         Raises: what `self.write` raises, such as OSError.
         """
@@ -68,7 +60,7 @@ class DigestedFile(io.RawIOBase):
                 raise error.__context__ from None
             raise
         self._cut()
-        return self._path.name, start, self.num_bytes - start
+        return self.num_bytes - start
 
     def writable(self) -> bool:
         return True
@@ -91,7 +83,7 @@ class DigestedFile(io.RawIOBase):
     def _cut(self) -> None:
         """End the piece that is being digested, if it has any bytes."""
         if self._first < self.num_bytes:
-            self._pieces.append(_Piece(self._item, self._first, self.num_bytes, self._digest.digest()))
+            self._pieces.append((self._item, self._first, self.num_bytes, self._digest.digest()))
             self._first = self.num_bytes
             self._digest.reset()
 
@@ -115,20 +107,19 @@ class DigestedFile(io.RawIOBase):
         wrong: set[str] = set()
         file = store_of(self._path).open(self._path)
 
-        def compare(pieces: Sequence[_Piece]) -> None:
-            start, stop = pieces[0].first, pieces[-1].stop
+        def compare(pieces: Sequence[tuple[str, int, int, bytes]]) -> None:
+            start, stop = pieces[0][1], pieces[-1][2]
             count(stop - start)
             with bounce_buffer() as buffer:
                 file.read_blocks(buffer.view[: stop - start], start)
-                for piece in pieces:
-                    data = buffer.view[piece.first - start : piece.stop - start]
-                    if xxhash.xxh3_128_digest(data) != piece.digest:
-                        wrong.add(piece.item)
+                for item, first, last, digest in pieces:
+                    if xxhash.xxh3_128_digest(buffer.view[first - start : last - start]) != digest:
+                        wrong.add(item)
 
         try:
             if file.num_bytes != self.num_bytes:
                 raise ExportError(f"{self._path.name} has {file.num_bytes} bytes, and {self.num_bytes} were written")
-            blocks = (list(block) for _, block in groupby(self._pieces, lambda piece: piece.first // IO_BYTES))
+            blocks = (list(block) for _, block in groupby(self._pieces, lambda piece: piece[1] // IO_BYTES))
             run_workers(blocks, compare, file.num_workers)
         finally:
             file.close()

@@ -46,12 +46,23 @@ from titan_ckpt.formats.publish.publication import (
 )
 from titan_ckpt.formats.publish.record import RecordExport, unrecorded
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
-from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A value that is no tensor, as it is written."""
+
+    path: tuple[str, ...]
+    """The keys by which it is nested; joined by dots they are its name."""
+    data: bytes
+    """The bytes that torch.save makes of the value."""
+    digest: str | None
+    """Equal for equal values; None if ranks need not have the same one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +236,10 @@ def _write_chunks(
                 for block in blocks_of(value):
                     if own is None or block.chunk.offsets in own.get(name, ()):
                         count(block.data.nbytes)
-                        _, _, length = file.append(name, partial(torch.save, _alone(block.data)))
+                        length = file.append(name, partial(torch.save, _alone(block.data)))
                         places.append((name, [[*block.chunk.offsets], [*block.chunk.sizes], length]))
             for name, stored in values.items():
-                _, _, length = file.append(name, methodcaller("write", stored.data))
+                length = file.append(name, methodcaller("write", stored.data))
                 places.append((name, [None, None, length]))
             file.sync()
     except BaseException:

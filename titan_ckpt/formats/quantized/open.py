@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,23 +127,10 @@ _COMPUTED_ELEMENTS = 1 << 17
 """Elements that are computed at a time: they fit a processor's cache and need no fresh pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A box of what a request wants of a dequantized tensor, and the stored regions from which it is computed."""
-
-    values: Values
-    box: Chunk
-    request: FilePart
-    regions: dict[str, tuple[Chunk, torch.Tensor]] = field(default_factory=dict)
-
-    def load(self, key: str, box: Chunk) -> torch.Tensor:
-        held, values = self.regions[key]
-        return values[box.within(held)]
-
-    def boxes(self, box: Chunk, max_elements: int) -> Iterator[Chunk]:
-        """Cut a box in the file's order; in that of the memory if it has not the shape of what is requested."""
-        kept = self.request.view.shape == self.request.chunk.sizes
-        return cut(box, max_elements, self.values.order if kept else tuple(range(len(box.sizes))))
+_Wanted = tuple[FilePart, Chunk]
+"""A request for a dequantized tensor, and a box of it."""
+_Regions = dict[str, FilePart]
+"""By its key, the region of each stored tensor from which a box is computed."""
 
 
 class DequantizedFiles:
@@ -167,10 +155,10 @@ class DequantizedFiles:
 
         def fill() -> None:
             fill_plain()
-            pieces = (piece for request in computed for piece in self._pieces(request))
+            wanted = ((r, box) for r in computed for box in self._boxes(r, r.chunk, _FETCHED_ELEMENTS))
             with gc_paused():
                 # one thread fetches while another computes: items are made under the workers' lock
-                run_workers(map(self._fetch, _batches(pieces)), _compute)
+                run_workers(map(self._fetch, self._batches(wanted)), self._compute)
 
         return fill
 
@@ -178,39 +166,40 @@ class DequantizedFiles:
         """Close all files; idempotent."""
         self._files.close()
 
-    def _pieces(self, request: FilePart) -> Iterator[_Piece]:
-        whole = _Piece(self._values[request.key], request.chunk, request)
-        return (_Piece(whole.values, box, request) for box in whole.boxes(request.chunk, _FETCHED_ELEMENTS))
+    def _boxes(self, request: FilePart, box: Chunk, max_elements: int) -> Iterator[Chunk]:
+        """Cut a box in the file's order; in that of the memory if it has not the shape of what is requested."""
+        kept = request.view.shape == request.chunk.sizes
+        return cut(box, max_elements, self._values[request.key].order if kept else tuple(range(len(box.sizes))))
 
-    def _fetch(self, pieces: Sequence[_Piece]) -> Sequence[_Piece]:
-        requests = []
-        for piece in pieces:
-            for leaf, box in piece.values.needs(piece.box):
-                memory = torch.empty(box.sizes, dtype=leaf.stored.dtype)
-                piece.regions[leaf.key] = (box, memory)
-                requests.append(FilePart(leaf.key, box, memory))
-        self._files.read(requests)
-        return pieces
-
-
-def _compute(pieces: Sequence[_Piece]) -> None:
-    for piece in pieces:
-        for box in piece.boxes(piece.box, _COMPUTED_ELEMENTS):
-            put(piece.request.view, piece.request.chunk, box, piece.values.read(box, piece.load))
-
-
-def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Gather small pieces, so that one read of the files serves many of them."""
-    batch: list[_Piece] = []
-    num_bytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        num_bytes += sum(box.numel * leaf.stored.dtype.itemsize for leaf, box in piece.values.needs(piece.box))
-        if num_bytes >= IO_BYTES:
+    def _batches(self, wanted: Iterator[_Wanted]) -> Iterator[list[tuple[_Wanted, _Regions]]]:
+        """Gather small boxes, so that one read of the files serves many of them."""
+        batch: list[tuple[_Wanted, _Regions]] = []
+        num_bytes = 0
+        for request, box in wanted:
+            needs = [*self._values[request.key].needs(box)]
+            memories = [torch.empty(part.sizes, dtype=leaf.stored.dtype) for leaf, part in needs]
+            parts = [FilePart(leaf.key, part, m) for (leaf, part), m in zip(needs, memories, strict=True)]
+            batch.append(((request, box), {part.key: part for part in parts}))
+            num_bytes += sum(memory.nbytes for memory in memories)
+            if num_bytes >= IO_BYTES:
+                yield batch
+                batch, num_bytes = [], 0
+        if batch:
             yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
+
+    def _fetch(self, batch: list[tuple[_Wanted, _Regions]]) -> list[tuple[_Wanted, _Regions]]:
+        self._files.read([part for _, regions in batch for part in regions.values()])
+        return batch
+
+    def _compute(self, batch: list[tuple[_Wanted, _Regions]]) -> None:
+        for (request, whole), regions in batch:
+            load = partial(_stored, regions)
+            for box in self._boxes(request, whole, _COMPUTED_ELEMENTS):
+                put(request.view, request.chunk, box, self._values[request.key].read(box, load))
+
+
+def _stored(regions: _Regions, key: str, box: Chunk) -> torch.Tensor:
+    return regions[key].view[box.within(regions[key].chunk)]
 
 
 def cut(box: Chunk, max_elements: int, order: tuple[int, ...]) -> Iterator[Chunk]:

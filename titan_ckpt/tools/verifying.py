@@ -71,15 +71,15 @@ def verify(place: Place) -> Verified:
 
 
 def _native(path: Place, name: str) -> Verified:
-    step = verify_step(path)
+    num_files, num_bytes, foreign = verify_step(path)
     with open_reader(path, "native") as reader:
         num_tensors = len(reader.tensors)
     checks = (
-        f"every digest of {counted(step.num_files, 'file')} holds",
+        f"every digest of {counted(num_files, 'file')} holds",
         "the stored chunks of every tensor cover it exactly once",
     )
-    notes = (f"also there, and no part of the step: {', '.join(step.foreign)}",) if step.foreign else ()
-    return Verified(name, "native", num_tensors, step.num_bytes, checks, notes)
+    notes = (f"also there, and no part of the step: {', '.join(foreign)}",) if foreign else ()
+    return Verified(name, "native", num_tensors, num_bytes, checks, notes)
 
 
 def _unreadable(reader: TensorReader, count: progress.Count) -> Iterator[str]:

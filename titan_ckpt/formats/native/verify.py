@@ -5,8 +5,6 @@ The reader checks the tensors' files, as a load does; this module checks the man
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, Manifest
 from titan_ckpt.directory.names import manifest_path, read_committed, read_manifest_bytes
@@ -18,19 +16,11 @@ from titan_ckpt.stores.second_look import may_pass, read_twice
 from titan_ckpt.stores.store import Place
 
 
-@dataclass(frozen=True, slots=True)
-class VerifiedStep:
-    """A step that is as it was committed."""
-
-    num_files: int
-    num_bytes: int
-    foreign: tuple[str, ...]
-    """Names in its folder that are no part of the step, such as PINNED; no reader looks at them."""
-
-
-def verify_step(folder: Place) -> VerifiedStep:
+def verify_step(folder: Place) -> tuple[int, int, list[str]]:
     """Check every file of a step, and that the chunks of every tensor cover it exactly once.
 
+    Return the number of its files, their bytes, and the names in its folder that are no part of it, such as PINNED: no
+    reader looks at them.
     Raises: CorruptCheckpointError listing every file and tensor that is not as it was committed;
     CheckpointNotFoundError if the step went away meanwhile, as one that expires does.
     """
@@ -61,8 +51,8 @@ def verify_step(folder: Place) -> VerifiedStep:
         lines = "\n  ".join(problems)
         raise CorruptCheckpointError(f"{folder} is not as it was committed\n  {lines}", str(folder))
     names = {MANIFEST_NAME, *(record.name for record in manifest.files)}
-    foreign = tuple(name for name in store_of(folder).names_in(folder) if name not in names)
-    return VerifiedStep(len(manifest.files), sum(record.num_bytes for record in manifest.files), foreign)
+    foreign = [name for name in store_of(folder).names_in(folder) if name not in names]
+    return len(manifest.files), sum(record.num_bytes for record in manifest.files), foreign
 
 
 def _state_fault(path: Place, record: FileRecord) -> str | None:

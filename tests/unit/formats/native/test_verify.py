@@ -134,4 +134,4 @@ def test_tensors_that_are_not_whole_are_found(
 def test_a_step_of_two_ranks_is_whole(tmp_path: Path) -> None:
     """The check of tiling accepts what ranks share out, and tensors that only one of them has."""
     folder = write_step(tmp_path / "step-1", {"w": ((4, 2), 0, 2)}, {"w": ((4, 2), 2, 4), "v": ((2, 2), 0, 2)})
-    assert verify_step(folder).num_files == 2
+    assert verify_step(folder)[0] == 2

@@ -46,9 +46,8 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
-from titan_ckpt.saving.failures import Failures
 from titan_ckpt.saving.saver import SaveHandle, Saver
-from titan_ckpt.saving.step import CompletedStep, DueSave, ModelContent
+from titan_ckpt.saving.step import CompletedStep, DueSave, Failures, ModelContent
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.settings import open_location
 from titan_ckpt.stores.store import Place

@@ -27,8 +27,9 @@ class FilePart(NamedTuple):
     view: torch.Tensor
 
 
-Fill = Callable[[], None]
-"""Fills the memory of requests that are planned already."""
+Fill = Callable[[], tuple[int, int] | None]
+"""Fills the memory of requests that are planned already. Returns the bytes that this rank has read, and those that came
+from other ranks; None if it does not say."""
 
 
 class TensorReader(ABC):

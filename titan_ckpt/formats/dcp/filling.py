@@ -34,20 +34,21 @@ class DcpFill:
     reader: DcpReader
     by_chunk: ByChunk
 
-    def __call__(self) -> None:
-        self.reader.fill(self.by_chunk)
+    def __call__(self) -> tuple[int, int]:
+        return self.reader.fill(self.by_chunk), 0
 
     def sources(self) -> list[ChunkSource]:
         return self.reader.shared(self.by_chunk)
 
-    def fill_after(self, sources: Sequence[ChunkSource], deal: Deal) -> None:
-        """Fill from chunks that ranks read together, then from the others."""
+    def fill_after(self, sources: Sequence[ChunkSource], deal: Deal) -> int:
+        """Fill from chunks that ranks read together, then from the others; return all bytes."""
         num_bytes = deal.num_bytes
         if num_bytes:
             with progress.shown(f"loading {self.reader.path.name}", num_bytes) as count:
                 deal.run(count)
         together = {chunk for source in sources for chunk in source.together()}
         self.reader.fill({chunk: wanting for chunk, wanting in self.by_chunk.items() if chunk not in together})
+        return num_bytes + sum(stop - start for source in sources for start, stop in source.windows)
 
 
 class ChunkSource:

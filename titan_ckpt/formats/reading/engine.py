@@ -72,14 +72,14 @@ class SliceFill:
     check: Callable[[], None] | None = None
     """Looks at the values when they are there."""
 
-    def __call__(self) -> None:
-        """Read, verify and fill.
+    def __call__(self) -> tuple[int, int]:
+        """Read, verify and fill; return the bytes that were read, and 0.
 
         Raises: CorruptCheckpointError naming the files, the damaged tensors, and those overwritten in memory so far;
         OSError.
         """
         with gc_paused():
-            self.fill_after(self.sources(), None)
+            return self.fill_after(self.sources(), None), 0
 
     def sources(self) -> list[SliceReader]:
         """Return what reads each file."""
@@ -91,12 +91,13 @@ class SliceFill:
                 groups.setdefault((id(file), shift), (file, blocks, [], shift))[2].append(part)
         return [SliceReader(*group) for group in groups.values()]
 
-    def fill_after(self, sources: Sequence[SliceReader], deal: Deal | None) -> None:
-        """Do as a call, after the bytes that ranks read together. Raises: as a call; ExchangeBroken."""
+    def fill_after(self, sources: Sequence[SliceReader], deal: Deal | None) -> int:
+        """Fill, after the bytes that ranks read together; return all bytes. Raises: as a call; ExchangeBroken."""
         with gc_paused():
-            execute(sources, what=self.what, deal=deal)
+            total = execute(sources, what=self.what, deal=deal)
         if self.check:
             self.check()
+        return total
 
     def __add__(self, other: SliceFill) -> SliceFill:
         return SliceFill([*self.slices, *other.slices], self.what)
@@ -112,8 +113,10 @@ def execute(
     check: progress.Count | None = None,
     what: str = "loading",
     deal: Deal | None = None,
-) -> None:
+) -> int:
     """Fill all slices of all files; or, with `check`, which counts, verify their blocks and write to no tensor.
+
+    Return the number of bytes.
 
     `deal`: bytes that ranks read together, which come before the windows of the readers.
 
@@ -140,7 +143,7 @@ def execute(
         cause = error
     bad = [reader for reader in readers if reader.bad]
     if cause is None and not bad:
-        return
+        return total
     damage = [*([str(cause)] if cause else []), *(reader.damage() for reader in bad)]
     overwritten = list({name: None for reader in readers for name in reader.names(reader.filled)})
     steps = any(reader.is_verified for reader in readers)

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
@@ -101,8 +101,8 @@ class Shareable(Protocol):
     def sources(self) -> Sequence[Any]:
         """Return the Source of each file."""
 
-    def fill_after(self, sources: Sequence[Any], deal: Deal) -> None:
-        """Fill from what the ranks read together, and from what each reads by itself."""
+    def fill_after(self, sources: Sequence[Any], deal: Deal) -> int:
+        """Fill from what the ranks read together, and from what each reads by itself; return all bytes."""
 
 
 class _Piece(NamedTuple):
@@ -316,18 +316,9 @@ class _SharedFill:
     sources: Sequence[Source]
     deal: Deal
 
-    def __call__(self) -> None:
-        self.fill.fill_after(self.sources, self.deal)
-
-
-def traffic(fills: Sequence[Fill]) -> tuple[int, int] | None:
-    """Return the bytes that this rank reads and receives for fills of `share_reads`; None if one does not say it."""
-    if not all(isinstance(fill, _SharedFill) for fill in fills):
-        return None
-    made = cast("Sequence[_SharedFill]", fills)
-    dealt, read = (sum(getattr(fill.deal, name) for fill in made) for name in ("num_bytes", "num_read"))
-    alone = sum(stop - start for fill in made for source in fill.sources for start, stop in source.windows)
-    return alone + read, dealt - read
+    def __call__(self) -> tuple[int, int]:
+        received = self.deal.num_bytes - self.deal.num_read
+        return self.fill.fill_after(self.sources, self.deal) - received, received
 
 
 def share_reads(tag: str, fills: Sequence[Fill], coordinator: Coordinator, *, is_on: bool) -> list[Fill]:
@@ -344,7 +335,7 @@ def share_reads(tag: str, fills: Sequence[Fill], coordinator: Coordinator, *, is
             if isinstance(fill, Shareable):
                 with gc_paused():
                     found[number] = made = _SharedFill(fill, fill.sources(), Deal(coordinator))
-                for source in made.sources if is_on and coordinator.world_size > 1 else ():
+                for source in made.sources if is_on else ():
                     facts = {"is_remote": source.is_remote, "is_networked": source.is_networked}
                     if is_dear(**facts, is_cached=source.is_cached):
                         named.setdefault(f"{number} {source.key}", (source, made.deal))
@@ -353,11 +344,10 @@ def share_reads(tag: str, fills: Sequence[Fill], coordinator: Coordinator, *, is
     _, distinct = coordinator.exchange_distinct(tag, post)
     if any(distinct.pop("").values()):
         _share(coordinator, named, distinct)
-    if coordinator.world_size > 1:
-        dear = sum(stop - start for source, _ in named.values() for start, stop in source.runs)
-        deals = {id(deal): deal for _, deal in named.values()}.values()
-        together, read = (sum(getattr(deal, name) for deal in deals) for name in ("num_bytes", "num_read"))
-        logger.info("%s", said(is_on=is_on, dear=dear, together=together, read=read))
+    dear = sum(stop - start for source, _ in named.values() for start, stop in source.runs)
+    deals = {id(deal): deal for _, deal in named.values()}.values()
+    together, read = (sum(getattr(deal, name) for deal in deals) for name in ("num_bytes", "num_read"))
+    logger.info("%s", said(is_on=is_on, dear=dear, together=together, read=read))
     return found
 
 

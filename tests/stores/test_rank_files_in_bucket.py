@@ -242,8 +242,8 @@ def test_a_bucket_is_asked_for_ranges_that_end_where_its_parts_do(part_mib: int)
     assert isinstance(place, BucketPath)
     place.bucket.part_mib = part_mib
     known = BucketPath(place.bucket, place.key, {place.key: (raw, layout.num_bytes)})  # so that nothing is sent
-    part = slices.Slice("x", header.data_start, info.shape, info.dtype, None, torch.empty(0))
+    part = slices.Slice("x", header.blocks.start, info.shape, info.dtype, None, torch.empty(0))
     windows = SliceReader(ObjectReader(known), header.blocks, [part]).windows
-    assert [start for start, _ in windows] == [header.data_start, *(stop for _, stop in windows[:-1])]
+    assert [start for start, _ in windows] == [header.blocks.start, *(stop for _, stop in windows[:-1])]
     request = min(part_mib, 16) << 20
     assert [stop for _, stop in windows] == [*range(request, layout.num_bytes, request), layout.num_bytes]

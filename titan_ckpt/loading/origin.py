@@ -234,7 +234,9 @@ class TorchtitanFolder(Origin):
                     f"{path} holds no training state: only steps of this package and DCP folders of torchtitan do; "
                     'leave load = "training_state" out to load its weights'
                 )
-            stored, is_whole = step_of_folder(reader, path), has_training_state(reader)
+            stored = step_of_folder(reader, path)
+            names = (*reader.items, *reader.tensors)
+            is_whole = any(name.startswith((OPTIMIZER, "lr_scheduler.")) for name in names)
         number = stored if step is None else step
         return TorchtitanFolder(
             path, number, in_place=step is not None, is_whole=is_whole or not stored, is_seed=not stored,
@@ -267,11 +269,6 @@ class TorchtitanFolder(Origin):
             return stored, reader, names, strangers
 
         return plan_state(run, coordinator, read)
-
-
-def has_training_state(reader: DcpReader) -> bool:
-    """Return whether a DCP folder holds more than a model."""
-    return any(name.startswith((OPTIMIZER, "lr_scheduler.")) for name in (*reader.items, *reader.tensors))
 
 
 def step_of_folder(reader: DcpReader, path: Place) -> int:

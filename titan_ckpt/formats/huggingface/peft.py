@@ -117,7 +117,8 @@ class PeftReader(TensorReader):
             raise NotACheckpointError(f"{path}: no {WEIGHTS} beside {CONFIG}{hint}")
         self._files = SafetensorsFiles([read_header(path / WEIGHTS)])
         self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
-        self._tensors = {key: info for key, info in self._tensors.items() if not _is_inner(key, self._tensors)}
+        inner = {key for key in self._tensors if _INNER.search(key) and _INNER.sub("", key) in self._tensors}
+        self._tensors = {key: info for key, info in self._tensors.items() if key not in inner}
         self._unsupported = unsupported(self._config)  # such adapters may have tensors of other names
         self._tensors = {key: info for key, info in self._tensors.items() if key != self._rows_again()}
         if faults := [] if self._unsupported else check_adapter(self._tensors, self._config):
@@ -375,11 +376,6 @@ def _adapter_faults(
 
 def _parameters(module: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
     return iter(()) if module is None else module.named_parameters(recurse=False)
-
-
-def _is_inner(key: str, keys: Container[str]) -> bool:
-    """Return whether PEFT stores a tensor with a table beside it that nothing computes with when it is loaded."""
-    return bool(_INNER.search(key)) and _INNER.sub("", key) in keys
 
 
 def _is_table(key: str, info: TensorInfo, infos: Mapping[str, TensorInfo]) -> bool:

@@ -103,11 +103,6 @@ class SliceFill:
         return SliceFill([*self.slices, *other.slices], self.what)
 
 
-def verify(file: Reader, blocks: Blocks, slices: Sequence[Slice], count: progress.Count) -> None:
-    """Verify the blocks of slices and write to no tensor. Raises: CorruptCheckpointError; OSError."""
-    execute([SliceReader(file, blocks, slices)], count)
-
-
 def execute(
     readers: Sequence[SliceReader],
     check: progress.Count | None = None,

@@ -21,8 +21,8 @@ from titan_ckpt.disk.kernel import Buffer, round_up
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
 from titan_ckpt.formats.native.rank_file import lay_out, write_rank_file
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.tools.verifying import verify_step
 
 
 @pytest.fixture

@@ -146,7 +146,7 @@ def copy(bench: Bench) -> None:
     bench.note("link", **limit, unit="GB/s")
     tensors = list(bench.tensors(bench.bytes(8)).values())
     places = lay_end_to_end([(t.dtype, t.shape) for t in tensors])
-    size = sum(places.sizes)
+    size = sum(places[1])
     arena = Arena(size, pinned=not bench.dry)
     bench.note("arena", seconds=bench.seconds(lambda: arena.buffer), gb=size / 1e9)
     matrix = torch.randn(64 if bench.dry else 8192, 64 if bench.dry else 8192, device=bench.device).bfloat16()

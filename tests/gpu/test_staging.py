@@ -48,7 +48,7 @@ def test_tensors_may_change_as_soon_as_the_stream_has_passed_the_copy(device: to
     """Tensors of every shape are copied in pieces, while the device still computes them when the copy is asked for."""
     tensors = tensors_on(device)
     places = lay_end_to_end([(t.dtype, t.shape) for t in tensors])
-    arena = make_arena(sum(places.sizes), device, shared=shared)
+    arena = make_arena(sum(places[1]), device, shared=shared)
     try:
         assert arena._pinned is (device.type == "cuda")
         for _ in range(2):
@@ -71,7 +71,7 @@ def test_a_fork_while_memory_is_page_locked_changes_nothing(device: torch.device
     """Data loaders fork workers; the pages that the device writes to stay this process's own."""
     tensors = [torch.randn(1 << 16, device=device)]
     places = lay_end_to_end([(t.dtype, t.shape) for t in tensors])
-    arena = make_arena(sum(places.sizes), device)
+    arena = make_arena(sum(places[1]), device)
     arena.stage(places, tensors).finish()
     read, write = os.pipe()
 

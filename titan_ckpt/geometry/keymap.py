@@ -244,10 +244,10 @@ class Split(TensorOp):
         chunk, block = part
         start = 0
         for i, n in enumerate(self.rows):
-            part = chunk.intersect(Chunk((start, *chunk.offsets[1:]), (n, *chunk.sizes[1:])))
-            if part is not None:
-                region = Chunk((part.offsets[0] - start, *part.offsets[1:]), part.sizes)
-                yield FilePart(keys[i], region, block[part.within(chunk)])
+            rows = chunk.intersect(Chunk((start, *chunk.offsets[1:]), (n, *chunk.sizes[1:])))
+            if rows is not None:
+                region = Chunk((rows.offsets[0] - start, *rows.offsets[1:]), rows.sizes)
+                yield FilePart(keys[i], region, block[rows.within(chunk)])
             start += n
 
 

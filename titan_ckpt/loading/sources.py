@@ -296,7 +296,13 @@ def _plan(
     available = names.available
     if source.base_only:
         available = {fqn: info for fqn, info in available.items() if not wrapper.owns(fqn)}
-    check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
+    manifest = reader.manifest if isinstance(reader, NativeReader) else None
+    if manifest is not None and manifest.kind == "external":
+        raise LoadMismatchError(
+            f"{source.path} holds no model weights: its run took them from outside. Name another source"
+        )
+    if source.adapter or wrapper.converter is not None or (manifest is not None and manifest.converters):
+        check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
     plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
     plan = replace(plan, requests=names.to_file_names(plan.requests))
     return _Opened(source, reader, plan, partial=replace(partial, requests=names.to_file_names(partial.requests)))

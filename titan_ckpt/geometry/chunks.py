@@ -293,7 +293,7 @@ def chunks_at(
         runs[placement.dim] = [run for a, b in shares for run in _take(held, a, b)]
     if not runs:
         return ((Chunk((), ()), ()),)
-    return tuple(_product([_merge(r) for r in runs]))
+    return tuple(_product([joined(r) or [(0, 0)] for r in runs]))
 
 
 def _split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
@@ -313,14 +313,15 @@ def _take(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int,
     return out
 
 
-def _merge(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for a, b in runs:
-        if out and out[-1][1] == a:
-            out[-1] = (out[-1][0], b)
-        else:
-            out.append((a, b))
-    return out or [(0, 0)]
+def joined(runs: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
+    """Return runs [start, stop) in order, as one those with at most `gap` between them."""
+    made: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if made and made[-1][1] + gap >= start:
+            start, before = made.pop()
+            stop = max(stop, before)
+        made.append((start, stop))
+    return made
 
 
 def _product(runs: list[list[tuple[int, int]]]) -> Iterator[tuple[Chunk, tuple[slice, ...]]]:

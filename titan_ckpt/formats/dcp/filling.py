@@ -17,7 +17,8 @@ import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.disk.kernel import Buffer
-from titan_ckpt.formats.reading.shared import Deal, Run, joined, warn_of
+from titan_ckpt.formats.reading.shared import Deal, Run, warn_of
+from titan_ckpt.geometry.chunks import joined
 from titan_ckpt.geometry.requests import FilePart
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.shared import Deal, warn_of
 from titan_ckpt.formats.reading.slices import Held, Slice, Window, scatter
 from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import joined
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.second_look import read_twice
 
@@ -175,7 +176,7 @@ class SliceReader:
         self._base = shift if self._blocks is None else self._blocks.start % self._block
         """A byte of the file at which blocks and windows may be cut; others are a multiple of their size apart."""
         self._most = max(self._most, self._block)
-        self.runs = list(self._runs())
+        self.runs = joined(self._wanted(), _MOST_GAP_BYTES if self._blocks is None and self._file.is_remote else 0)
         """Wanted bytes, those near each other joined."""
         self.keep(self.runs)
         self.is_cached = self._is_cached()
@@ -196,19 +197,6 @@ class SliceReader:
         if self._blocks is not None:
             most = max(most - most % self._block, self._block)
         return self._cut(*run, most)
-
-    def _runs(self) -> Iterator[Window]:
-        gap = _MOST_GAP_BYTES if self._blocks is None and self._file.is_remote else 0
-        start = stop = 0
-        for first, last in sorted(self._wanted()):
-            if stop and first <= stop + gap:
-                stop = max(stop, last)
-                continue
-            if stop > start:
-                yield start, stop
-            start, stop = first, last
-        if stop > start:
-            yield start, stop
 
     def _wanted(self) -> Iterator[Window]:
         """Yield the bytes that hold any part of a slice, in whole blocks if they have digests."""

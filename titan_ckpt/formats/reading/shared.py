@@ -13,7 +13,7 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import joined
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.progress import Count
 
@@ -414,14 +415,3 @@ def _deal(ranks: Ranks, runs: Sequence[tuple[Source, Deal, Run]]) -> None:
             reader = min(loads, key=loads.__getitem__)
             loads[reader] += window[1] - window[0]
             deal.teams.setdefault(ranks, []).append(_Piece(source, window, reader))
-
-
-def joined(runs: Iterable[Run]) -> list[Run]:
-    """Return runs in order, those that touch joined."""
-    made: list[Run] = []
-    for start, stop in sorted(runs):
-        if made and made[-1][1] >= start:
-            start, before = made.pop()
-            stop = max(stop, before)
-        made.append((start, stop))
-    return made

@@ -14,8 +14,9 @@ from titan_ckpt.disk.files import FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.reading import shared
 from titan_ckpt.formats.reading.engine import Blocks, SliceReader
-from titan_ckpt.formats.reading.shared import Deal, awaited, is_dear, joined, said
+from titan_ckpt.formats.reading.shared import Deal, awaited, is_dear, said
 from titan_ckpt.formats.reading.slices import Slice
+from titan_ckpt.geometry.chunks import joined
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -313,6 +313,16 @@ def _take(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int,
     return out
 
 
+def cut(start: int, stop: int, most: int, base: int = 0) -> Iterator[tuple[int, int]]:
+    """Cut a run at places that are a multiple of `most` away from `base`."""
+    while stop - start > most:
+        end = start + most - (start - base) % most
+        yield start, end
+        start = end
+    if stop > start:
+        yield start, stop
+
+
 def joined(runs: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
     """Return runs [start, stop) in order, as one those with at most `gap` between them."""
     made: list[tuple[int, int]] = []

@@ -18,7 +18,7 @@ import xxhash
 from titan_ckpt import progress
 from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.formats.reading.shared import Deal, Run, warn_of
-from titan_ckpt.geometry.chunks import joined
+from titan_ckpt.geometry.chunks import cut, joined
 from titan_ckpt.geometry.requests import FilePart
 
 if TYPE_CHECKING:
@@ -86,11 +86,7 @@ class ChunkSource:
         return {chunk for chunk, stored in self._chunks if stored.num_bytes and not self._missing[chunk]}
 
     def cut(self, run: Run, most: int) -> Iterator[Run]:
-        start, stop = run
-        while start < stop:
-            end = min(stop, start - start % most + most)
-            yield start, end
-            start = end
+        return cut(*run, most)
 
     def fetch(self, window: Run, into: memoryview) -> None:
         with self._reader.opened(self._name) as file:

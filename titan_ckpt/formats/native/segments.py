@@ -15,7 +15,8 @@ import torch
 
 from titan_ckpt.disk import cuda
 from titan_ckpt.disk.kernel import Buffer, move_bytes
-from titan_ckpt.geometry.chunks import as_bytes, is_plain_memory
+from titan_ckpt.geometry.boxes import boxes_of_range
+from titan_ckpt.geometry.chunks import Chunk, as_bytes, is_plain_memory
 
 _PACKED_BYTES = 256 << 10
 """Device tensors smaller than this are packed before they are copied to the host."""
@@ -199,24 +200,13 @@ def _copy_range(source: torch.Tensor, start: int, stop: int, flat: torch.Tensor)
 
     Works for any strides and device, without a contiguous copy of the source.
     """
-    if start == stop:
-        return
     if source.is_contiguous():
         _copy(source.reshape(-1)[start:stop], flat)
         return
-    row = source[0].numel()
-    first, last = -(-start // row), stop // row
-    if first > last:  # within one row
-        _copy_range(source[last], start - last * row, stop - last * row, flat)
-        return
-    head = first * row - start
-    if head:
-        _copy_range(source[first - 1], row - head, row, flat[:head])
-    body = (last - first) * row
-    if body:
-        _copy(source[first:last], flat[head : head + body].view(last - first, *source.shape[1:]))
-    if head + body < stop - start:
-        _copy_range(source[last], 0, stop - last * row, flat[head + body :])
+    whole, done = Chunk.whole(source.shape), 0
+    for box in boxes_of_range(whole.sizes, start, stop):
+        _copy(source[box.within(whole)], flat[done : done + box.numel].view(box.sizes))
+        done += box.numel
 
 
 def _copy(source: torch.Tensor, out: torch.Tensor) -> None:

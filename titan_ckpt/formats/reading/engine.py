@@ -28,7 +28,7 @@ from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.shared import Deal, warn_of
 from titan_ckpt.formats.reading.slices import Held, Slice, Window, scatter
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import joined
+from titan_ckpt.geometry.chunks import cut, joined
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.second_look import read_twice
 
@@ -196,7 +196,7 @@ class SliceReader:
         """
         if self._blocks is not None:
             most = max(most - most % self._block, self._block)
-        return self._cut(*run, most)
+        return cut(*run, most, self._base)
 
     def _wanted(self) -> Iterator[Window]:
         """Yield the bytes that hold any part of a slice, in whole blocks if they have digests."""
@@ -212,17 +212,8 @@ class SliceReader:
                 begin, end = first - (first - base) % block, min(stop + (base - stop) % block, last)
                 yield begin, end
 
-    def _cut(self, start: int, stop: int, most: int) -> Iterator[Window]:
-        """Cut bytes of the file into windows; or, by the size of a block, into blocks."""
-        while stop - start > most:
-            end = start + most - (start - self._base) % most
-            yield start, end
-            start = end
-        if stop > start:
-            yield start, stop
-
     def _blocks_of(self, window: Window) -> Iterator[Window]:
-        return self._cut(*window, self._block)
+        return cut(*window, self._block, self._base)
 
     def _is_cached(self) -> bool:
         """Return whether the page cache is the faster way to read the windows.
@@ -276,7 +267,7 @@ class SliceReader:
         """
         read = Held.over(data, window[0])
         is_right = self._blocks is not None or xxhash.xxh3_128_digest(data) == digest
-        for block in self._cut(*window, RUN_BYTES if self._blocks is None else self._block):
+        for block in cut(*window, RUN_BYTES if self._blocks is None else self._block, self._base):
             if is_right and self._is_right(read, block):
                 self._scatter(block, read)
             else:
@@ -307,7 +298,7 @@ class SliceReader:
             if self._blocks is None and isinstance(error, EOFError):
                 raise CorruptCheckpointError(f"{error}: it was cut short while it was open", self.path) from error
             logger.warning("%s: %s; reading bytes %d-%d again", self.path, error, *window)
-            doubtful = [*self._cut(*window, RUN_BYTES if self._blocks is None else self._block)]
+            doubtful = [*cut(*window, RUN_BYTES if self._blocks is None else self._block, self._base)]
         for block in doubtful:
             self._read_again(block, fill=fill)
 

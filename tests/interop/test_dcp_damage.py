@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from titan_ckpt.formats.dcp.proof import DigestedFile
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from tests.world import same
@@ -22,7 +21,7 @@ from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, ExportError
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.dcp.writer import DcpExport, StoredValue
+from titan_ckpt.formats.dcp.writer import DcpExport, DigestedFile, StoredValue
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.requests import FilePart
 

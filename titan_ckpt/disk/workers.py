@@ -108,6 +108,23 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
         raise errors[0]
 
 
+def batches(
+    items: Iterable[_Item], num_bytes: Callable[[_Item], int], most_bytes: int, most_items: int = 1 << 62
+) -> Iterator[list[_Item]]:
+    """Gather neighbours for one read or one call, so many bytes and items at most; an item that is larger is alone."""
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        size = num_bytes(item)
+        if batch and (total + size > most_bytes or len(batch) == most_items):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
+
+
 @contextmanager
 def meanwhile(action: Callable[[], None], *, patience: float | None = None) -> Iterator[None]:
     """Run the action in a second thread while the block runs; leaving waits for it and raises its error.

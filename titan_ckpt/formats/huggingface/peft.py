@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.disk.workers import batches
 from titan_ckpt.encoding.foreign_pattern import MAX_PATTERNS, ForeignPatterns, pattern_fault
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
@@ -505,22 +506,13 @@ def _check_values(reader: PeftReader) -> None:
     Raises: CorruptCheckpointError for values that are not finite; ExportError.
     """
     zero: set[str] = set()
-    waiting: list[FilePart] = []
-    for key, info in reader.tensors.items():
-        waiting.append(FilePart(key, Chunk.whole(info.shape), torch.empty(info.shape, dtype=info.dtype)))
-        if sum(request.view.nbytes for request in waiting) > _BATCH_BYTES or len(waiting) == _BATCH_TENSORS:
-            zero |= _zero(reader, waiting)
-            waiting = []
-    zero |= _zero(reader, waiting)
+    for tensors in batches(reader.tensors.items(), lambda item: item[1].nbytes, _BATCH_BYTES, _BATCH_TENSORS):
+        parts = [FilePart(k, Chunk.whole(i.shape), torch.empty(i.shape, dtype=i.dtype)) for k, i in tensors]
+        reader.read(parts)
+        zero |= {part.key for part in parts if not bool(part.view.any())}
     updates = reader.pairs()
     others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
     if not others and all(update.a in zero or update.b in zero for update in updates):
         raise ExportError(
             f"the adapter changes nothing: of all {len(updates)} modules lora_A or lora_B is zero. Was it trained?"
         )
-
-
-def _zero(reader: TensorReader, requests: Sequence[FilePart]) -> set[str]:
-    """Return the tensors of which all values are zero."""
-    reader.read(requests)
-    return {request.key for request in requests if not bool(request.view.any())}

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from titan_ckpt.disk.files import IO_BYTES
-from titan_ckpt.disk.workers import run_workers
+from titan_ckpt.disk.workers import batches, run_workers
 from titan_ckpt.errors import LoadMismatchError, listed
 from titan_ckpt.formats.quantized import bitsandbytes, compressed_tensors, fp8_block, mxfp4, torchao_flat
 from titan_ckpt.formats.quantized.folder import Findings, QuantizedFolder
@@ -129,8 +129,6 @@ _COMPUTED_ELEMENTS = 1 << 17
 
 _Wanted = tuple[FilePart, Chunk]
 """A request for a dequantized tensor, and a box of it."""
-_Regions = dict[str, FilePart]
-"""By its key, the region of each stored tensor from which a box is computed."""
 
 
 class DequantizedFiles:
@@ -158,7 +156,7 @@ class DequantizedFiles:
             wanted = ((r, box) for r in computed for box in self._boxes(r, r.chunk, _FETCHED_ELEMENTS))
             with gc_paused():
                 # one thread fetches while another computes: items are made under the workers' lock
-                run_workers(map(self._fetch, self._batches(wanted)), self._compute)
+                run_workers(map(self._fetch, batches(wanted, self._needed, 2 * IO_BYTES)), self._compute)
 
         return fill
 
@@ -171,34 +169,28 @@ class DequantizedFiles:
         kept = request.view.shape == request.chunk.sizes
         return cut(box, max_elements, self._values[request.key].order if kept else tuple(range(len(box.sizes))))
 
-    def _batches(self, wanted: Iterator[_Wanted]) -> Iterator[list[tuple[_Wanted, _Regions]]]:
-        """Gather small boxes, so that one read of the files serves many of them."""
-        batch: list[tuple[_Wanted, _Regions]] = []
-        num_bytes = 0
-        for request, box in wanted:
-            needs = [*self._values[request.key].needs(box)]
-            memories = [torch.empty(part.sizes, dtype=leaf.stored.dtype) for leaf, part in needs]
-            parts = [FilePart(leaf.key, part, m) for (leaf, part), m in zip(needs, memories, strict=True)]
-            batch.append(((request, box), {part.key: part for part in parts}))
-            num_bytes += sum(memory.nbytes for memory in memories)
-            if num_bytes >= IO_BYTES:
-                yield batch
-                batch, num_bytes = [], 0
-        if batch:
-            yield batch
+    def _needed(self, wanted: _Wanted) -> int:
+        """Return the bytes that are read for a box."""
+        needs = self._values[wanted[0].key].needs(wanted[1])
+        return sum(part.numel * leaf.stored.dtype.itemsize for leaf, part in needs)
 
-    def _fetch(self, batch: list[tuple[_Wanted, _Regions]]) -> list[tuple[_Wanted, _Regions]]:
-        self._files.read([part for _, regions in batch for part in regions.values()])
-        return batch
+    def _fetch(self, wanted: Sequence[_Wanted]) -> list[tuple[_Wanted, dict[str, FilePart]]]:
+        """Read, at once, the stored regions from which boxes are computed; return these by their keys, for each box."""
+        fetched: list[tuple[_Wanted, dict[str, FilePart]]] = [(one, {}) for one in wanted]
+        for (request, box), regions in fetched:
+            for leaf, part in self._values[request.key].needs(box):
+                regions[leaf.key] = FilePart(leaf.key, part, torch.empty(part.sizes, dtype=leaf.stored.dtype))
+        self._files.read([part for _, regions in fetched for part in regions.values()])
+        return fetched
 
-    def _compute(self, batch: list[tuple[_Wanted, _Regions]]) -> None:
-        for (request, whole), regions in batch:
+    def _compute(self, fetched: Sequence[tuple[_Wanted, Mapping[str, FilePart]]]) -> None:
+        for (request, whole), regions in fetched:
             load = partial(_stored, regions)
             for box in self._boxes(request, whole, _COMPUTED_ELEMENTS):
                 put(request.view, request.chunk, box, self._values[request.key].read(box, load))
 
 
-def _stored(regions: _Regions, key: str, box: Chunk) -> torch.Tensor:
+def _stored(regions: Mapping[str, FilePart], key: str, box: Chunk) -> torch.Tensor:
     return regions[key].view[box.within(regions[key].chunk)]
 
 

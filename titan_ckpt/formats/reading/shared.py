@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
 from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, round_up
-from titan_ckpt.disk.workers import as_here, num_copy_workers, run_workers
+from titan_ckpt.disk.workers import as_here, batches, num_copy_workers, run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import CheckpointError
@@ -143,7 +144,8 @@ class Deal:
         memories = [Buffer.allocate(0)] * 2
         try:
             for ranks, pieces in sorted(self.teams.items()):
-                windows = [*_windows(pieces, len(ranks))]
+                most = len(ranks) * max(piece.num_bytes for piece in pieces)  # about one piece of each rank
+                windows = [*batches(pieces, attrgetter("num_bytes"), most)]
                 num_bytes = max(sum(map(_slot, window)) for window in windows)
                 if num_bytes > len(memories[0].view):
                     memories = [Buffer.allocate(num_bytes) for _ in memories]
@@ -256,18 +258,6 @@ def _fetched(piece: _Piece) -> Buffer:
 
 def _slot(piece: _Piece) -> int:
     return round_up(piece.num_bytes + _DIGEST_BYTES, ALIGNMENT)
-
-
-def _windows(pieces: Sequence[_Piece], num_ranks: int) -> Iterator[list[_Piece]]:
-    """Join neighbouring pieces up to the size of a window, about one piece of each rank."""
-    most = num_ranks * max(piece.num_bytes for piece in pieces)
-    window: list[_Piece] = []
-    for piece in pieces:
-        if window and sum(other.num_bytes for other in window) + piece.num_bytes > most:
-            yield window
-            window = []
-        window.append(piece)
-    yield window
 
 
 def is_dear(*, is_remote: bool, is_networked: bool, is_cached: bool) -> bool:

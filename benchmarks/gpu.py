@@ -38,7 +38,7 @@ from titan_ckpt.disk.workers import run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.segments import Places
+from titan_ckpt.formats.native.segments import lay_end_to_end
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.geometry.chunks import Chunk
 from titan_ckpt.geometry.requests import FilePart
@@ -145,8 +145,8 @@ def copy(bench: Bench) -> None:
     limit = link(bench)
     bench.note("link", **limit, unit="GB/s")
     tensors = list(bench.tensors(bench.bytes(8)).values())
-    places = Places.of([(t.dtype, t.shape) for t in tensors])
-    size = sum(places.sizes)
+    places = lay_end_to_end([(t.dtype, t.shape) for t in tensors])
+    size = sum(places[1])
     arena = Arena(size, pinned=not bench.dry)
     bench.note("arena", seconds=bench.seconds(lambda: arena.buffer), gb=size / 1e9)
     matrix = torch.randn(64 if bench.dry else 8192, 64 if bench.dry else 8192, device=bench.device).bfloat16()

@@ -225,11 +225,11 @@ def measure(run: Run) -> dict[str, Any]:
         Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
         before = _memory("VmRSS")
         begin = time.perf_counter()
-        division = ownership.divide(state, gathered)
-        here = {share.fqn for share in division.shares}
-        chunks = [(share.fqn, share.info, share.chunk) for share in division.shares]
+        shares, infos, _ = ownership.divide(state, gathered)
+        here = {share.fqn for share in shares}
+        chunks = [(share.fqn, share.info, share.chunk) for share in shares]
         chunks.sort(key=lambda chunk: -chunk[1].dtype.itemsize)
-        elsewhere = {fqn: info for fqn, info in division.tensors.items() if fqn not in here}
+        elsewhere = {fqn: info for fqn, info in infos.items() if fqn not in here}
         layout = lay_out(chunks, 0, run.world_size, elsewhere)
         planned = time.perf_counter()
         gathered.gather_distinct("load-plan", lambda: {"0": [[], gathered.strangers(0)]})

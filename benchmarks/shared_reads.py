@@ -24,10 +24,10 @@ import torch
 
 from benchmarks.common import Options, PeakMemory, StateDict, alternate, clean_folder, local_bytes, parse, report, run
 from benchmarks.load import spoil
+from titan_ckpt.directory.names import rank_file_name
 from titan_ckpt.disk.files import NUM_WORKERS, FileReader
 from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.native.rank_file import rank_file_name
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.reading.shared import _PIECE_BYTES, share_reads

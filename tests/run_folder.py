@@ -19,7 +19,10 @@ from unittest.mock import patch
 from tests.faults.shim import WRITES, intercepted
 from titan_ckpt.config import StoreConfig
 from titan_ckpt.directory.bucket_commits import Commit, Commits
-from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, open_location
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.bucket import Bucket
+from titan_ckpt.stores.objects import BucketPath
+from titan_ckpt.stores.settings import open_location
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from titan_ckpt.exporting.exporter import ExportJob
 from titan_ckpt.formats.publish.record import MadeExports
 from titan_ckpt.guard import outside_request
 from titan_ckpt.saving import saver
-from titan_ckpt.saving.handle import DISK_ERRORS, is_disk_failure
+from titan_ckpt.saving.step import DISK_ERRORS, is_disk_failure
 from titan_ckpt.testing import distributed
 
 

@@ -43,8 +43,9 @@ from titan_ckpt.formats.native.segments import Segments
 from titan_ckpt.formats.publish.exchange import Exchange
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import FilePart
-from titan_ckpt.stores.bucket import BucketPath, open_location
 from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.stores.objects import BucketPath
+from titan_ckpt.stores.settings import open_location
 
 PACKAGE = str(Path(titan_ckpt.__file__).parent)
 

@@ -34,7 +34,7 @@ from titan_ckpt.errors import (
     StateEncodingError,
 )
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
-from titan_ckpt.saving.saver import DueSave
+from titan_ckpt.saving.step import DueSave
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
 

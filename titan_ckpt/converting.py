@@ -28,7 +28,7 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.publication import published
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.mounted import local_path, store_of
 from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.stored_names import MODEL, model_tensors
@@ -171,10 +171,9 @@ def _lazy(reader: TensorReader, group: KeyGroup, index: int, shapes: list[Shape]
 
     def blocks() -> Iterator[Block]:
         for chunk in _row_chunks(shape, dtype.itemsize):
-            data = torch.empty(chunk.sizes, dtype=dtype)
-            pieces = group.op.pieces(index, shapes, chunk, data)
-            reader.read([FilePart(group.keys[p.file_index], p.chunk, p.view) for p in pieces])
-            yield Block(chunk, data)
+            block = Block(chunk, torch.empty(chunk.sizes, dtype=dtype))
+            reader.read([*group.op.pieces(index, shapes, block, group.keys)])
+            yield block
 
     return LazyTensor(TensorInfo(shape, dtype), blocks)
 

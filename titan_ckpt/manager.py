@@ -35,6 +35,7 @@ from titan_ckpt.components.snapshot import (
 )
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.encoding.strict_json import Json
@@ -45,11 +46,10 @@ from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
-from titan_ckpt.saving.handle import Failures, SaveHandle
-from titan_ckpt.saving.saver import DueSave, Saver, SaveRequest
-from titan_ckpt.saving.step import CompletedStep, ModelContent
-from titan_ckpt.stores.bucket import open_location
+from titan_ckpt.saving.saver import SaveHandle, Saver
+from titan_ckpt.saving.step import CompletedStep, DueSave, Failures, ModelContent
 from titan_ckpt.stores.mounted import store_of
+from titan_ckpt.stores.settings import open_location
 from titan_ckpt.stores.store import Place
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import ModelConverter, Stateful
@@ -457,7 +457,8 @@ class CheckpointManager:
             _raise(self._failures.verdict("exported", step, error, is_last=due.last))
         if not self._content.is_adapter_only:
             self._base.forget_if_changed()  # a resume would find another digest than the record's
-        request = SaveRequest(
+        described = partial(
+            Manifest,
             step,
             self._content.kind(model_only),
             converters=converter.describe() if (converter := self._model.converter) else [],
@@ -465,7 +466,6 @@ class CheckpointManager:
             resumed_from=self._resumed_from,
             metrics=dict(due.metrics),
             allowed=self.config.allow,
-            expire=mark is None,
         )
 
         self._is_last_save = due.last
@@ -473,7 +473,7 @@ class CheckpointManager:
             self._run.order.settle()
         with self.telemetry.failing(event), event.phase("blocking"), gc_paused():
             snapshot = self._coordinator.together("snapshot", lambda: self._snapshot(step, mark, model_only))
-            self._saver.save(request, snapshot, event)
+            self._saver.save(step, described, snapshot, event, expire=mark is None)
         if self.config.save.async_mode == "disabled":
             self.wait()
         elif not self._may_copy_later:

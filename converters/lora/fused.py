@@ -13,11 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
-
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
-from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, Piece, Shared, TensorOp
+from titan_ckpt.geometry.chunks import Block, Chunk, Shape, TensorInfo
+from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, Shared, TensorOp
+from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.weights.low_rank import LowRank
 
 
@@ -42,9 +41,10 @@ class BlockDiagonal(TensorOp):
             raise KeyMapError(f"{list(shapes[0])} is not {list(whole)}, blocks of ranks {list(self.columns)}")
         return [block.sizes for block in self._blocks]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        chunk, block = part
         row, column = (a + b for a, b in zip(self._blocks[index].offsets, chunk.offsets, strict=True))
-        yield Piece(0, Chunk((row, column), chunk.sizes), block)
+        yield FilePart(keys[0], Chunk((row, column), chunk.sizes), block)
 
     def zeros(self, index: int, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
         """Yield what is left and right of a chunk, and of rows without a matrix those above it, below the last one."""
@@ -97,16 +97,19 @@ class StackedFactor(TensorOp):
         inner = tuple(size // self.experts if i == dim else size for i, size in enumerate(shapes[0]))
         return [(self.experts, *self._inner(inner))]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        chunk, block = part
         rank = self._inner(shapes[0][1:])[0 if self.by_rows else 1]
         (row, column), (rows, columns) = self._inner(chunk.offsets[1:]), self._inner(chunk.sizes[1:])
         for i in range(chunk.sizes[0]):
             expert, view = chunk.offsets[0] + i, block[i].t() if self.transpose else block[i]
             if self.by_rows:
-                yield Piece(0, Chunk((expert * rank + row, column), (rows, columns)), view)
+                yield FilePart(keys[0], Chunk((expert * rank + row, column), (rows, columns)), view)
                 continue
             for j in range(columns):
-                yield Piece(0, Chunk((row, (column + j) * self.experts + expert), (rows, 1)), view[:, j : j + 1])
+                yield FilePart(
+                    keys[0], Chunk((row, (column + j) * self.experts + expert), (rows, 1)), view[:, j : j + 1]
+                )
 
     def _inner(self, sizes: Shape) -> Shape:
         return sizes[::-1] if self.transpose else sizes
@@ -123,9 +126,9 @@ class AlsoTransposed(TensorOp):
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [shapes[0]]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
-        yield Piece(0, chunk, block)
-        yield Piece(1, Chunk(chunk.offsets[::-1], chunk.sizes[::-1]), block.t())
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        yield FilePart(keys[0], *part)
+        yield FilePart(keys[1], Chunk(part.chunk.offsets[::-1], part.chunk.sizes[::-1]), part.data.t())
 
 
 @dataclass(frozen=True, slots=True)

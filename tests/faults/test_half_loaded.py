@@ -26,7 +26,7 @@ from titan_ckpt.components.run_state import RunState
 from titan_ckpt.disk.files import FileReader
 from titan_ckpt.errors import CorruptCheckpointError, HalfLoadedError, LoadMismatchError
 from titan_ckpt.geometry.chunks import local_tensor
-from titan_ckpt.saving.saver import DueSave
+from titan_ckpt.saving.step import DueSave
 
 Values = dict[str, torch.Tensor]
 THROUGH_CACHE, AROUND_CACHE = "read_into", "read_aligned"

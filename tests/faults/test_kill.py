@@ -30,8 +30,8 @@ from tests.faults.scenarios import (
 from tests.faults.shim import KillAt, Moment, count_operations
 from tests.faults.writers import DirectoryWriter, ManagerWriter, NaiveWriter, Save, Writer
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory import trash
 from titan_ckpt.directory.manifest import Manifest
+from titan_ckpt.directory.names import STAGING, TRASH
 from titan_ckpt.directory.posix_steps import PosixSteps
 from titan_ckpt.directory.steps import Attempt
 
@@ -120,7 +120,7 @@ def test_the_matrix_catches_each_broken_promise(monkeypatch: pytest.MonkeyPatch)
         patch.setattr(PosixSteps, "commit", expire_first)
         assert any("valid steps are left" in fault for fault in violations(writer, NEXT, 3))
     with monkeypatch.context() as patch:
-        patch.setattr(trash, "recover", lambda root, check: [])
+        patch.setattr(PosixSteps, "_recover", lambda steps, lease: [*map(steps._make_own_folder, (STAGING, TRASH))])
         assert any("left behind" in fault for fault in violations(writer, NEXT, 3))
 
 

@@ -15,7 +15,7 @@ from tests.forked import fork
 from tests.gpu.run import raw
 from titan_ckpt.disk.cuda import stream_of
 from titan_ckpt.formats.native.arena import COPY_BYTES, Arena
-from titan_ckpt.formats.native.segments import Places
+from titan_ckpt.formats.native.segments import lay_end_to_end
 
 pytestmark = pytest.mark.gpu
 
@@ -47,8 +47,8 @@ def make_arena(num_bytes: int, device: torch.device, **settings: Any) -> Arena:
 def test_tensors_may_change_as_soon_as_the_stream_has_passed_the_copy(device: torch.device, shared: bool) -> None:
     """Tensors of every shape are copied in pieces, while the device still computes them when the copy is asked for."""
     tensors = tensors_on(device)
-    places = Places.of([(t.dtype, t.shape) for t in tensors])
-    arena = make_arena(sum(places.sizes), device, shared=shared)
+    places = lay_end_to_end([(t.dtype, t.shape) for t in tensors])
+    arena = make_arena(sum(places[1]), device, shared=shared)
     try:
         assert arena._pinned is (device.type == "cuda")
         for _ in range(2):
@@ -70,8 +70,8 @@ def test_tensors_may_change_as_soon_as_the_stream_has_passed_the_copy(device: to
 def test_a_fork_while_memory_is_page_locked_changes_nothing(device: torch.device) -> None:
     """Data loaders fork workers; the pages that the device writes to stay this process's own."""
     tensors = [torch.randn(1 << 16, device=device)]
-    places = Places.of([(t.dtype, t.shape) for t in tensors])
-    arena = make_arena(sum(places.sizes), device)
+    places = lay_end_to_end([(t.dtype, t.shape) for t in tensors])
+    arena = make_arena(sum(places[1]), device)
     arena.stage(places, tensors).finish()
     read, write = os.pipe()
 

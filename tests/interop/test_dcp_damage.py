@@ -21,10 +21,9 @@ from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, ExportError
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.formats.dcp.proof import DigestedFile
-from titan_ckpt.formats.dcp.writer import DcpExport
+from titan_ckpt.formats.dcp.writer import DcpExport, DigestedFile, StoredValue
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
-from titan_ckpt.geometry.requests import FilePart, StoredValue
+from titan_ckpt.geometry.requests import FilePart
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
 

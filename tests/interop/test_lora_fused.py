@@ -32,13 +32,13 @@ from titan_ckpt.converters.parallel import ConvertedParallel
 from titan_ckpt.converters.stack import stack_adapters
 from titan_ckpt.errors import ConverterError, KeyMapError, LoadMismatchError
 from titan_ckpt.geometry.boxes import overlap
-from titan_ckpt.geometry.chunks import Chunk, chunks_at
+from titan_ckpt.geometry.chunks import Block, Chunk, chunks_at
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, Split
 from titan_ckpt.models import hf
 from titan_ckpt.models.layers import Attention, rotate_halves
 from titan_ckpt.models.qwen3 import Qwen3, Qwen3Config
-from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.objects import object_path
+from titan_ckpt.stores.settings import open_location
 from titan_ckpt.testing import distributed
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"
@@ -160,7 +160,7 @@ def test_blocks_and_zeros_of_any_chunks_make_up_the_matrix(op: BlockDiagonal, sh
         for index, shape in enumerate(shapes):
             for part in boxes_of(shape, rows, columns):
                 block = torch.ones(part.sizes)
-                parts += [piece.chunk for piece in op.pieces(index, shapes, part, block)]
+                parts += [piece.chunk for piece in op.pieces(index, shapes, Block(part, block), "x")]
                 parts += [region for _, region in op.zeros(index, part)]
         (whole,) = op.file_shapes(shapes)
         assert sum(part.numel for part in parts) == Chunk.whole(whole).numel

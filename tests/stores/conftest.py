@@ -13,8 +13,9 @@ import pytest
 
 from tests.stores import servers
 from tests.stores.servers import Server
-from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.bucket import Bucket
+from titan_ckpt.stores.objects import BucketPath
+from titan_ckpt.stores.settings import StoreConfig, open_location
 
 SECONDS = 5.0
 """How long a request is retried in tests."""

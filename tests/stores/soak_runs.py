@@ -27,9 +27,9 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
-from titan_ckpt.stores.objects import ObjectStore
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.bucket import Bucket
+from titan_ckpt.stores.objects import BucketPath, ObjectStore
+from titan_ckpt.stores.settings import StoreConfig, open_location
 
 Save = tuple[int, int]
 """(step, value): the value is what every file of the save names."""

@@ -17,14 +17,14 @@ from tests.stores import servers
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import Answer, Server, refusal
 from titan_ckpt.config import InitialLoadConfig
-from titan_ckpt.directory.bucket_steps import BucketSteps
+from titan_ckpt.directory.bucket_steps import BucketSteps, probe
 from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.encoding.toml import read_toml
 from titan_ckpt.errors import ConfigError, PreflightError
-from titan_ckpt.stores.answers import store_error
-from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, open_location
-from titan_ckpt.stores.probe import probe
-from titan_ckpt.stores.settings import StoreConfig, require_places, split_url
+from titan_ckpt.stores.answers import StoreError, store_error
+from titan_ckpt.stores.bucket import Bucket
+from titan_ckpt.stores.objects import BucketPath
+from titan_ckpt.stores.settings import StoreConfig, open_location, require_places, split_url
 
 KEY_ID = "AKIAIOSFODNN7EXAMPLE"
 

@@ -26,8 +26,9 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, PeerError, PreflightError, SaveError
-from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError, Version
-from titan_ckpt.stores.objects import ObjectStore
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.bucket import Bucket
+from titan_ckpt.stores.objects import BucketPath, ObjectStore, Version
 from titan_ckpt.stores.settings import StoreConfig
 
 

@@ -43,8 +43,9 @@ from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.models.llama3 import Llama3
-from titan_ckpt.stores.bucket import BucketPath, StoreError
+from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.store import Place
 from titan_ckpt.training.run_data import find_tokenizer
 from titan_ckpt.weights.transforms import file_group

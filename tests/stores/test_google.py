@@ -15,11 +15,10 @@ from tests.stores.test_manager_in_bucket import manager
 from tests.test_manager import Run
 from tests.world import same
 from titan_ckpt.config import KeepConfig
-from titan_ckpt.directory.bucket_steps import BucketSteps
+from titan_ckpt.directory.bucket_steps import BucketSteps, probe
 from titan_ckpt.errors import CommitConflictError
 from titan_ckpt.models.llama3 import Llama3
-from titan_ckpt.stores.bucket import BucketPath
-from titan_ckpt.stores.probe import probe
+from titan_ckpt.stores.objects import BucketPath
 
 
 @pytest.fixture

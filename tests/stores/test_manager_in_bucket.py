@@ -21,7 +21,8 @@ from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError, SaveError
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.stores.bucket import Bucket, BucketPath
+from titan_ckpt.stores.bucket import Bucket
+from titan_ckpt.stores.objects import BucketPath
 
 
 def manager(run: Run, place: BucketPath, folder: Path, **save: object) -> CheckpointManager:

@@ -31,10 +31,11 @@ from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.reading.engine import SliceReader
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.geometry.requests import FilePart
-from titan_ckpt.stores.bucket import Bucket, BucketPath, open_location
+from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.stores.object_writer import PartMemory
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.objects import BucketPath
+from titan_ckpt.stores.settings import StoreConfig, open_location
 from titan_ckpt.types import StateDict
 
 
@@ -241,8 +242,8 @@ def test_a_bucket_is_asked_for_ranges_that_end_where_its_parts_do(part_mib: int)
     assert isinstance(place, BucketPath)
     place.bucket.part_mib = part_mib
     known = BucketPath(place.bucket, place.key, {place.key: (raw, layout.num_bytes)})  # so that nothing is sent
-    part = slices.Slice("x", header.data_start, info.shape, info.dtype, None, torch.empty(0))
+    part = slices.Slice("x", header.blocks.start, info.shape, info.dtype, None, torch.empty(0))
     windows = SliceReader(ObjectReader(known), header.blocks, [part]).windows
-    assert [start for start, _ in windows] == [header.data_start, *(stop for _, stop in windows[:-1])]
+    assert [start for start, _ in windows] == [header.blocks.start, *(stop for _, stop in windows[:-1])]
     request = min(part_mib, 16) << 20
     assert [stop for _, stop in windows] == [*range(request, layout.num_bytes, request), layout.num_bytes]

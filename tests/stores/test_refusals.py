@@ -25,8 +25,8 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, CorruptCheckpointError, PreflightError
 from titan_ckpt.formats.publish.bucket_record import BucketExports
-from titan_ckpt.stores.answers import store_error
-from titan_ckpt.stores.bucket import Bucket, StoreError
+from titan_ckpt.stores.answers import StoreError, store_error
+from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.settings import StoreConfig
 
 DENIED = refusal("403 Forbidden", "AccessDenied", "Access Denied")

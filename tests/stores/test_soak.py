@@ -33,7 +33,8 @@ from titan_ckpt.directory import bucket_steps, lease
 from titan_ckpt.directory.bucket_commits import Commits
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError, SaveError
-from titan_ckpt.stores.bucket import BucketPath, StoreError
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.testing import ranks
 
 T = TypeVar("T")

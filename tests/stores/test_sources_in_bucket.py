@@ -26,7 +26,8 @@ from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheck
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
-from titan_ckpt.stores.bucket import BucketPath, StoreError
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.objects import BucketPath
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=3, max_seq_len=64, tie_embeddings=False)
 

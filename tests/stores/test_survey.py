@@ -23,8 +23,8 @@ from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, Corr
 from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.record import Staged
 from titan_ckpt.saving.saver import _write_all
-from titan_ckpt.stores.bucket import MAX_SMALL_BYTES, BucketPath, ObjectFacts, StoreError, Version
-from titan_ckpt.stores.objects import ObjectStore
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.objects import MAX_SMALL_BYTES, BucketPath, ObjectFacts, ObjectStore, Version
 from titan_ckpt.stores.settings import StoreConfig
 
 Objects = dict[str, tuple[bytes, Version]]

@@ -14,8 +14,7 @@ import pytest
 from tests.faults.two_writers import BEFORE, CASES, Baton, Case, Run, faults_of, manager_of, positions, race
 from tests.stores.test_survey import Memory
 from titan_ckpt.config import StoreConfig
-from titan_ckpt.stores.bucket import BucketPath, Version
-from titan_ckpt.stores.objects import ObjectStore
+from titan_ckpt.stores.objects import BucketPath, ObjectStore, Version
 
 
 class Shared(Memory):

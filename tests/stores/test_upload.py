@@ -24,8 +24,10 @@ from titan_ckpt.formats.publish.plan import ExportPlan, OutputFiles, pack_model_
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, Split, Unstack
-from titan_ckpt.stores.bucket import Bucket, BucketPath, StoreError
+from titan_ckpt.stores.answers import StoreError
+from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.settings import StoreConfig
 from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
 

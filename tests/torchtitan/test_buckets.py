@@ -16,7 +16,8 @@ from titan_ckpt import StoreConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.formats.native import writer_process
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
-from titan_ckpt.stores.bucket import BucketPath, open_location
+from titan_ckpt.stores.objects import BucketPath
+from titan_ckpt.stores.settings import open_location
 
 FSDP = {"data_parallel_shard": 2}
 HF: dict[str, Any] = {"last_save_in_hf": True, "last_save_model_only": True}

@@ -120,8 +120,7 @@ def place(path: Path) -> Place:
 
     Raises: ConfigError.
     """
-    from titan_ckpt.stores.bucket import open_location
-    from titan_ckpt.stores.settings import StoreConfig
+    from titan_ckpt.stores.settings import StoreConfig, open_location
 
     return open_location(path, settings=StoreConfig(retry_seconds=_RETRY_SECONDS))
 

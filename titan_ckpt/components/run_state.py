@@ -27,11 +27,10 @@ from titan_ckpt.components.known.own_modules import watch_modules
 from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import Component
-from titan_ckpt.distributed.sharing import describe
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import HalfLoadedError, LoadMismatchError, StateEncodingError, counted, listed
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.chunks import TensorInfo, describe
 from titan_ckpt.rng import generators_kept
 from titan_ckpt.types import StateDict, Stateful
 from titan_ckpt.weights.wrapper import ModelWrapper, require_memory

@@ -32,7 +32,7 @@ from titan_ckpt.directory.names import (
 from titan_ckpt.directory.steps import faults_of
 from titan_ckpt.disk.workers import meanwhile, run_workers
 from titan_ckpt.errors import CorruptCheckpointError, listed
-from titan_ckpt.stores.bucket import BucketPath, ObjectFacts, Version
+from titan_ckpt.stores.objects import BucketPath, ObjectFacts, Version
 
 _NAME = re.compile(r"step-(0|[1-9][0-9]{0,18})\.([0-9a-f]{32})\.(json|pinned|abandoned|removal)")
 _FENCE = "titan_ckpt fence"

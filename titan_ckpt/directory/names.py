@@ -53,6 +53,11 @@ def step_name(step: int) -> str:
     return f"step-{step}"
 
 
+def rank_file_name(rank: int) -> str:
+    """Return the name of a rank's file inside a checkpoint's folder."""
+    return f"rank-{rank:05d}.safetensors"
+
+
 def step_of(name: str) -> int | None:
     """Return N for the name `step-N`, None for any other name."""
     match = _STEP.fullmatch(name)

@@ -1,11 +1,12 @@
 """PosixSteps: the operations of the one process that changes a checkpoint folder. docs/format.md specifies them.
 
-Owns how steps are started, committed, removed and pinned on a POSIX file system, and the lease that keeps a second
-writer out.
+Owns how steps are started, committed, removed, set aside and pinned on a POSIX file system, the clean-up after
+interrupted saves and deletions, and the lease that keeps a second writer out.
 Knows no other ranks (`directory` handles them), no tensors and no file formats.
 
 A step is committed by one rename of a complete, durable folder. Without the rename the save never happened; after it
-the step never changes.
+the step never changes. A folder is deleted by a rename into `.trash`, a sync, and then its files, so that no reader
+meets a half-deleted step.
 """
 
 from __future__ import annotations
@@ -15,21 +16,23 @@ import errno
 import logging
 import os
 import socket
+import stat
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import xxhash
 
-from titan_ckpt.directory import trash
 from titan_ckpt.directory.lease import FileLease, Lease
 from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, Manifest
 from titan_ckpt.directory.names import (
+    ATTEMPT_NAME,
     NAME_IN_A_STEP,
     PIN_NAME,
     STAGING,
     TRASH,
+    TRASHED_NAME,
     CommittedStep,
     Survey,
     inspect,
@@ -147,7 +150,7 @@ class PosixSteps(Steps):
 
     def _abandon(self, attempt: Attempt) -> bool:
         if (folder := attempt.folder).exists():
-            self._report(trash.discard(self.root, folder, "dead"))
+            self._report(self._discard(folder, "dead"))
         return False
 
     def _for_retention(self) -> list[CommittedStep]:
@@ -174,7 +177,7 @@ class PosixSteps(Steps):
         if step.foreign:
             raise SaveError(f"{step.path}: holds what is not ours: {', '.join(step.foreign)}. Take it out first")
         content = {MANIFEST_NAME, *(record.name for record in step.manifest.files)}
-        self._report(trash.discard(self.root, self.step_path(step.step), "removed", content))
+        self._report(self._discard(self.step_path(step.step), "removed", content))
 
     def set_aside(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -186,13 +189,13 @@ class PosixSteps(Steps):
 
     def remove_set_aside(self, name: str, *, dry_run: bool = False) -> None:
         folder = self.root / name
-        trash.require_real(folder)
+        _require_real(folder)
         names = posix.list_folder(folder)
         if foreign := [name for name in names if not NAME_IN_A_STEP.fullmatch(name)]:
             raise SaveError(f"{folder}: holds what is not ours: {', '.join(foreign)}. Take it out first")
         if not dry_run:
             self.open().check()
-            self._report(trash.discard(self.root, folder, "removed", names))
+            self._report(self._discard(folder, "removed", names))
 
     def left_over(self) -> tuple[str, ...]:
         return tuple(posix.list_folder(self.root / TRASH))
@@ -234,14 +237,14 @@ class PosixSteps(Steps):
         posix.fsync_folder(place.parent)
         posix.fsync_folder(self.root)
         contents = [posix.read_whole(place / name, len(PROBE)) for name in posix.list_folder(place)]
-        problems = trash.empty(place)
+        problems = _emptied(place)
         self._check_probe(contents, world_size)
         if problems:
             raise PreflightError(f"{self.root}: a test save failed: {'; '.join(problems)}")
 
     def abandon_probe(self, name: str) -> None:
         with contextlib.suppress(OSError):
-            trash.discard(self.root, self.root / STAGING / name, "preflight")
+            self._discard(self.root / STAGING / name, "preflight")
 
     def _require_space(self, num_bytes: int) -> None:
         """Check the free space. Raises: PreflightError if less than 1.05 x `num_bytes` is free for this user."""
@@ -259,7 +262,37 @@ class PosixSteps(Steps):
     def _recover(self, lease: Lease) -> None:
         for name in (STAGING, TRASH):
             self._make_own_folder(name)
-        self._report(trash.recover(self.root, lease.check))
+        problems = []
+        attempts, trashed = posix.list_folder(self.root / STAGING), posix.list_folder(self.root / TRASH)
+        lease.check()  # after the lists: what is in them is not of a process that takes the lease later, and may save
+        for name in attempts:
+            folder = self.root / STAGING / name
+            if ATTEMPT_NAME.fullmatch(name) and posix.is_real_folder(folder):
+                logger.info("%s: discarding %s, a save that was interrupted", self.root, name)
+                with contextlib.suppress(FileNotFoundError):  # the holder before us has just committed or deleted it
+                    problems += self._discard(folder, "dead")
+        for name in trashed:
+            place = self.root / TRASH / name
+            if TRASHED_NAME.fullmatch(name) and posix.is_real_folder(place):
+                problems += _emptied(place)
+        self._report(problems)
+
+    def _discard(self, folder: Path, why: str, content: Collection[str] | None = None) -> list[str]:
+        """Delete one of our folders; return one line per failure. The next `_recover` tries those again.
+
+        `why` is "removed", "dead" or "preflight". `content`: the names that may be deleted; a folder that has come to
+        hold another one stays.
+        Raises: OSError if the folder could not be renamed; SaveError if it stays, as what a link leads to does.
+        """
+        _require_real(folder)
+        place = self.root / TRASH / f"{why}-{folder.name.partition('.')[0]}.{uuid.uuid4().hex}"
+        posix.rename_noreplace(folder, place)
+        if content is not None and (foreign := [name for name in posix.list_folder(place) if name not in content]):
+            posix.rename_noreplace(place, folder)
+            raise SaveError(f"{folder}: holds what is not ours: {', '.join(foreign)}. Take it out first")
+        posix.fsync_folder(place.parent)
+        posix.fsync_folder(folder.parent)
+        return _emptied(place)
 
     def _make_own_folder(self, name: str) -> None:
         path = self.root / name
@@ -272,11 +305,19 @@ class PosixSteps(Steps):
             )
 
     def _set_aside_after(self, above: int, lease: Lease) -> None:
-        for name in trash.set_aside(self.root, above, lease.check):
+        """Rename them to `step-N.abandoned-<id>`. What has no manifest is not ours; damaged steps are."""
+        folders = [self.step_path(step) for step in reversed(listed_steps(self.root)) if step > above]
+        ours = [folder for folder in folders if posix.is_real_folder(folder) and (folder / MANIFEST_NAME).is_file()]
+        lease.check()
+        for folder in ours:
+            aside = f"{folder.name}.abandoned-{uuid.uuid4().hex[:8]}"
+            posix.rename_noreplace(folder, self.root / aside)
             logger.warning(
                 "%s: set aside as %s, because this run went back to step %d. Retention does not delete it; "
-                "`titan-ckpt prune RUN --set-aside` does", self.root, name, above
+                "`titan-ckpt prune RUN --set-aside` does", self.root, aside, above
             )  # fmt: skip
+        if ours:
+            posix.fsync_folder(self.root)
 
     def _refuse_conflict(self, step: int) -> None:
         path = self.step_path(step)
@@ -330,6 +371,21 @@ def _require_exactly(path: Path, manifest: Manifest) -> None:
         if time.monotonic() > deadline:
             raise SaveError(f"{path}: {'; '.join(faults)}")
         time.sleep(0.1)
+
+
+def _require_real(folder: Path) -> None:
+    """Raise SaveError for a link or a file that has the name of one of our folders: what it leads to is not ours.
+
+    Raises: FileNotFoundError if there is nothing.
+    """
+    if not stat.S_ISDIR(folder.lstat().st_mode):
+        raise SaveError(f"{folder}: is not a folder of its own, but a link or a file. Move it away")
+
+
+def _emptied(place: Path) -> list[str]:
+    """Unlink a trashed folder's files, manifest first, then the folder; return one line per failure."""
+    stays = posix.remove_tree(place, first=MANIFEST_NAME, nested=False)
+    return [f"{error.filename}: {error.strerror}" for error in stays]
 
 
 def _mib(num_bytes: int) -> str:

@@ -1,15 +1,12 @@
-"""CUDA as checkpoints use it: page-locked host memory, copies on streams of their own, and the device of each thread.
+"""CUDA as checkpoints use it: page-locked host memory, and copies on streams of their own.
 
-Owns every call of CUDA's runtime and every stream and event. Knows no files and no names of tensors. Imports no driver:
-without a CUDA device nothing here does anything.
+Owns every call of CUDA's runtime and every side stream. Knows no files and no names of tensors. Imports no driver, and
+without a CUDA device nothing here is called.
 
 A copy engine reads and writes page-locked memory at the link's speed, other memory at a fraction of it, and then the
 host waits. Pages are locked after threads have touched them, because registering faults untouched pages in one by one;
 and in pieces, so that a refusal shows early and no call holds the process's memory map for seconds. No copy crosses the
 end of a piece: CUDA refuses memory that is registered in part, and promises nothing for two registrations in a row.
-
-A new thread has device 0 as its current device, on every rank. Its first call of CUDA would take some hundred MiB of
-device 0, which belongs to another rank. So each thread of this package that may call CUDA starts with `as_here`.
 
 Source: CUDA Runtime API, cudaHostRegister and the section on error handling; CUDA Driver API, cuMemcpyAsync;
 torch/cuda/_pin_memory_utils.py; torch/distributed/checkpoint/staging.py, which copies on a stream of its own; sglang,
@@ -20,11 +17,10 @@ checkpoint's way to the disk with training.
 from __future__ import annotations
 
 import logging
-import threading
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache, partial
+from functools import cache
 
 import torch
 
@@ -42,19 +38,6 @@ _PIECES_IN_FLIGHT = 2
 """A copy of training waits behind at most so many pieces of a save's copy."""
 
 
-def in_use() -> bool:
-    """Return whether this process uses CUDA. False in a forked child, which cannot use it."""
-    return bool(torch.cuda.is_initialized())
-
-
-def as_here() -> Callable[[], None]:
-    """Return the first call for a new thread, which gives it the current device and stream of this one.
-
-    The copies of such a thread follow the work that this thread has enqueued, also on a stream of the user's own.
-    """
-    return partial(torch.cuda.set_stream, torch.cuda.current_stream()) if in_use() else lambda: None
-
-
 def pin(buffer: Buffer) -> bool:
     """Page-lock memory that was touched before; return whether CUDA has accepted all of it.
 
@@ -62,7 +45,7 @@ def pin(buffer: Buffer) -> bool:
     it is called in a thread that then ends.
     """
     try:
-        with ThreadPoolExecutor(1, "titan_ckpt-pin", as_here()) as thread:
+        with ThreadPoolExecutor(1, "titan_ckpt-pin", torch.cuda.set_stream, (torch.cuda.current_stream(),)) as thread:
             status = thread.submit(_register, buffer).result()
     except RuntimeError as error:  # no thread can be started while Python exits
         logger.warning("cannot page-lock %d bytes (%s): copies will be slower", len(buffer.view), error)
@@ -119,7 +102,6 @@ class CopyStreams:
 
     def __init__(self, devices: Collection[torch.device]) -> None:
         """Let the copies follow all work on the current streams. Called by the thread that trains."""
-        self._as_here = as_here()
         self._streams = [stream_of(device) for device in devices]
         for stream in self._streams:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
@@ -128,7 +110,6 @@ class CopyStreams:
 
     def enter(self) -> None:
         """Make this thread copy on the side streams; it does nothing else, and ends with the copy."""
-        self._as_here()
         for stream in self._streams:
             torch.cuda.set_stream(stream)
 
@@ -137,12 +118,16 @@ class CopyStreams:
         self._last = [stream.record_event(torch.cuda.Event(blocking=True)) for stream in self._streams]
         self._in_flight.append(self._last)
         while wait and len(self._in_flight) >= _PIECES_IN_FLIGHT:
-            await_events(self._in_flight.popleft())
+            self._await_oldest()
+
+    def _await_oldest(self) -> None:
+        for event in self._in_flight.popleft():
+            event.synchronize()
 
     def finish(self) -> None:
         """Wait until everything has been copied."""
         while self._in_flight:
-            await_events(self._in_flight.popleft())  # without a processor, unlike the next line
+            self._await_oldest()  # without a processor, unlike the next line
         for stream in self._streams:
             stream.synchronize()
 
@@ -162,38 +147,3 @@ def settle(devices: Collection[torch.device]) -> None:
     """Wait for this thread's current streams of some CUDA devices."""
     for device in devices:
         torch.cuda.current_stream(device).synchronize()
-
-
-def await_events(events: Sequence[torch.cuda.Event]) -> None:
-    """Block until these events have happened."""
-    for event in events:
-        event.synchronize()
-
-
-class _Uploads(threading.local):
-    events: tuple[torch.cuda.Event, ...] = ()
-
-
-_uploads = _Uploads()
-
-
-def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return a copy on the device of a part of a bounce buffer, without waiting: the buffer is lent again after it."""
-    is_cuda = device.type == "cuda"
-    copied = values.to(device, non_blocking=is_cuda)
-    if is_cuda:
-        event = torch.cuda.Event(blocking=True)
-        event.record(torch.cuda.current_stream(device))
-        _uploads.events += (event,)
-    return copied
-
-
-def take_uploads() -> tuple[torch.cuda.Event, ...]:
-    """Return the ends of this thread's uploads since the last call."""
-    events, _uploads.events = _uploads.events, ()
-    return events
-
-
-def keep_uploads(events: tuple[torch.cuda.Event, ...]) -> None:
-    """Let the next call of `take_uploads` in this thread return these uploads too."""
-    _uploads.events += events

@@ -1,9 +1,12 @@
-"""Threads: workers that do I/O, their bounce buffers, and a call that no interrupt of the waiting thread loses.
+"""Threads: workers that do I/O, their devices and bounce buffers, and a call that no interrupt of a waiter loses.
 
 Signal handlers, that of Ctrl-C among them, run between any two instructions of the main thread and may raise there. So
 nothing here relies on the line after a call: one atomic operation decides who makes the call, its end is a plain flag,
 and waiting changes nothing. threading.Event and Thread.join do not suffice: an interrupt can leave the lock of the one
 taken, and makes the other say of a thread that runs that it has ended.
+
+A new thread has device 0 as its current device, on every rank. Its first call of CUDA would take some hundred MiB of
+device 0, which belongs to another rank. So each thread of this package that may call CUDA starts with `as_here`.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -37,6 +41,17 @@ def num_copy_workers() -> int:
     return max(1, min(NUM_WORKERS, len(os.sched_getaffinity(0)) // max(1, ranks)))
 
 
+def as_here() -> Callable[[], None]:
+    """Return the first call for a new thread, which gives it the current device and stream of this one.
+
+    The copies of such a thread follow the work that this thread has enqueued, also on a stream of the user's own.
+    Nothing is done without CUDA, and in a forked child, which cannot use it.
+    """
+    if torch.cuda.is_initialized():
+        return partial(torch.cuda.set_stream, torch.cuda.current_stream())
+    return lambda: None
+
+
 _Item = TypeVar("_Item")
 
 
@@ -48,7 +63,7 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
     the caller's thread does all the work.
     """
     todo, end = iter(items), object()
-    as_here = cuda.as_here()
+    begin = as_here()
     errors: list[BaseException] = []
     busy: set[int] = set()
     lock = threading.RLock()  # entered itself: an interrupt in `Condition.__enter__` leaves it taken
@@ -57,7 +72,7 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
     def work() -> None:
         thread = threading.get_ident()
         try:
-            as_here()
+            begin()
             while True:
                 with lock:
                     item = end if errors else next(todo, end)
@@ -93,6 +108,23 @@ def run_workers(items: Iterable[_Item], function: Callable[[_Item], None], num_w
         raise errors[0]
 
 
+def batches(
+    items: Iterable[_Item], num_bytes: Callable[[_Item], int], most_bytes: int, most_items: int = 1 << 62
+) -> Iterator[list[_Item]]:
+    """Gather neighbours for one read or one call, so many bytes and items at most; an item that is larger is alone."""
+    batch: list[_Item] = []
+    total = 0
+    for item in items:
+        size = num_bytes(item)
+        if batch and (total + size > most_bytes or len(batch) == most_items):
+            yield batch
+            batch, total = [], 0
+        batch.append(item)
+        total += size
+    if batch:
+        yield batch
+
+
 @contextmanager
 def meanwhile(action: Callable[[], None], *, patience: float | None = None) -> Iterator[None]:
     """Run the action in a second thread while the block runs; leaving waits for it and raises its error.
@@ -101,11 +133,11 @@ def meanwhile(action: Callable[[], None], *, patience: float | None = None) -> I
     thread can be started, the action comes first, in this thread.
     """
     errors: list[BaseException] = []
-    as_here = cuda.as_here()
+    begin = as_here()
 
     def run() -> None:
         try:
-            as_here()
+            begin()
             action()
         except BaseException as error:
             errors.append(error)
@@ -135,6 +167,29 @@ class _Bounce:
     copies: Sequence[torch.cuda.Event] = ()
     """Ends of the copies to devices that still read the buffer."""
 
+    def await_copies(self) -> None:
+        for event in self.copies:
+            event.synchronize()
+
+
+class _Uploads(threading.local):
+    events: tuple[torch.cuda.Event, ...] = ()
+
+
+_uploads = _Uploads()
+"""This thread's copies to devices from the bounce buffer that it has."""
+
+
+def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a copy on the device of a part of a bounce buffer, without waiting: the buffer is lent again after it."""
+    is_cuda = device.type == "cuda"
+    copied = values.to(device, non_blocking=is_cuda)
+    if is_cuda:
+        event = torch.cuda.Event(blocking=True)
+        event.record(torch.cuda.current_stream(device))
+        _uploads.events += (event,)
+    return copied
+
 
 _bounces: deque[_Bounce] = deque()
 """Buffers that nobody uses; the one used last, which the processor's cache may hold, is the last one."""
@@ -149,15 +204,14 @@ def bounce_buffer() -> Iterator[Buffer]:
     There is at most one per worker, and two while devices read them: a worker fills one while the other is copied.
     """
     bounce = _take_bounce()
-    if bounce.pinned is None and cuda.in_use():
+    if bounce.pinned is None and torch.cuda.is_initialized():
         bounce.buffer.tensor.zero_()
         bounce.pinned = cuda.pin(bounce.buffer)
-    outer = cuda.take_uploads()  # from a buffer that this thread holds meanwhile
+    outer, _uploads.events = _uploads.events, ()  # from a buffer that this thread holds meanwhile
     try:
         yield bounce.buffer
     finally:
-        bounce.copies = cuda.take_uploads()
-        cuda.keep_uploads(outer)
+        bounce.copies, _uploads.events = _uploads.events, outer
         _bounces.append(bounce)
 
 
@@ -169,7 +223,7 @@ def _take_bounce() -> _Bounce:
         _bounces.append(bounce)
         if len(_bounces) >= NUM_WORKERS:
             bounce = _bounces.popleft()
-            cuda.await_events(bounce.copies)
+            bounce.await_copies()
             return bounce
     return _Bounce(Buffer.allocate(IO_BYTES))
 
@@ -177,7 +231,7 @@ def _take_bounce() -> _Bounce:
 def finish_uploads() -> None:
     """Wait for all copies from bounce buffers to devices. Called when no thread uses one."""
     for bounce in tuple(_bounces):
-        cuda.await_events(bounce.copies)
+        bounce.await_copies()
 
 
 class Latch:
@@ -209,7 +263,7 @@ class BackgroundCall:
         self.error: BaseException | None = SaveError(f"{name}: an interrupt came before it had ended")
         """Why the call has not succeeded."""
         self._act, self._name, self._late, self._daemon = act, name, late, daemon
-        self._as_here = cuda.as_here()
+        self._as_here = as_here()
         self._makers: dict[str, int] = {}
         """The thread that makes the call, under one key."""
         self._is_started = False

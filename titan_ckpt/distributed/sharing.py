@@ -16,12 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name, local_chunks
+from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, describe, local_chunks
 
 MIN_PART_BYTES = 1 << 20
 """Replicas divide a chunk into parts of at least this many bytes; one rank writes a smaller chunk alone."""
@@ -43,14 +42,8 @@ class Share:
     index: Index | None
 
 
-@dataclass(frozen=True, slots=True)
-class Division:
-    """The chunks that this rank writes, and every tensor of the checkpoint by name."""
-
-    shares: tuple[Share, ...]
-    tensors: Mapping[str, TensorInfo]
-    replicas: Mapping[tuple[int, ...], tuple[str, ...]]
-    """Ranks that hold the same values, this rank included -> the names of these tensors."""
+Replicas = Mapping[tuple[int, ...], tuple[str, ...]]
+"""Ranks that hold the same values, this rank included -> the names of these tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +57,10 @@ class _Holders:
     meshes: tuple[tuple[int, ...], ...]
 
 
-def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, buffers: Collection[str] = ()) -> Division:
-    """Divide the tensors of all ranks. Collective.
+def divide(
+    tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, buffers: Collection[str] = ()
+) -> tuple[list[Share], dict[str, TensorInfo], Replicas]:
+    """Divide the tensors of all ranks: return this rank's shares, every tensor by name, and the replicas. Collective.
 
     `buffers`: names of tensors whose replicas may differ. The lowest rank that holds a chunk of one writes it.
 
@@ -75,20 +70,18 @@ def divide(tensors: Mapping[str, torch.Tensor], coordinator: Coordinator, buffer
     """
     own_list = describe(tensors)
     lists = coordinator.gather_distinct("plan/lists", lambda: {"list": own_list})["list"]
-    divisions: list[Division] = []
 
-    def sums() -> list[int]:
+    def sums() -> tuple[tuple[list[Share], dict[str, TensorInfo], Replicas], list[int]]:
         holders = _merge(lists)
         sharing = _Sharing(coordinator.rank, holders, buffers)
-        shares = tuple(sharing.shares(tensors, own_list["kind_of"]))
+        shares = sharing.shares(tensors, own_list["kind_of"])
         replicas = {ranks: tuple(sorted(names)) for ranks, names in sharing.replicated.items()}
-        divisions.append(Division(shares, {fqn: h.info for fqn, h in holders.items()}, replicas))
-        return tally((s.fqn, s.info, s.chunk) for s in shares)
+        infos = {fqn: h.info for fqn, h in holders.items()}
+        return (shares, infos, replicas), tally((s.fqn, s.info, s.chunk) for s in shares)
 
-    of_ranks = coordinator.gather_results("plan/tally", sums)
-    (division,) = divisions
+    division, of_ranks = coordinator.exchange("plan/tally", sums)
     actual = [sum(num_bytes for num_bytes, _ in of_ranks), sum(marks for _, marks in of_ranks) % _PRIME]
-    expected = tally((fqn, info, Chunk.whole(info.shape)) for fqn, info in division.tensors.items())
+    expected = tally((fqn, info, Chunk.whole(info.shape)) for fqn, info in division[1].items())
     if actual[0] != expected[0]:
         raise StateEncodingError(
             f"the shards of all ranks hold {actual[0]} bytes, their tensors {expected[0]}: ranks list different "
@@ -122,23 +115,6 @@ def _mark(offsets: Shape, sizes: Shape) -> int:
     dims = enumerate(zip(offsets, sizes, strict=True), 1)
     powers = ((pow(dim * _GOLDEN, n, _PRIME) for n in (at, at + size)) for dim, (at, size) in dims)
     return math.prod(end - start for start, end in powers) % _PRIME
-
-
-def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
-    """Return this rank's list as JSON: names, and for each the index of its kind (dtype, shape, mesh, placements)."""
-    meshes: dict[DeviceMesh, int] = {}
-    kinds: dict[tuple[Any, ...], int] = {}
-    kind_of = []
-    for value in tensors.values():
-        layout = (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
-        kind_of.append(kinds.setdefault((value.dtype, value.shape, layout), len(kinds)))
-    rows = []
-    for dtype, shape, layout in kinds:
-        mesh, placements = layout or (None, ())
-        index = -1 if mesh is None else meshes.setdefault(mesh, len(meshes))
-        rows.append([dtype_name(dtype), list(shape), index, [repr(p) for p in placements]])
-    listed = [[list(m.mesh.shape), m.mesh.flatten().tolist()] for m in meshes]
-    return {"meshes": listed, "kinds": rows, "names": list(tensors), "kind_of": kind_of}
 
 
 def _merge(lists: Mapping[tuple[int, ...], dict[str, Any]]) -> dict[str, _Holders]:

@@ -133,7 +133,8 @@ def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> 
                 f"too, such as {trained[0]}, and an adapter does not hold them; freeze them, or export merged weights "
                 '(format = "hf")'
             )
-        if config.format == "torchtitan_weights" and (lacking := _unknown_to_torchtitan(exporter)):
+        base = exporter.model.state_dict("base") if config.format == "torchtitan_weights" else {}
+        if lacking := sorted(base.keys() - exporter.transforms.names_in_torchtitan(base).keys()):
             problems.append(
                 f"torchtitan_weights: there are no names of torchtitan for {listed(lacking)}; the manager takes them "
                 "from sd_transforms=StateDictTransforms(torchtitan=...)"
@@ -182,8 +183,3 @@ def _quantizing_problems(exporter: Exporter, config: ExportConfig) -> Iterator[s
             f"quantized: the output matrix is tied to {TIED[1]}, which is quantized, and was trained as it is; "
             "leave embeddings out of the converter, or untie them"
         )
-
-
-def _unknown_to_torchtitan(exporter: Exporter) -> list[str]:
-    base = exporter.model.state_dict("base")
-    return sorted(base.keys() - exporter.transforms.names_in_torchtitan(base).keys())

@@ -13,7 +13,7 @@ from titan_ckpt.components.items.item import Item
 from titan_ckpt.distributed.replicas import digest_of
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ExportError, listed
-from titan_ckpt.geometry.requests import StoredValue
+from titan_ckpt.formats.dcp.writer import StoredValue
 from titan_ckpt.types import StateDict
 
 

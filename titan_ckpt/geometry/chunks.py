@@ -1,6 +1,6 @@
 """The place of a tensor's values: chunks of a global shape, blocks of local memory, lazy tensors.
 
-Owns the geometry of sharded tensors. Knows no files, no names and no process groups beyond a DTensor's own mesh.
+Owns the geometry of sharded tensors. Knows no files and no process groups beyond a DTensor's own mesh.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, le, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -137,6 +137,23 @@ def sharding_of(value: torch.Tensor | LazyTensor) -> Sharding | None:
     if isinstance(value, DTensor):
         return Sharding(value.device_mesh, tuple(value.placements))
     return value.sharding if isinstance(value, LazyTensor) else None
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
+    """Return tensors as JSON: their names, and for each the index of its kind (dtype, shape, mesh, placements)."""
+    meshes: dict[DeviceMesh, int] = {}
+    kinds: dict[tuple[Any, ...], int] = {}
+    kind_of = []
+    for value in tensors.values():
+        layout = (value.device_mesh, value.placements) if isinstance(value, DTensor) else None
+        kind_of.append(kinds.setdefault((value.dtype, value.shape, layout), len(kinds)))
+    rows = []
+    for dtype, shape, layout in kinds:
+        mesh, placements = layout or (None, ())
+        index = -1 if mesh is None else meshes.setdefault(mesh, len(meshes))
+        rows.append([dtype_name(dtype), list(shape), index, [repr(p) for p in placements]])
+    listed = [[list(m.mesh.shape), m.mesh.flatten().tolist()] for m in meshes]
+    return {"meshes": listed, "kinds": rows, "names": list(tensors), "kind_of": kind_of}
 
 
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
@@ -301,7 +318,7 @@ def chunks_at(
         runs[placement.dim] = [run for a, b in shares for run in _take(held, a, b)]
     if not runs:
         return ((Chunk((), ()), ()),)
-    return tuple(_product([_merge(r) for r in runs]))
+    return tuple(_product([joined(r) or [(0, 0)] for r in runs]))
 
 
 def _split(start: int, stop: int, parts: int) -> list[tuple[int, int]]:
@@ -321,14 +338,25 @@ def _take(runs: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int,
     return out
 
 
-def _merge(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    out: list[tuple[int, int]] = []
-    for a, b in runs:
-        if out and out[-1][1] == a:
-            out[-1] = (out[-1][0], b)
-        else:
-            out.append((a, b))
-    return out or [(0, 0)]
+def cut(start: int, stop: int, most: int, base: int = 0) -> Iterator[tuple[int, int]]:
+    """Cut a run at places that are a multiple of `most` away from `base`."""
+    while stop - start > most:
+        end = start + most - (start - base) % most
+        yield start, end
+        start = end
+    if stop > start:
+        yield start, stop
+
+
+def joined(runs: Iterable[tuple[int, int]], gap: int = 0) -> list[tuple[int, int]]:
+    """Return runs [start, stop) in order, as one those with at most `gap` between them."""
+    made: list[tuple[int, int]] = []
+    for start, stop in sorted(runs):
+        if made and made[-1][1] + gap >= start:
+            start, before = made.pop()
+            stop = max(stop, before)
+        made.append((start, stop))
+    return made
 
 
 def _product(runs: list[list[tuple[int, int]]]) -> Iterator[tuple[Chunk, tuple[slice, ...]]]:

@@ -21,19 +21,8 @@ from functools import cached_property
 import torch
 
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.geometry.chunks import Chunk, Shape
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The part of a native block that belongs to one file tensor.
-
-    `view` aliases the block; in row-major order its elements are those of `chunk` (its shape may differ).
-    """
-
-    file_index: int
-    chunk: Chunk
-    view: torch.Tensor
+from titan_ckpt.geometry.chunks import Block, Chunk, Shape
+from titan_ckpt.geometry.requests import FilePart
 
 
 class TensorOp(ABC):
@@ -51,8 +40,11 @@ class TensorOp(ABC):
         """Return the native global shapes for these file shapes."""
 
     @abstractmethod
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
-        """Cut `block`, which holds `chunk` of native tensor `index` of `shapes`, into views, one per file region."""
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        """Cut `part`, a block of native tensor `index` of `shapes`, into views of it, one per file region.
+
+        `keys`: the names of the file tensors.
+        """
 
     def zeros(self, index: int, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
         """Yield (file index, region) of zeros that a file has beside the pieces of a chunk of native tensor `index`.
@@ -70,8 +62,8 @@ class Identity(TensorOp):
 
     native_shapes = file_shapes
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
-        yield Piece(0, chunk, block)
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        yield FilePart(keys[0], *part)
 
 
 @dataclass(frozen=True)
@@ -91,7 +83,8 @@ class PermuteRotary(TensorOp):
 
     native_shapes = file_shapes
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        chunk, block = part
         head_dim = shapes[0][0] // self.num_heads
         half = head_dim // 2
         start, rest, rest_sizes = chunk.offsets[0], chunk.offsets[1:], chunk.sizes[1:]
@@ -100,7 +93,7 @@ class PermuteRotary(TensorOp):
         if first < last:  # whole heads stay contiguous in the file
             rows = block[first * head_dim - start : last * head_dim - start]
             view = rows.view(last - first, half, 2, *rest_sizes).transpose(1, 2)
-            yield Piece(0, Chunk((first * head_dim, *rest), (rows.shape[0], *rest_sizes)), view)
+            yield FilePart(keys[0], Chunk((first * head_dim, *rest), (rows.shape[0], *rest_sizes)), view)
         ragged = [(start, stop)] if first > last else [(start, first * head_dim), (last * head_dim, stop)]
         for a, b in ragged:
             for parity in (0, 1):  # rows of one parity are together in one half of their head
@@ -110,7 +103,7 @@ class PermuteRotary(TensorOp):
                 view = block[row - start : b - start : 2]
                 head = row // head_dim * head_dim
                 offset = head + parity * half + (row - head) // 2
-                yield Piece(0, Chunk((offset, *rest), (view.shape[0], *rest_sizes)), view)
+                yield FilePart(keys[0], Chunk((offset, *rest), (view.shape[0], *rest_sizes)), view)
 
 
 @dataclass(frozen=True)
@@ -126,7 +119,8 @@ class PermuteRows(TensorOp):
 
     native_shapes = file_shapes
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        chunk, block = part
         start, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
         held = [(i, row) for i, row in enumerate(self.order) if start <= row < stop]
         while held:
@@ -135,7 +129,7 @@ class PermuteRows(TensorOp):
             (first, row), (_, last) = run[0], run[-1]
             step = run[1][1] - row if len(run) > 1 else 1
             view = block[row - start : last - start + 1 : step]
-            yield Piece(0, Chunk((first, *chunk.offsets[1:]), (len(run), *chunk.sizes[1:])), view)
+            yield FilePart(keys[0], Chunk((first, *chunk.offsets[1:]), (len(run), *chunk.sizes[1:])), view)
 
     @staticmethod
     def _run(held: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
@@ -175,13 +169,14 @@ class Unstack(TensorOp):
             raise KeyMapError(f"experts differ in shape: {list(expert)} and {differing[0]}")
         return [(self.num_file, *(expert[::-1] if self.transpose else expert))]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        chunk, block = part
         inner = Chunk(chunk.offsets[1:], chunk.sizes[1:])
         if self.transpose:
             inner = Chunk(inner.offsets[::-1], inner.sizes[::-1])
         for i in range(chunk.sizes[0]):
             view = block[i].transpose(-1, -2) if self.transpose else block[i]
-            yield Piece(chunk.offsets[0] + i, inner, view)
+            yield FilePart(keys[chunk.offsets[0] + i], inner, view)
 
 
 class Transpose(TensorOp):
@@ -194,8 +189,9 @@ class Transpose(TensorOp):
 
     native_shapes = file_shapes
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
-        yield Piece(0, Chunk(_turned(chunk.offsets), _turned(chunk.sizes)), block.transpose(-1, -2))
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        chunk, block = part
+        yield FilePart(keys[0], Chunk(_turned(chunk.offsets), _turned(chunk.sizes)), block.transpose(-1, -2))
 
 
 def _turned(values: Shape) -> Shape:
@@ -222,9 +218,10 @@ class Concat(TensorOp):
             raise KeyMapError(f"{list(shapes[0])} cannot be split into rows {list(self.rows)}")
         return [(n, *shapes[0][1:]) for n in self.rows]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        chunk, block = part
         row = sum(self.rows[:index]) + chunk.offsets[0]
-        yield Piece(0, Chunk((row, *chunk.offsets[1:]), chunk.sizes), block)
+        yield FilePart(keys[0], Chunk((row, *chunk.offsets[1:]), chunk.sizes), block)
 
 
 @dataclass(frozen=True)
@@ -243,13 +240,14 @@ class Split(TensorOp):
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return Concat(self.rows).file_shapes(shapes)
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        chunk, block = part
         start = 0
         for i, n in enumerate(self.rows):
-            part = chunk.intersect(Chunk((start, *chunk.offsets[1:]), (n, *chunk.sizes[1:])))
-            if part is not None:
-                region = Chunk((part.offsets[0] - start, *part.offsets[1:]), part.sizes)
-                yield Piece(i, region, block[part.within(chunk)])
+            rows = chunk.intersect(Chunk((start, *chunk.offsets[1:]), (n, *chunk.sizes[1:])))
+            if rows is not None:
+                region = Chunk((rows.offsets[0] - start, *rows.offsets[1:]), rows.sizes)
+                yield FilePart(keys[i], region, block[rows.within(chunk)])
             start += n
 
 
@@ -268,9 +266,9 @@ class Repeat(TensorOp):
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [shapes[0]]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
-        for i in range(self.num_file):
-            yield Piece(i, chunk, block)
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        for key in keys:
+            yield FilePart(key, *part)
 
 
 @dataclass(frozen=True)
@@ -303,12 +301,12 @@ class Chain(TensorOp):
         runs = [shapes[i : i + step] for i in range(0, len(shapes), step)]
         return self.first.native_shapes([self.then.native_shapes(run)[0] for run in runs])
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
-        between = self.first.file_shapes(shapes)
-        for piece in self.first.pieces(index, shapes, chunk, block):
-            start = piece.file_index * self.then.num_file
-            for part in self.then.pieces(0, [between[piece.file_index]], piece.chunk, piece.view):
-                yield Piece(start + part.file_index, part.chunk, part.view)
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        step, between = self.then.num_file, self.first.file_shapes(shapes)
+        runs = {keys[i * step]: i for i in range(len(between))}
+        for first, chunk, view in self.first.pieces(index, shapes, part, [*runs]):
+            i = runs[first]
+            yield from self.then.pieces(0, [between[i]], Block(chunk, view), keys[i * step : (i + 1) * step])
 
 
 @dataclass(frozen=True)
@@ -328,8 +326,8 @@ class Shared(TensorOp):
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [shapes[0]] * self.num_native
 
-    def pieces(self, index: int, shapes: Sequence[Shape], chunk: Chunk, block: torch.Tensor) -> Iterator[Piece]:
-        yield Piece(0, chunk, block)
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+        yield FilePart(keys[0], *part)
 
 
 class Tie(Shared):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
@@ -28,8 +27,9 @@ class FilePart(NamedTuple):
     view: torch.Tensor
 
 
-Fill = Callable[[], None]
-"""Fills the memory of requests that are planned already."""
+Fill = Callable[[], tuple[int, int] | None]
+"""Fills the memory of requests that are planned already. Returns the bytes that this rank has read, and those that came
+from other ranks; None if it does not say."""
 
 
 class TensorReader(ABC):
@@ -77,15 +77,3 @@ class TensorReader(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
-
-
-@dataclass(frozen=True, slots=True)
-class StoredValue:
-    """A value that is no tensor, as it is written."""
-
-    path: tuple[str, ...]
-    """The keys by which it is nested; joined by dots they are its name."""
-    data: bytes
-    """The bytes that torch.save makes of the value."""
-    digest: str | None
-    """Equal for equal values; None if ranks need not have the same one."""

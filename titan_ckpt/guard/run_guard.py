@@ -25,7 +25,7 @@ from titan_ckpt.errors import CheckpointError, DataError
 from titan_ckpt.guard import outside_request as save_request
 from titan_ckpt.guard.notices import Kind, Notice, NoticeBoard
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.saving.handle import SaveHandle
+from titan_ckpt.saving.saver import SaveHandle
 
 logger = logging.getLogger(__name__)
 

@@ -123,9 +123,9 @@ class AdapterMerge:
         shapes = [info_of(base[fqn]).shape for fqn in group.fqns]
         for i, fqn in enumerate(group.fqns):
             for block in blocks_of(base[fqn]):
-                for piece in group.op.pieces(i, shapes, block.chunk, block.data):
-                    if piece.file_index == group.keys.index(weight):
-                        yield piece.view, piece.chunk
+                for key, chunk, view in group.op.pieces(i, shapes, block, group.keys):
+                    if key == weight:
+                        yield view, chunk
 
     def stored(self, update: WeightUpdate) -> list[str]:
         """Return the names of an update's tensors; older versions of PEFT store no lengths of embeddings."""

@@ -38,8 +38,7 @@ from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
 from titan_ckpt.loading.adapters import is_adapter
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
 from titan_ckpt.loading.sources import PreparedLoad
-from titan_ckpt.stores.bucket import open_source
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.settings import StoreConfig, open_source
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import Format, StateDict
 from titan_ckpt.weights.identity import check_converters
@@ -61,33 +60,26 @@ class ResumeState:
     """Fills `tensors`. Raises: CorruptCheckpointError; OSError."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredState:
-    """The training state of a checkpoint: values that were read, and tensors that can be."""
-
-    stored: Stored
-    reader: TensorReader
-    names: Mapping[str, str]
-    """Names of tensors in the reader, by the names that they have here."""
-    strangers: Sequence[str] = ()
-    """Keys of optimizer state, beside tensors, that have no place on this rank."""
+Read = tuple[Stored, TensorReader, Mapping[str, str], Sequence[str]]
+"""The training state of a checkpoint: values that were read, a reader of its tensors, with their names there by those
+that they have here, and keys of optimizer state, beside tensors, that have no place on this rank."""
 
 
 @gc_paused()
-def plan_state(run_state: RunState, coordinator: Coordinator, read: Callable[[], StoredState]) -> ResumeState:
+def plan_state(run_state: RunState, coordinator: Coordinator, read: Callable[[], Read]) -> ResumeState:
     """Check what was read, and plan its tensors; all ranks succeed or all raise. Collective.
 
     Raises: LoadMismatchError for state that the checkpoint lacks, and for an optimizer that does not fit; as `read`.
     """
 
     def plan() -> tuple[ResumeState, dict[str, Any]]:
-        state = read()
-        run_state.check(state.stored)
-        available = {ours: state.reader.tensors[theirs] for ours, theirs in state.names.items()}
-        tensors, strangers = run_state.destinations(state.stored, available)
-        requests = [FilePart(state.names[key], b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
-        facts = {"trains": bool(run_state.optimizers), "strangers": sorted({*strangers, *state.strangers})}
-        return ResumeState(state.stored, tensors, state.reader.plan(requests)), {"facts": facts}
+        stored, reader, names, without_place = read()
+        run_state.check(stored)
+        available = {ours: reader.tensors[theirs] for ours, theirs in names.items()}
+        tensors, strangers = run_state.destinations(stored, available)
+        requests = [FilePart(names[key], b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
+        facts = {"trains": bool(run_state.optimizers), "strangers": sorted({*strangers, *without_place})}
+        return ResumeState(stored, tensors, reader.plan(requests)), {"facts": facts}
 
     planned, distinct = coordinator.exchange_distinct("resume-plan", plan)
     facts = distinct["facts"].values()
@@ -150,10 +142,10 @@ class CommittedStep(Origin):
     ) -> ResumeState:
         values = self._values(run, load_plan.exclude, coordinator)
 
-        def read() -> StoredState:
+        def read() -> Read:
             reader = prepared.reader_of(self.path)
             names = {key: key for key in reader.tensors if not key.startswith(MODEL)}
-            return StoredState(Stored(self.step, values, load_plan.exclude, [*prepared.state.values]), reader, names)
+            return Stored(self.step, values, load_plan.exclude, [*prepared.state.values]), reader, names, ()
 
         return plan_state(run, coordinator, read)
 
@@ -242,7 +234,9 @@ class TorchtitanFolder(Origin):
                     f"{path} holds no training state: only steps of this package and DCP folders of torchtitan do; "
                     'leave load = "training_state" out to load its weights'
                 )
-            stored, is_whole = step_of_folder(reader, path), has_training_state(reader)
+            stored = step_of_folder(reader, path)
+            names = (*reader.items, *reader.tensors)
+            is_whole = any(name.startswith((OPTIMIZER, "lr_scheduler.")) for name in names)
         number = stored if step is None else step
         return TorchtitanFolder(
             path, number, in_place=step is not None, is_whole=is_whole or not stored, is_seed=not stored,
@@ -258,7 +252,7 @@ class TorchtitanFolder(Origin):
     def open_state(
         self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, prepared: PreparedLoad
     ) -> ResumeState:
-        def read() -> StoredState:
+        def read() -> Read:
             reader = DcpReader(self.path)
             items = run.restored(load_plan.exclude)
             values = {item.key: value for item in items if (value := item.from_torchtitan(reader)) is not None}
@@ -272,14 +266,9 @@ class TorchtitanFolder(Origin):
                 fqns = {name.rpartition(".")[0] for name in settings}
                 strangers = [f"{OPTIMIZER}{fqn}.state" for fqn in fqns - trained]
             stored = Stored(self.step, values, load_plan.exclude, [*prepared.state.values])
-            return StoredState(stored, reader, names, strangers)
+            return stored, reader, names, strangers
 
         return plan_state(run, coordinator, read)
-
-
-def has_training_state(reader: DcpReader) -> bool:
-    """Return whether a DCP folder holds more than a model."""
-    return any(name.startswith((OPTIMIZER, "lr_scheduler.")) for name in (*reader.items, *reader.tensors))
 
 
 def step_of_folder(reader: DcpReader, path: Place) -> int:

@@ -16,6 +16,7 @@ from titan_ckpt.components.files import RUN_STATE, rank_state_name
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.directory.names import rank_file_name
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken
 from titan_ckpt.encoding import typed_json
@@ -30,9 +31,8 @@ from titan_ckpt.errors import (
     counted,
     listed,
 )
-from titan_ckpt.formats.native.rank_file import rank_file_name
 from titan_ckpt.formats.reading.engine import SliceFill
-from titan_ckpt.formats.reading.shared import awaited, share_reads, traffic
+from titan_ckpt.formats.reading.shared import awaited, share_reads
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
 from titan_ckpt.loading.merge import settle_tables
@@ -317,9 +317,11 @@ class Restorer:
             overwritten |= self._run.may_be_live(state.tensors)
         self._run.half_loaded.begin(load_plan.title, overwritten)
         rounds = joined(fills)
-        is_on = self._config.resume.share_reads
-        shared = share_reads("load-begin", [fill for _, fill in rounds], self._coordinator, is_on=is_on)
-        moved = self._fill([(names, fill) for (names, _), fill in zip(rounds, shared, strict=True)])
+        if self._coordinator.world_size > 1:
+            is_on = self._config.resume.share_reads
+            shared = share_reads("load-begin", [fill for _, fill in rounds], self._coordinator, is_on=is_on)
+            rounds = [(names, fill) for (names, _), fill in zip(rounds, shared, strict=True)]
+        moved = self._fill(rounds)
         values = {} if state is None or load_plan.has_new_weights else state.stored.values.get("model", {})
         self._give_back(prepared, values)
         self._merge(load_plan, prepared, values)
@@ -333,8 +335,9 @@ class Restorer:
         """
         broken: tuple[str, float] | None = None
         error: BaseException | None = None
+        moved: tuple[int, int] | None = None
         try:
-            fill_in_order(rounds)
+            moved = fill_in_order(rounds)
         except ExchangeBroken as caught:
             broken = str(caught), caught.seconds
         except BaseException as caught:
@@ -345,7 +348,6 @@ class Restorer:
         try:
             # who has waited for a silent rank waits as long again at most
             seconds = line.timeout_seconds / 2 if broken else None
-            moved = traffic([fill for _, fill in rounds])
             of_ranks: list[Any] = line.gather("load-read", [broken and [*broken], moved and [*moved]], error, seconds)
         finally:
             line.peers.discard()
@@ -353,8 +355,7 @@ class Restorer:
             late = awaited({rank: seconds for rank, (_, seconds) in causes.items()}, line.timeout_seconds)
             who = f", because rank {listed([*map(str, late)], ', ')} was late" if late else ""
             raise PeerError(f"{next(iter(causes.values()))[0]}{who}", late)
-        moved_by = [moved for _, moved in of_ranks]
-        return None if None in moved_by else (sum(read for read, _ in moved_by), sum(got for _, got in moved_by))
+        return _sums([of_rank for _, of_rank in of_ranks])
 
     def _merge(self, load_plan: LoadPlan, prepared: PreparedLoad, values: Mapping[str, Any]) -> None:
         """Merge adapters in order. Each may record the base as loaded, or as those before it left it. Collective.
@@ -476,12 +477,16 @@ def joined(fills: Sequence[tuple[Sequence[str], Fill]]) -> list[tuple[Sequence[s
     return rounds
 
 
-def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:
-    """Fill live tensors. Raises: CorruptCheckpointError naming all that was overwritten, also by the fills before."""
+def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> tuple[int, int] | None:
+    """Fill live tensors; return what each Fill does, of all.
+
+    Raises: CorruptCheckpointError naming all that was overwritten, also by the fills before.
+    """
     filled: list[str] = []
+    moved: list[tuple[int, int] | None] = []
     for names, fill in fills:
         try:
-            fill()
+            moved.append(fill())
         except CorruptCheckpointError as error:
             if not filled:
                 raise
@@ -492,3 +497,9 @@ def fill_in_order(fills: Sequence[tuple[Sequence[str], Fill]]) -> None:
                 [*filled, *error.overwritten],
             ) from error
         filled += names
+    return _sums(moved)
+
+
+def _sums(moved: Sequence[Sequence[int] | None]) -> tuple[int, int] | None:
+    """Add up bytes that were read, and received; None if any is not known."""
+    return None if None in moved else (sum(m[0] for m in moved if m), sum(m[1] for m in moved if m))

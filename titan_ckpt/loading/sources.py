@@ -99,11 +99,11 @@ class PreparedLoad:
             return False
         for index, value in enumerate(live):
             for block in blocks_of(value):
-                for piece in group.op.pieces(index, shapes, block.chunk, block.data):
-                    if group.keys[piece.file_index] == key:
-                        theirs = torch.empty_like(piece.view)
-                        opened.reader.read([FilePart(key, piece.chunk, theirs)])
-                        if not torch.equal(theirs, piece.view):
+                for other, chunk, view in group.op.pieces(index, shapes, block, group.keys):
+                    if other == key:
+                        theirs = torch.empty_like(view)
+                        opened.reader.read([FilePart(key, chunk, theirs)])
+                        if not torch.equal(theirs, view):
                             return False
         return True
 
@@ -183,8 +183,8 @@ def prepare_load(
             facts = _verdict(opened, unknown, state.tensors, wrapper, require_owned=require_owned)
             if problems := _problems(facts, opened, resuming=require_owned):
                 text = "the weights do not fit the model; nothing was loaded\n  " + "\n  ".join(problems)
-                raise LoadMismatchError(text, facts.report)
-            return facts.report, [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
+                raise LoadMismatchError(text, facts[0])
+            return facts[0], [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
 
         report, fills = coordinator.together("load-verdict", verdict)
         for folder in opened:
@@ -296,7 +296,13 @@ def _plan(
     available = names.available
     if source.base_only:
         available = {fqn: info for fqn, info in available.items() if not wrapper.owns(fqn)}
-    check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
+    manifest = reader.manifest if isinstance(reader, NativeReader) else None
+    if manifest is not None and manifest.kind == "external":
+        raise LoadMismatchError(
+            f"{source.path} holds no model weights: its run took them from outside. Name another source"
+        )
+    if source.adapter or wrapper.converter is not None or (manifest is not None and manifest.converters):
+        check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
     plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
     plan = replace(plan, requests=names.to_file_names(plan.requests))
     return _Opened(source, reader, plan, partial=replace(partial, requests=names.to_file_names(partial.requests)))
@@ -350,17 +356,9 @@ def _quantizes(wrapper: ModelWrapper) -> bool:
         return True
 
 
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What of all sources fits the model."""
-
-    report: LoadReport
-    strangers: Sequence[Sequence[str]] = ()
-    """Per source, the keys that no rank has a place for."""
-    twice: Sequence[tuple[str, Place, Place]] = ()
-    """Weights that two sources have, each with these sources."""
-    prefix: str = ""
-    """As `_prefix` returns it."""
+_Verdict = tuple[LoadReport, Sequence[Sequence[str]], Sequence[tuple[str, Place, Place]], str]
+"""A report on all sources; per source, the keys that no rank has a place for; weights that two sources have, each with
+these sources; and what `_prefix` returns."""
 
 
 def _verdict(
@@ -376,7 +374,7 @@ def _verdict(
     `unknown`: per source, the keys that no rank has a place for (a pipeline stage lacks the keys of other stages).
     """
     if not opened:
-        return _Verdict(LoadReport(initialized=tuple(wanted)))
+        return LoadReport(initialized=tuple(wanted)), (), (), ""
     loaded: dict[str, Place] = {}
     twice: list[tuple[str, Place, Place]] = []
     for folder in opened:
@@ -404,16 +402,16 @@ def _verdict(
         tuple(key for o in opened for key in (*o.plan.report.ignored, *sorted(o.partial.passed_by))),
     )
     prefix = _prefix(strangers[0], opened[0].plan.absent_keys) if len(opened) == 1 else ""
-    return _Verdict(report, strangers, twice, prefix)
+    return report, strangers, twice, prefix
 
 
 def _problems(verdict: _Verdict, opened: Sequence[_Opened], *, resuming: bool) -> list[str]:
     """Return a line for each kind of fault, and what to do about it; none if all fits."""
-    report, prefix = verdict.report, verdict.prefix
+    report, of_sources, in_two, prefix = verdict
     adapters = [o.source.adapter for o in opened]
     problems = [
         f"{folder.source.path}: {line}"
-        for folder, keys in zip(opened, verdict.strangers, strict=True)
+        for folder, keys in zip(opened, of_sources, strict=True)
         for line in _problems_of(folder, keys, prefix, resuming=resuming)
     ]
     if report.missing and not prefix:
@@ -422,7 +420,7 @@ def _problems(verdict: _Verdict, opened: Sequence[_Opened], *, resuming: bool) -
         few = not (alone or resuming) and len(report.missing) <= _FEW  # a resume takes all that the step's run had
         hint = ". Name new tensors in checkpoint.initial_load.initialize" if few else ""
         problems.append(f"{where}: {len(report.missing)} missing: {_listed(report.missing)}{alone}{hint}")
-    if twice := [f"{fqn} (in {first} and {second})" for fqn, first, second in verdict.twice]:
+    if twice := [f"{fqn} (in {first} and {second})" for fqn, first, second in in_two]:
         both = ', or merge all adapters but one into the base (load = "merge")' if any(adapters) else ""
         problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once{both}")
     if not problems:

@@ -22,7 +22,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from titan_ckpt.errors import KeyMapError, listed
-from titan_ckpt.geometry.chunks import Chunk, Shape
+from titan_ckpt.geometry.chunks import Block, Chunk, Shape
 from titan_ckpt.geometry.keymap import IDENTITY, Chain, Concat, KeyMap, KeyRule, Split, TensorOp, Transpose, Unstack
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -183,12 +183,11 @@ def makes(op: TensorOp, natives: Sequence[torch.Tensor], wanted: Sequence[torch.
             return False
     except KeyMapError:
         return False
-    left = sum(value.numel() for value in wanted)
+    left, files = sum(value.numel() for value in wanted), {str(i): value for i, value in enumerate(wanted)}
     for index, native in enumerate(natives):
-        for piece in op.pieces(index, shapes, Chunk.whole(native.shape), native):
-            value = wanted[piece.file_index]
-            region = value[piece.chunk.within(Chunk.whole(value.shape))]
-            if not torch.equal(*unrepeated(piece.view.reshape(region.shape), region)):
+        for file, chunk, view in op.pieces(index, shapes, Block(Chunk.whole(native.shape), native), [*files]):
+            region = files[file][chunk.within(Chunk.whole(files[file].shape))]
+            if not torch.equal(*unrepeated(view.reshape(region.shape), region)):
                 return False
             left -= region.numel()
     return left == 0

@@ -1,3 +1,3 @@
 """One save at a time: staged, written, agreed upon and committed; and the last step, which RunGuard can still save."""
 
-__all__ = ["handle", "saver", "step"]
+__all__ = ["saver", "step"]

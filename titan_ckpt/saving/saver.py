@@ -1,27 +1,31 @@
 """Saver: stages, writes, agrees, commits and expires, in this thread or in a helper thread and its process.
 
-Owns the order of a save and who waits for whom. policy.py decides when a save is due, directory/ what a checkpoint is.
+Owns the order of a save, who waits for whom, and what is said of a failure that nobody waits for: it is logged when the
+process ends. policy.py decides when a save is due, directory/ what a checkpoint is.
 Knows no file format beyond asking the native writer for its files.
 """
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import xxhash
 
 from titan_ckpt.components.files import RUN_STATE, as_stored, divided, rank_state_name, run_parts
-from titan_ckpt.components.snapshot import Mark, Snapshot
+from titan_ckpt.components.snapshot import Snapshot
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
-from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
+from titan_ckpt.directory.manifest import FileRecord, Manifest
+from titan_ckpt.disk.workers import BackgroundCall
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import check_replicas
 from titan_ckpt.encoding import typed_json
@@ -30,7 +34,6 @@ from titan_ckpt.formats.native.arena import StagingHandle
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
-from titan_ckpt.saving.handle import SaveHandle
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 from titan_ckpt.telemetry.events import Event, Telemetry
@@ -39,37 +42,42 @@ from titan_ckpt.types import StateDict
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class DueSave:
-    """A save that is due, as `CheckpointManager.save` gives it to `save_step`."""
+class SaveHandle(BackgroundCall):
+    """A save in flight, or the exports of a step."""
 
-    step: int
-    """The step that has just been completed, or with `mark` the one that the mark is of."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    """The values that retention compares and `titan-ckpt ls` shows."""
-    skippable: bool = False
-    """Whether it may be left out while another save is being written (if_busy)."""
-    last: bool = False
-    """Whether no later save can make up for it: the last step of the run, or of this process."""
-    mark: Mark | None = None
-    """Save the marked state instead of the live one: that of the last completed step."""
-    model_only: bool | str = False
-    """Save the model alone; a string is the dtype of its floating-point tensors."""
+    def __init__(self, step: int, act: Callable[[], object], name: str) -> None:
+        super().__init__(act, f"titan_ckpt {name} {step}")
+        self.step = step
+
+    def run(self, *, make: bool = True) -> None:
+        _unheard[id(self)] = self
+        super().run(make=make)
+        if self.done and self.error is None:
+            self.hear()
+
+    def succeeded(self) -> bool:
+        """Block until the save has ended and return whether it is committed."""
+        self.wait()
+        return self.error is None
+
+    def hear(self) -> None:
+        """Note that somebody knows how it ended."""
+        _unheard.pop(id(self), None)
 
 
-@dataclass(frozen=True, slots=True)
-class SaveRequest:
-    """Metadata of one checkpoint; the tensors are passed separately."""
+_unheard: dict[int, SaveHandle] = {}
+"""Saves that have failed, or may fail, and that nobody has waited for yet."""
 
-    step: int
-    kind: Kind
-    converters: list[dict[str, Any]] = field(default_factory=list)
-    base: dict[str, Any] | None = None
-    resumed_from: dict[str, Any] | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
-    allowed: tuple[str, ...] = ()
-    expire: bool = True
-    """Expire older steps after the commit. Not after a save that an exception caused: its state may be broken."""
+
+def _report_unheard() -> None:
+    """Log unheard failures when the process ends without `close`; the threads of saves have ended by then."""
+    for handle in _unheard.values():
+        error = handle.error
+        logger.critical("what was saved or exported of step %d is not there: %s", handle.step, error, exc_info=error)
+
+
+atexit.register(_report_unheard)
+os.register_at_fork(after_in_child=_unheard.clear)  # the process that saves says it
 
 
 class Saver:
@@ -107,10 +115,14 @@ class Saver:
         return self._staged is not None and self._staged[0] == step and not self._changed()
 
     @gc_paused()
-    def save(self, request: SaveRequest, snapshot: Snapshot, event: Event) -> None:
+    def save(
+        self, step: int, described: Callable[..., Manifest], snapshot: Snapshot, event: Event, *, expire: bool
+    ) -> None:
         """Start a save, which is `in_flight` then; with async_mode "disabled" it has ended. Collective.
 
-        `event` times it; the save ends it, unless this function raises.
+        `described`: makes the manifest of the attempt, the time, the components and the files. `event` times the save,
+        which ends it, unless this function raises. `expire`: whether older steps expire after the commit; not after a
+        save that an exception caused, whose state may be broken.
 
         The previous save must have been waited for. Live tensors may change again once `wait_staged` has returned.
         Raises: StateEncodingError and SaveError, before anything is written.
@@ -124,18 +136,19 @@ class Saver:
         if mode != "off" and self._coordinator.world_size > 1:
             own = snapshot.own_buffers
             held = {ranks: tuple(name for name in names if name not in own) for ranks, names in plan.replicas.items()}
-            check_replicas(snapshot.tensors, held, self._coordinator, mode, request.step)
+            check_replicas(snapshot.tensors, held, self._coordinator, mode, step)
         self._event = event
-        commit = self._telemetry.ending(event)(partial(self._commit, event, request, snapshot, state, plan))
+        described = partial(described, components=snapshot.components)
+        commit = self._telemetry.ending(event)(partial(self._commit, event, step, described, expire, state, plan))
         changed = snapshot.watched.changed
 
         def write_live(folder: Place) -> FileRecord:
             record = plan.write(folder, snapshot.tensors)
-            _refuse_changed(request.step, changed())
+            _refuse_changed(step, changed())
             return record
 
         if self._config.async_mode == "disabled":
-            handle = SaveHandle(request.step, lambda: commit(write_live), "save")
+            handle = SaveHandle(step, lambda: commit(write_live), "save")
             handle.run()
             self.in_flight = handle
             return
@@ -155,14 +168,14 @@ class Saver:
                 raise error
             assert file is not None and staging is not None
             with event.phase("staging"):
-                _refuse_changed(request.step, staging.finish())
+                _refuse_changed(step, staging.finish())
             return file.write(folder)
 
         # known before it runs, so that an interrupt cannot come between
-        self.in_flight = SaveHandle(request.step, lambda: commit(write_staged), "save")
+        self.in_flight = SaveHandle(step, lambda: commit(write_staged), "save")
         self.in_flight.start()
         if not snapshot.casts:
-            self._staged, self._changed = (request.step, snapshot.tensors), snapshot.watched.changed
+            self._staged, self._changed = (step, snapshot.tensors), snapshot.watched.changed
 
     def prepare(self, snapshot: Snapshot) -> None:
         """Plan saves of these tensors, and begin to make memory for their copies ready in the background. Collective.
@@ -279,8 +292,9 @@ class Saver:
     def _commit(
         self,
         event: Event,
-        request: SaveRequest,
-        snapshot: Snapshot,
+        step: int,
+        described: Callable[..., Manifest],
+        expire: bool,
         state: dict[str, bytes],
         plan: WritePlan,
         write_tensors: Callable[[Place], FileRecord],
@@ -290,10 +304,10 @@ class Saver:
         1 Rank 0 begins the attempt. 2 Every rank writes its files. 3 All agree. 4 Rank 0 commits. 5 Old steps expire.
         """
         started = time.perf_counter()
-        attempt = self._directory.begin(request.step, plan.layout.num_bytes + sum(map(len, state.values())))
+        attempt = self._directory.begin(step, plan.layout.num_bytes + sum(map(len, state.values())))
 
         def write() -> list[dict[str, Any]]:
-            with os_errors_as(SaveError, f"{self._directory.root}: step {request.step} was not saved"):
+            with os_errors_as(SaveError, f"{self._directory.root}: step {step} was not saved"):
                 records = _write_all(attempt.path, write_tensors, state)
             return [asdict(record) for record in records]
 
@@ -303,31 +317,23 @@ class Saver:
         except BaseException:
             self._directory.abandon(attempt)
             raise
-        manifest = Manifest(
-            step=request.step,
-            kind=request.kind,
+        manifest = described(
             attempt=attempt.id,
             world_size=self._coordinator.world_size,
             created_unix_seconds=time.time(),
-            components=snapshot.components,
-            converters=request.converters,
-            base=request.base,
-            resumed_from=request.resumed_from,
             files=tuple(FileRecord(**record) for rank in gathered for record in rank),
-            metrics=request.metrics,
-            allowed=request.allowed,
         )
         event.note(num_bytes=sum(file.num_bytes for file in manifest.files), world_size=manifest.world_size)
         with event.phase("commit"):
             self._directory.commit(attempt, manifest)
-        if request.expire:
+        if expire:
             with event.phase("expire"):
                 event.note(expired=self._directory.expire(self._config.keep))
         self.seconds.append(time.perf_counter() - started)
         if self._coordinator.rank == 0:
-            place = str(self._directory.step_path(request.step))
+            place = str(self._directory.step_path(step))
             event.note(folder=place, digest=xxhash.xxh3_128_hexdigest(manifest.to_bytes()))
-            logger.info("step %d saved in %.2f s: %s", request.step, self.seconds[-1], place)
+            logger.info("step %d saved in %.2f s: %s", step, self.seconds[-1], place)
 
 
 def _refuse_changed(step: int, names: Sequence[str]) -> None:

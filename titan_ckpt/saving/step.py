@@ -1,4 +1,5 @@
-"""ModelContent: what of the model a step holds. CompletedStep: the last one of a run, which can still be saved.
+"""DueSave: a step to save. ModelContent: what of the model it holds. CompletedStep: the last one, which can be saved.
+Failures: whether a run goes on without what a disk refused.
 
 Owns the decision whether it is the whole model, its adapter alone, the model without training state, or nothing of it,
 and what follows where training changes a base that was to be left out.
@@ -6,22 +7,54 @@ and what follows where training changes a base that was to be left out.
 
 from __future__ import annotations
 
+import errno
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Protocol
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import Mark, take_mark
-from titan_ckpt.config import CheckpointConfig, ExportConfig
+from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ConfigError, ExportSettingError, counted
+from titan_ckpt.errors import ConfigError, ExportSettingError, PeerError, counted, listed
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.saving.saver import DueSave, Saver
+from titan_ckpt.saving.saver import Saver
 from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
+
+logger = logging.getLogger(__name__)
+
+DISK_ERRORS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES})
+"""Errors of a disk or a store that may pass. EACCES: credentials or a Kerberos ticket have expired; a right that
+was always missing is found before the first step."""
+
+_MOST_IN_ROW = 3
+"""Failures in a row after which a run goes on; a disk that refuses more does not get better by itself."""
+
+Outcome = Literal["done", "disk", "peer", "other"]
+"""How a save or an export ended on one rank: well, or because of the disk, of another rank, or of anything else."""
+
+
+@dataclass(frozen=True, slots=True)
+class DueSave:
+    """A save that is due, as `CheckpointManager.save` gives it to `save_step`."""
+
+    step: int
+    """The step that has just been completed, or with `mark` the one that the mark is of."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The values that retention compares and `titan-ckpt ls` shows."""
+    skippable: bool = False
+    """Whether it may be left out while another save is being written (if_busy)."""
+    last: bool = False
+    """Whether no later save can make up for it: the last step of the run, or of this process."""
+    mark: Mark | None = None
+    """Save the marked state instead of the live one: that of the last completed step."""
+    model_only: bool | str = False
+    """Save the model alone; a string is the dtype of its floating-point tensors."""
 
 
 class SavesSteps(Protocol):
@@ -97,9 +130,6 @@ class CompletedStep:
         return max(self.saver.seconds, default=0.0) or 5.0 + self.expected_bytes() / 1e8
 
 
-logger = logging.getLogger(__name__)
-
-
 class ModelContent:
     """The model's part of the steps of one run."""
 
@@ -163,3 +193,56 @@ class ModelContent:
 def _changes(changed: Sequence[str]) -> str:
     what = f"{counted(len(changed), 'tensor')} of the base, such as {changed[0]}" if changed else "the base"
     return f"training changes {what}"
+
+
+class Failures:
+    """The failures of one run, counted alike on every rank."""
+
+    def __init__(self, config: SaveConfig | None, coordinator: Coordinator) -> None:
+        """Take on_failure; without a config, every failure ends the run."""
+        self._config = config
+        self._coordinator = coordinator
+        self._in_row: Counter[str] = Counter()
+
+    def verdict(
+        self, what: Literal["saved", "exported"], step: int, error: BaseException | None, *, is_last: bool
+    ) -> BaseException | None:
+        """Count how the save or the exports of a step ended; log a failure after which the run goes on. Collective.
+
+        `error`: what was raised on this rank. `is_last`: nothing later makes up for a failure.
+        Return what the caller must raise, on all ranks, so that none waits for another: `error`, or PeerError on a rank
+        that has no error of its own; None if the run goes on.
+        """
+        if self._config is None or self._config.on_failure == "raise" or is_last:
+            return error
+        try:
+            of_ranks: list[Any] = self._coordinator.gather(f"is step {step} {what}", outcome_of(error))
+        except PeerError as lost:
+            return error or lost
+        failed = [rank for rank, outcome in enumerate(of_ranks) if outcome != "done"]
+        of_peers = PeerError(f"step {step} was not {what} on rank {listed([*map(str, failed)], ', ', ' ')}", failed)
+        if not is_disk_failure(of_ranks):
+            self._in_row[what] = 0
+            return (error or of_peers) if failed else None
+        assert error is not None, "all ranks failed"
+        self._in_row[what] += 1
+        count = self._in_row[what]
+        logger.warning("step %d is not %s (%d in a row, %d are accepted): %s", step, what, count, _MOST_IN_ROW, error)
+        return error if count > _MOST_IN_ROW else None
+
+
+def outcome_of(error: BaseException | None) -> Outcome:
+    """Return how a save or an export ended that raised this error on this rank; its causes count too."""
+    if error is None:
+        return "done"
+    chain = [error]
+    while (cause := chain[-1].__cause__) is not None:
+        chain.append(cause)
+    if any(isinstance(e, OSError) and e.errno in DISK_ERRORS for e in chain):
+        return "disk"
+    return "peer" if any(isinstance(e, PeerError) for e in chain) else "other"
+
+
+def is_disk_failure(of_ranks: Collection[Outcome]) -> bool:
+    """Return whether something failed on all ranks, because of the disk alone."""
+    return "disk" in of_ranks and set(of_ranks) <= {"disk", "peer"}

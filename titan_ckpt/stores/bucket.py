@@ -20,12 +20,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
-from titan_ckpt.encoding.paths import hub_folder
 from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
-from titan_ckpt.stores.objects import MAX_SMALL_BYTES, BucketPath, ObjectFacts, ObjectStore, Version
-from titan_ckpt.stores.settings import OTHERS, SCHEMES, StoreConfig, is_endpoint, split_url
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.objects import MAX_SMALL_BYTES, ObjectFacts, ObjectStore, Version
+from titan_ckpt.stores.settings import SCHEMES, StoreConfig, is_endpoint
 
 _REQUEST_SECONDS = 60.0
 """Longest time of one request; a part of 64 MiB needs 1.1 MB/s to meet it."""
@@ -266,28 +264,6 @@ class Bucket(ObjectStore):
         return isinstance(error, self._api.exceptions.BaseError) or type(error).__name__ == "PanicException"
 
 
-def open_location(
-    text: str | os.PathLike[str], base_folder: str | Path = ".", settings: StoreConfig | None = None
-) -> Place:
-    """Return the place that a text names: in a bucket if it is a bucket's URL, else relative to a folder.
-
-    Sends nothing. Raises: ConfigError if the client cannot be made.
-    """
-    parts = split_url(text)
-    if parts is None:
-        return Path(base_folder) / text
-    scheme, name, key = parts
-    return BucketPath(OTHERS.get(scheme, Bucket)(scheme, name, settings or StoreConfig()), key)
-
-
-def open_source(text: str, settings: StoreConfig, revision: str | None = None) -> Place:
-    """Return the place of weights to load: as `open_location` does, and the snapshot of a model's id (`hub_folder`).
-
-    Raises: ConfigError if the client cannot be made; CheckpointNotFoundError for a revision that was not downloaded.
-    """
-    return open_location(hub_folder(text, revision) if split_url(text) is None else text, settings=settings)
-
-
 def _facts(listing: Iterable[Mapping[str, Any]], prefix: str) -> list[ObjectFacts]:
     """Return the objects of a listing by key, without those that stand for folders.
 
@@ -334,18 +310,6 @@ def _client(scheme: str, name: str, settings: StoreConfig) -> Any:
         return GCSStore(name, **common | ({"base_url": endpoint} if endpoint else {}))
     assert scheme == "az", SCHEMES
     return AzureStore(name, **common | ({"endpoint": endpoint} if endpoint else {}))
-
-
-__all__ = [
-    "MAX_SMALL_BYTES",
-    "Bucket",
-    "BucketPath",
-    "ObjectFacts",
-    "StoreError",
-    "Version",
-    "open_location",
-    "open_source",
-]
 
 
 _ENDPOINTS = {

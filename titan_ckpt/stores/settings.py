@@ -1,6 +1,7 @@
-"""Settings of a bucket, and the texts that name a place in one. Opens nothing, so that a config needs no client.
+"""Settings of a bucket, and the texts that name a place, in one or on a mounted file system.
 
-Owns the list of known schemes. Credentials are no settings: they come by the provider's own environment and files.
+Owns the list of known schemes. Only the place that a URL names needs a client, which is made here. Credentials are no
+settings: they come by the provider's own environment and files.
 """
 
 from __future__ import annotations
@@ -9,10 +10,14 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from titan_ckpt.encoding.paths import Whole, Written, is_uri, require
+from titan_ckpt.encoding.paths import Whole, Written, hub_folder, is_uri, require
 from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys
+
+if TYPE_CHECKING:
+    from titan_ckpt.stores.store import Place
 
 SCHEMES = ("s3", "gs", "az")
 """Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
@@ -85,3 +90,28 @@ def split_url(text: str | os.PathLike[str]) -> tuple[str, str, str] | None:
     if match is None or match[1] not in (*SCHEMES, *OTHERS) or any(part in (".", "..") for part in match[3].split("/")):
         return None
     return match[1], match[2], match[3].strip("/")
+
+
+def open_location(
+    text: str | os.PathLike[str], base_folder: str | Path = ".", settings: StoreConfig | None = None
+) -> Place:
+    """Return the place that a text names: in a bucket if it is a bucket's URL, else relative to a folder.
+
+    Sends nothing. Raises: ConfigError if the client cannot be made.
+    """
+    parts = split_url(text)
+    if parts is None:
+        return Path(base_folder) / text
+    from titan_ckpt.stores.bucket import Bucket
+    from titan_ckpt.stores.objects import BucketPath
+
+    scheme, name, key = parts
+    return BucketPath(OTHERS.get(scheme, Bucket)(scheme, name, settings or StoreConfig()), key)
+
+
+def open_source(text: str, settings: StoreConfig, revision: str | None = None) -> Place:
+    """Return the place of weights to load: as `open_location` does, and the snapshot of a model's id (`hub_folder`).
+
+    Raises: ConfigError if the client cannot be made; CheckpointNotFoundError for a revision that was not downloaded.
+    """
+    return open_location(hub_folder(text, revision) if split_url(text) is None else text, settings=settings)

@@ -9,8 +9,8 @@ from pathlib import Path
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.guard.outside_request import ANSWER, TAKER
-from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import local_path
+from titan_ckpt.stores.settings import open_location
 from titan_ckpt.telemetry.events import METRICS, TELEMETRY
 from titan_ckpt.training.callbacks.process import PROFILES
 from titan_ckpt.training.callbacks.trackers import RUN_ID

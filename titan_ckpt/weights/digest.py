@@ -40,21 +40,21 @@ def logical_digests(tensors: Mapping[str, torch.Tensor], coordinator: Coordinato
 
     Each value is read once, by one of the ranks that hold it; replicas are taken to be equal.
     """
-    division = divide(tensors, coordinator)
+    shares, infos, _ = divide(tensors, coordinator)
 
     def partial_sums() -> dict[str, Partial]:
         sums: dict[str, Partial] = {}
-        for share in division.shares:
+        for share in shares:
             local = local_tensor(tensors[share.fqn]).detach()
             block = local if share.index is None else local[share.index]
             sums[share.fqn] = add(sums.get(share.fqn, (0, 0)), partial_digest(share.info, share.chunk, block))
         return sums
 
-    sums: dict[str, Partial] = dict.fromkeys(division.tensors, (0, 0))
+    sums: dict[str, Partial] = dict.fromkeys(infos, (0, 0))
     for table in coordinator.gather_results("logical digests", partial_sums):
         for fqn, (first, second) in table.items():
             sums[fqn] = add(sums[fqn], (first, second))
-    return {fqn: finish(division.tensors[fqn], total) for fqn, total in sums.items()}
+    return {fqn: finish(infos[fqn], total) for fqn, total in sums.items()}
 
 
 def digest_of(value: LazyTensor) -> str:

@@ -79,12 +79,11 @@ class QuantizedGroup(FileGroup):
 
     def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePart]:
         """Quantize this rank's part of a block: its own rows, or its share of a tensor that every rank has whole."""
-        shapes = [info_of(value).shape for value in self.values]
+        shapes, keys = [info_of(value).shape for value in self.values], [*self.weights]
         for part in self.parts_of(block, shares) if self.by_rows else [block]:
-            for piece in self.op.pieces(index, shapes, part.chunk, part.data):
-                key = tuple(self.weights)[piece.file_index]
-                values = piece.view.reshape(piece.chunk.sizes)
-                start, stop = piece.chunk.offsets[0], piece.chunk.offsets[0] + piece.chunk.sizes[0]
+            for key, chunk, view in self.op.pieces(index, shapes, part, keys):
+                values = view.reshape(chunk.sizes)
+                start, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
                 unit = self.weights[key].row_unit
                 runs = [(start, stop)] if self.by_rows else _row_runs(shares, shapes[index], stop - start, unit)
                 for first, last in runs:

@@ -92,8 +92,7 @@ class FileGroup:
         """Cut a block of native tensor `index`, or any part of it, into pieces of file tensors, zeros beside it too."""
         keys = tuple(self.infos)
         shapes = [info_of(value).shape for value in self.values]
-        for piece in self.op.pieces(index, shapes, block.chunk, block.data):
-            yield FilePart(keys[piece.file_index], piece.chunk, piece.view)
+        yield from self.op.pieces(index, shapes, block, keys)
         for file_index, region in self.op.zeros(index, block.chunk):
             yield FilePart(keys[file_index], region, block.data.new_zeros(()).expand(region.sizes))
 
@@ -173,8 +172,7 @@ class ReadPlanner:
             return
         shapes = op.native_shapes([self.available[key].shape for key in keys])
         for block in blocks_of(value):
-            for piece in op.pieces(index, shapes, block.chunk, block.data):
-                self.requests.append(FilePart(keys[piece.file_index], piece.chunk, piece.view))
+            self.requests += op.pieces(index, shapes, block, keys)
         self.loaded.append(fqn)
 
     def _misfit(

@@ -20,8 +20,8 @@ from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.disk.workers import bounce_buffer, finish_uploads, meanwhile, run_workers
 from titan_ckpt.formats.native import arena
 from titan_ckpt.formats.native.arena import Arena
-from titan_ckpt.formats.native.segments import Places, Segments
-from titan_ckpt.saving.handle import SaveHandle
+from titan_ckpt.formats.native.segments import Places, Segments, lay_end_to_end
+from titan_ckpt.saving.saver import SaveHandle
 
 MIB = 1 << 20
 
@@ -117,7 +117,7 @@ def test_every_thread_uses_the_device_and_the_stream_of_its_caller(fake: FakeCud
 
 def staged(num_bytes: int) -> tuple[Arena, Places, list[torch.Tensor]]:
     tensors = [torch.arange(num_bytes // 4, dtype=torch.int32)]
-    return Arena(num_bytes, pinned=True), Places.of([(t.dtype, t.shape) for t in tensors]), tensors
+    return Arena(num_bytes, pinned=True), lay_end_to_end([(t.dtype, t.shape) for t in tensors]), tensors
 
 
 def test_few_pieces_are_in_flight_until_training_waits_for_them(
@@ -237,10 +237,10 @@ def test_a_bounce_buffer_is_lent_again_when_no_device_reads_it(fake: FakeCuda, m
 
 
 def upload(fake: FakeCuda, values: torch.Tensor) -> None:
-    """Do what `cuda.upload` does, but for the copy, which needs a device."""
+    """Do what `workers.upload` does, but for the copy, which needs a device."""
     event = torch.cuda.Event()
     event.record(fake.stream)
-    cuda._uploads.events += (event,)
+    workers._uploads.events += (event,)
 
 
 def test_a_forked_child_inherits_neither_arena_nor_bounce_buffers(fake: FakeCuda) -> None:

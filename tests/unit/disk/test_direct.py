@@ -23,7 +23,7 @@ from titan_ckpt.disk import files, kernel, posix, workers
 from titan_ckpt.disk.files import FileWriter
 from titan_ckpt.disk.workers import BackgroundCall, meanwhile, run_workers
 from titan_ckpt.guard import outside_request
-from titan_ckpt.saving.handle import SaveHandle
+from titan_ckpt.saving.saver import SaveHandle
 from titan_ckpt.training.outcome import STOPPED, Outcome, record_stop
 
 

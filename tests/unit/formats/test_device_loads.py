@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from tests.fake_cuda import DEVICE, FakeCuda, OnDevice, on_device
 from tests.unit.formats.quantized.test_reading import fp8_folder
-from titan_ckpt.disk import cuda, workers
+from titan_ckpt.disk import workers
 from titan_ckpt.disk.files import IO_BYTES, FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
@@ -94,7 +94,7 @@ def test_columns_leave_the_upload_before_them_with_its_own_buffer(
 
     def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
         sources[values.untyped_storage().data_ptr()] = event = torch.cuda.Event()
-        cuda.keep_uploads((event,))
+        workers._uploads.events += (event,)
         return record(values, device)
 
     monkeypatch.setattr(slices, "upload", upload)

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titan_ckpt.errors import KeyMapError
-from titan_ckpt.geometry.chunks import Chunk, Shape
+from titan_ckpt.geometry.chunks import Block, Chunk, Shape
 from titan_ckpt.geometry.keymap import (
     IDENTITY,
     Chain,
@@ -126,6 +126,7 @@ def test_every_value_lands_once_where_it_belongs_and_comes_back(data: st.DataObj
     file_shapes = list(op.file_shapes(shapes))
     assert file_shapes == [tuple(t.shape) for t in expected]
     assert list(op.native_shapes(file_shapes)) == shapes
+    keys = [*map(str, range(len(file_shapes)))]
     files = [torch.full(s, -1) for s in file_shapes]
     times = [torch.zeros(s, dtype=torch.int64) for s in file_shapes]
     restored = [torch.full_like(t, -1) for t in natives]
@@ -133,14 +134,14 @@ def test_every_value_lands_once_where_it_belongs_and_comes_back(data: st.DataObj
         for chunk in boxes(data, tuple(native.shape)):
             where = chunk.within(Chunk.whole(native.shape))
             block, target = native[where], back[where]
-            for piece in op.pieces(index, shapes, chunk, block):
-                spot = piece.chunk.within(Chunk.whole(file_shapes[piece.file_index]))
-                assert piece.view.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
-                files[piece.file_index][spot] = piece.view.reshape(piece.chunk.sizes)
-                times[piece.file_index][spot] += 1
-            for piece in op.pieces(index, shapes, chunk, target):
-                spot = piece.chunk.within(Chunk.whole(file_shapes[piece.file_index]))
-                piece.view.copy_(expected[piece.file_index][spot].reshape(piece.view.shape))
+            for key, region, view in op.pieces(index, shapes, Block(chunk, block), keys):
+                spot = region.within(Chunk.whole(file_shapes[int(key)]))
+                assert view.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
+                files[int(key)][spot] = view.reshape(region.sizes)
+                times[int(key)][spot] += 1
+            for key, region, view in op.pieces(index, shapes, Block(chunk, target), keys):
+                spot = region.within(Chunk.whole(file_shapes[int(key)]))
+                view.copy_(expected[int(key)][spot].reshape(view.shape))
     assert all(bool((t == 1).all()) for t in times)
     for found, wanted in zip(files, expected, strict=True):
         assert torch.equal(found, wanted)
@@ -150,7 +151,7 @@ def test_every_value_lands_once_where_it_belongs_and_comes_back(data: st.DataObj
 
 def test_whole_heads_make_one_piece() -> None:
     """A shard of whole heads is a single region of the file, so it is written in one run."""
-    pieces = list(PermuteRotary(4).pieces(0, [(32, 8)], Chunk((8, 0), (16, 8)), torch.zeros(16, 8)))
+    pieces = list(PermuteRotary(4).pieces(0, [(32, 8)], Block(Chunk((8, 0), (16, 8)), torch.zeros(16, 8)), "x"))
     assert [(p.chunk.offsets, p.chunk.sizes) for p in pieces] == [((8, 0), (16, 8))]
 
 
@@ -293,7 +294,7 @@ def test_tied_names_share_a_file_tensor_and_each_goes_its_own_way() -> None:
     (native,) = numbered([(4, 3)])
     assert Tie(2).native_shapes(Tie(2).file_shapes([(4, 3), (4, 3)])) == [(4, 3), (4, 3)]
     for index in (0, 1):
-        (piece,) = Tie(2).pieces(index, [(4, 3), (4, 3)], Chunk((1, 0), (2, 3)), native[1:3])
+        (piece,) = Tie(2).pieces(index, [(4, 3), (4, 3)], Block(Chunk((1, 0), (2, 3)), native[1:3]), "x")
         assert (piece.chunk, piece.view.data_ptr()) == (Chunk((1, 0), (2, 3)), native[1:3].data_ptr())
     with pytest.raises(KeyMapError, match=r"tensors that are one in the file differ in shape: \[4, 3\] and \[4, 2\]"):
         Tie(2).file_shapes([(4, 3), (4, 2)])

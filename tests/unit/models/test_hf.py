@@ -18,7 +18,7 @@ from tests import world
 from tests.interop.tasks import made
 from titan_ckpt import converters
 from titan_ckpt.errors import ConfigError, KeyMapError
-from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.geometry.keymap import IDENTITY, Chain, Concat, KeyMap, Split, Transpose, Unstack
 from titan_ckpt.models import hf
 from titan_ckpt.models.hf_keys import find_key_map
@@ -94,9 +94,9 @@ def placed(table: KeyMap, natives: dict[str, torch.Tensor]) -> dict[str, torch.T
         shapes = [tuple(natives[name].shape) for name in group.fqns]
         for key, shape in zip(group.keys, group.op.file_shapes(shapes), strict=True):
             files.setdefault(key, torch.full(shape, -1, dtype=value.dtype))
-        for piece in group.op.pieces(group.fqns.index(fqn), shapes, Chunk.whole(value.shape), value):
-            target = files[group.keys[piece.file_index]]
-            target[piece.chunk.within(Chunk.whole(target.shape))] = piece.view.reshape(piece.chunk.sizes)
+        block = Block(Chunk.whole(value.shape), value)
+        for key, chunk, view in group.op.pieces(group.fqns.index(fqn), shapes, block, group.keys):
+            files[key][chunk.within(Chunk.whole(files[key].shape))] = view.reshape(chunk.sizes)
     return files
 
 

@@ -21,17 +21,16 @@ from titan_ckpt.config import ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.directory.names import manifest_path
 from titan_ckpt.errors import ExportError, PreflightError
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
-from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.formats.open import locate
 from titan_ckpt.models.llama3 import Llama3
-from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.stores.objects import ObjectFacts, Version
-from titan_ckpt.stores.settings import OTHERS
+from titan_ckpt.stores.settings import OTHERS, open_location
 from titan_ckpt.stores.store import Place
 from titan_ckpt.testing import StoreTests
 from titan_ckpt.tools.listing import list_run
+from titan_ckpt.tools.verifying import verify_step
 
 PACKAGE = Path(__file__).parents[3] / "titan_ckpt"
 SEAM = ("stores", "disk")

@@ -31,7 +31,7 @@ from titan_ckpt.errors import DataError, LoadMismatchError
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.saving import saver
 from titan_ckpt.saving.step import CompletedStep
-from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.training.callbacks import Callback
 from titan_ckpt.training.launch import command
 from titan_ckpt.training.launch.command import main

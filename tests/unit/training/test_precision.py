@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from tests.tiny_run import losses, settings
 from titan_ckpt.converters import from_tables
-from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.testing import distributed
 from titan_ckpt.training import precision
 from titan_ckpt.training.config import RunConfig

@@ -24,7 +24,8 @@ from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.saving.saver import DueSave, Saver
+from titan_ckpt.saving.saver import Saver
+from titan_ckpt.saving.step import DueSave
 from titan_ckpt.training import build_steps
 from titan_ckpt.training import trainer as trainer_module
 from titan_ckpt.training.callbacks import Callback, StepMetrics

@@ -331,7 +331,7 @@ def test_b3_everything_is_read_before_anything_is_initialized(tmp_path: Path, mo
     read = restore.fill_in_order
     reset = Decoder.reset_buffers
 
-    def noted(what: str, act: Callable[..., None]) -> Callable[..., None]:
+    def noted(what: str, act: Callable[..., object]) -> Callable[..., None]:
         def run(self: Any) -> None:
             order.append(what)
             act(self)

@@ -130,11 +130,12 @@ class DcpReader(TensorReader):
             of_files.setdefault(stored.file, {})[key, i] = stored
         return [ChunkSource(self, name, chunks, by_chunk) for name, chunks in of_files.items()]
 
-    def fill(self, by_chunk: ByChunk) -> None:
-        """Fill requests, one stored chunk at a time."""
+    def fill(self, by_chunk: ByChunk) -> int:
+        """Fill requests, one stored chunk at a time; return the bytes of the chunks in their files."""
         total = sum(TensorInfo(self._chunks[k][i].chunk.sizes, self._tensors[k].dtype).nbytes for k, i in by_chunk)
         with progress.shown(f"loading {self.path.name}", total) as count:
             self._fill_each(by_chunk, count)
+        return sum(self._chunks[key][i].num_bytes for key, i in by_chunk)
 
     def _fill_each(self, by_chunk: ByChunk, count: progress.Count) -> None:
         for (key, i), wanting in by_chunk.items():

@@ -17,7 +17,8 @@ import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.disk.kernel import Buffer
-from titan_ckpt.formats.reading.shared import Deal, Run, joined, warn_of
+from titan_ckpt.formats.reading.shared import Deal, Run, warn_of
+from titan_ckpt.geometry.chunks import cut, joined
 from titan_ckpt.geometry.requests import FilePart
 
 if TYPE_CHECKING:
@@ -34,20 +35,21 @@ class DcpFill:
     reader: DcpReader
     by_chunk: ByChunk
 
-    def __call__(self) -> None:
-        self.reader.fill(self.by_chunk)
+    def __call__(self) -> tuple[int, int]:
+        return self.reader.fill(self.by_chunk), 0
 
     def sources(self) -> list[ChunkSource]:
         return self.reader.shared(self.by_chunk)
 
-    def fill_after(self, sources: Sequence[ChunkSource], deal: Deal) -> None:
-        """Fill from chunks that ranks read together, then from the others."""
+    def fill_after(self, sources: Sequence[ChunkSource], deal: Deal) -> int:
+        """Fill from chunks that ranks read together, then from the others; return all bytes."""
         num_bytes = deal.num_bytes
         if num_bytes:
             with progress.shown(f"loading {self.reader.path.name}", num_bytes) as count:
                 deal.run(count)
         together = {chunk for source in sources for chunk in source.together()}
         self.reader.fill({chunk: wanting for chunk, wanting in self.by_chunk.items() if chunk not in together})
+        return num_bytes + sum(stop - start for source in sources for start, stop in source.windows)
 
 
 class ChunkSource:
@@ -84,11 +86,7 @@ class ChunkSource:
         return {chunk for chunk, stored in self._chunks if stored.num_bytes and not self._missing[chunk]}
 
     def cut(self, run: Run, most: int) -> Iterator[Run]:
-        start, stop = run
-        while start < stop:
-            end = min(stop, start - start % most + most)
-            yield start, end
-            start = end
+        return cut(*run, most)
 
     def fetch(self, window: Run, into: memoryview) -> None:
         with self._reader.opened(self._name) as file:

@@ -64,18 +64,22 @@ class TorchCheckpointingReader(DcpReader):
         for file in {stored.file for chunks in self._chunks.values() for stored in chunks}:
             self._require_contained(file)
 
-    def fill(self, by_chunk: ByChunk) -> None:
+    def fill(self, by_chunk: ByChunk) -> int:
         """Fill every request. A rank's file is mapped, so memory is that of the pages in use."""
         try:
-            super().fill(by_chunk)
+            return super().fill(by_chunk)
         finally:
             self._open.clear()
             self._unread = None
 
     def plan(self, requests: Sequence[FilePart]) -> Fill:
-        """Do as for DCP. What is mapped is not read together with other ranks."""
-        fill: Fill = super().plan(requests)
-        return lambda: fill()
+        """Do as for DCP. What is mapped is not read together with other ranks, nor counted."""
+        planned: Fill = super().plan(requests)
+
+        def fill() -> None:
+            planned()
+
+        return fill
 
     def _take(self, metadata: Any) -> None:
         if type(metadata) is not dict or metadata.get("version") != "2.0":

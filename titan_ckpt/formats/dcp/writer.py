@@ -1,22 +1,26 @@
 """Writing the torch.distributed.checkpoint format: folders that `dcp.load` and torchtitan read.
 
-Owns which rank writes what. proof.py reads every byte back before the folder is published; dcp.py reads such folders.
+Owns which rank writes what, and the proof: every byte is read back before the folder is published, around the page
+cache where possible, several blocks at a time, because the disk is the bottleneck. dcp.py reads such folders.
 Source: torch/distributed/checkpoint/{metadata,filesystem,planner_helpers}.py.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import pickle
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import groupby
 from operator import methodcaller
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
+import xxhash
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -29,13 +33,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from titan_ckpt import progress
+from titan_ckpt.disk.files import IO_BYTES, Writer
+from titan_ckpt.disk.workers import bounce_buffer, run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import ExportError, counted, listed
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.metadata import METADATA
-from titan_ckpt.formats.dcp.proof import DigestedFile
 from titan_ckpt.formats.publish.publication import (
     Unpublished,
     compare_infos,
@@ -45,13 +50,25 @@ from titan_ckpt.formats.publish.publication import (
     refuse_changed,
 )
 from titan_ckpt.formats.publish.record import RecordExport, unrecorded
+from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
-from titan_ckpt.geometry.requests import StoredValue
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class StoredValue:
+    """A value that is no tensor, as it is written."""
+
+    path: tuple[str, ...]
+    """The keys by which it is nested; joined by dots they are its name."""
+    data: bytes
+    """The bytes that torch.save makes of the value."""
+    digest: str | None
+    """Equal for equal values; None if ranks need not have the same one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,10 +242,10 @@ def _write_chunks(
                 for block in blocks_of(value):
                     if own is None or block.chunk.offsets in own.get(name, ()):
                         count(block.data.nbytes)
-                        _, _, length = file.append(name, partial(torch.save, _alone(block.data)))
+                        length = file.append(name, partial(torch.save, _alone(block.data)))
                         places.append((name, [[*block.chunk.offsets], [*block.chunk.sizes], length]))
             for name, stored in values.items():
-                _, _, length = file.append(name, methodcaller("write", stored.data))
+                length = file.append(name, methodcaller("write", stored.data))
                 places.append((name, [None, None, length]))
             file.sync()
     except BaseException:
@@ -292,3 +309,111 @@ def _write_metadata(unpublished: Unpublished[None], gathered: list[Any]) -> None
         faults = compare_infos(infos, reader.tensors) or coverage_faults(infos, [nothing, boxes])
     if faults:
         raise ExportError(f"the re-opened folder differs in {len(faults)} tensor(s): {listed(faults)}")
+
+
+class DigestedFile(io.RawIOBase):
+    """A new file to which items are appended and which digests each on its way. A context manager that closes it."""
+
+    def __init__(self, path: Place, expected_bytes: int, before_end: Callable[[], None] = lambda: None) -> None:
+        """Create nothing yet. `expected_bytes`: about the size that the file will have.
+
+        `before_end`: called before the file is synced.
+        """
+        super().__init__()
+        self._path = path
+        self._expected_bytes = expected_bytes
+        self._before_end = before_end
+        self._file: Writer | None = None
+        self.num_bytes = 0
+        self._pieces: list[tuple[str, int, int, bytes]] = []
+        """An item, the bytes [first, stop) of the file that it has in one block of IO_BYTES, and their digest."""
+        self._item = ""
+        self._first = 0
+        self._digest = xxhash.xxh3_128()
+
+    def open(self) -> None:
+        """Create the file; it may be there only when it is synced. Raises: OSError."""
+        self._file = store_of(self._path).new_file(self._path, self._expected_bytes)
+
+    def append(self, item: str, write: Callable[[IO[bytes]], object]) -> int:
+        """Let `write` put an item at the end of the file; return its length.
+
+        Raises: what `self.write` raises, such as OSError.
+        """
+        start = self.num_bytes
+        self._item = item
+        try:
+            write(cast(IO[bytes], self))
+        except RuntimeError as error:  # after an error torch.save ends its archive, which fails and hides the error
+            if error.__context__ is not None:
+                raise error.__context__ from None
+            raise
+        self._cut()
+        return self.num_bytes - start
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any) -> int:
+        """Append bytes at once, so that torch.save never keeps a tensor in memory twice."""
+        view = memoryview(data).cast("B")
+        assert self._file is not None, "open() comes first"
+        self._file.write(view, self.num_bytes)
+        done = 0
+        while done < len(view):
+            part = view[done : done + IO_BYTES - self.num_bytes % IO_BYTES]
+            self._digest.update(part)
+            self.num_bytes += len(part)
+            done += len(part)
+            if self.num_bytes % IO_BYTES == 0:
+                self._cut()
+        return done
+
+    def _cut(self) -> None:
+        """End the piece that is being digested, if it has any bytes."""
+        if self._first < self.num_bytes:
+            self._pieces.append((self._item, self._first, self.num_bytes, self._digest.digest()))
+            self._first = self.num_bytes
+            self._digest.reset()
+
+    def sync(self) -> None:
+        """Make the file durable; nothing is appended after it. Raises: OSError; what `before_end` raises."""
+        if self._file is not None and self.num_bytes:  # nothing refers to an empty file
+            self._before_end()
+            self._file.finish(self.num_bytes)
+
+    def close(self) -> None:
+        """Close the file; one that is not synced is given up. Idempotent."""
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    @gc_paused()
+    def prove(self, count: progress.Count) -> None:
+        """Read the file back and compare it with what was written. Raises: ExportError naming items that differ."""
+        if not self.num_bytes:
+            return
+        wrong: set[str] = set()
+        file = store_of(self._path).open(self._path)
+
+        def compare(pieces: Sequence[tuple[str, int, int, bytes]]) -> None:
+            start, stop = pieces[0][1], pieces[-1][2]
+            count(stop - start)
+            with bounce_buffer() as buffer:
+                file.read_blocks(buffer.view[: stop - start], start)
+                for item, first, last, digest in pieces:
+                    if xxhash.xxh3_128_digest(buffer.view[first - start : last - start]) != digest:
+                        wrong.add(item)
+
+        try:
+            if file.num_bytes != self.num_bytes:
+                raise ExportError(f"{self._path.name} has {file.num_bytes} bytes, and {self.num_bytes} were written")
+            blocks = (list(block) for _, block in groupby(self._pieces, lambda piece: piece[1] // IO_BYTES))
+            run_workers(blocks, compare, file.num_workers)
+        finally:
+            file.close()
+        if wrong:
+            raise ExportError(
+                f"{len(wrong)} item(s) of {self._path.name} read back differ from what was written: "
+                f"{listed(sorted(wrong), ', ', ' ')}"
+            )

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.disk.workers import batches
 from titan_ckpt.encoding.foreign_pattern import MAX_PATTERNS, ForeignPatterns, pattern_fault
 from titan_ckpt.errors import (
     CheckpointNotFoundError,
@@ -117,7 +118,8 @@ class PeftReader(TensorReader):
             raise NotACheckpointError(f"{path}: no {WEIGHTS} beside {CONFIG}{hint}")
         self._files = SafetensorsFiles([read_header(path / WEIGHTS)])
         self._tensors = {key: entry.info for key, entry in self._files.entries.items()}
-        self._tensors = {key: info for key, info in self._tensors.items() if not _is_inner(key, self._tensors)}
+        inner = {key for key in self._tensors if _INNER.search(key) and _INNER.sub("", key) in self._tensors}
+        self._tensors = {key: info for key, info in self._tensors.items() if key not in inner}
         self._unsupported = unsupported(self._config)  # such adapters may have tensors of other names
         self._tensors = {key: info for key, info in self._tensors.items() if key != self._rows_again()}
         if faults := [] if self._unsupported else check_adapter(self._tensors, self._config):
@@ -377,11 +379,6 @@ def _parameters(module: nn.Module | None) -> Iterator[tuple[str, nn.Parameter]]:
     return iter(()) if module is None else module.named_parameters(recurse=False)
 
 
-def _is_inner(key: str, keys: Container[str]) -> bool:
-    """Return whether PEFT stores a tensor with a table beside it that nothing computes with when it is loaded."""
-    return bool(_INNER.search(key)) and _INNER.sub("", key) in keys
-
-
 def _is_table(key: str, info: TensorInfo, infos: Mapping[str, TensorInfo]) -> bool:
     """Return whether this may be a table that PEFT saves as the base has it: of a module with a pair or without one."""
     module, _, parameter = key.rpartition(".")
@@ -509,22 +506,13 @@ def _check_values(reader: PeftReader) -> None:
     Raises: CorruptCheckpointError for values that are not finite; ExportError.
     """
     zero: set[str] = set()
-    waiting: list[FilePart] = []
-    for key, info in reader.tensors.items():
-        waiting.append(FilePart(key, Chunk.whole(info.shape), torch.empty(info.shape, dtype=info.dtype)))
-        if sum(request.view.nbytes for request in waiting) > _BATCH_BYTES or len(waiting) == _BATCH_TENSORS:
-            zero |= _zero(reader, waiting)
-            waiting = []
-    zero |= _zero(reader, waiting)
+    for tensors in batches(reader.tensors.items(), lambda item: item[1].nbytes, _BATCH_BYTES, _BATCH_TENSORS):
+        parts = [FilePart(k, Chunk.whole(i.shape), torch.empty(i.shape, dtype=i.dtype)) for k, i in tensors]
+        reader.read(parts)
+        zero |= {part.key for part in parts if not bool(part.view.any())}
     updates = reader.pairs()
     others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
     if not others and all(update.a in zero or update.b in zero for update in updates):
         raise ExportError(
             f"the adapter changes nothing: of all {len(updates)} modules lora_A or lora_B is zero. Was it trained?"
         )
-
-
-def _zero(reader: TensorReader, requests: Sequence[FilePart]) -> set[str]:
-    """Return the tensors of which all values are zero."""
-    reader.read(requests)
-    return {request.key for request in requests if not bool(request.view.any())}

@@ -64,10 +64,8 @@ class RankFile:
     rank: int
     world_size: int
     digest: str
-    block_bytes: int
-    block_digests: str
-    data_start: int
-    data_bytes: int
+    blocks: Blocks
+    """The blocks of the data section, which are verified when they are read."""
     names: list[str]
     sizes: list[Shape]
     dtypes: list[torch.dtype]
@@ -81,14 +79,6 @@ class RankFile:
     by_fqn: Mapping[str, int | list[int]]
     elsewhere: Mapping[str, TensorInfo]
 
-    @property
-    def blocks(self) -> Blocks:
-        """Return the blocks that are verified when they are read."""
-        return Blocks(self.data_start, self.data_start + self.data_bytes, self.block_bytes, self.block_digest)
-
-    def block_digest(self, block: int) -> str:
-        return self.block_digests[block * DIGEST_CHARS : (block + 1) * DIGEST_CHARS]
-
     def entire(self, fqn: str, chunk: Chunk) -> tuple[int, Shape, torch.dtype] | None:
         """Return (start, sizes, dtype) of the tensor's only entry, if that is exactly this chunk."""
         i = self.by_fqn.get(fqn)
@@ -98,11 +88,6 @@ class RankFile:
         if (self.kinds[kind - 1][1] != chunk.offsets) if kind else any(chunk.offsets):
             return None
         return self.starts[i], chunk.sizes, self.dtypes[i]
-
-    def entries_of(self, fqn: str) -> list[StoredChunk]:
-        """Return the chunks of a tensor that this file holds."""
-        positions = self.by_fqn.get(fqn, [])
-        return [self.entry(i) for i in ([positions] if isinstance(positions, int) else positions)]
 
     def entry(self, i: int) -> StoredChunk:
         """Return the i-th entry in file order."""
@@ -176,14 +161,19 @@ def _read(header: dict[str, Any], digest: str, data_start: int, file_bytes: int,
     kinds = _check_kinds(rows, kind_of, boxes, dtypes)
     fqns: Any = strict_json.loads(metadata.get("titan_ckpt.fqns", "{}"))
     _require(type(fqns) is dict and set(map(type, fqns.values())) <= {str} and fqns.keys() <= header.keys(), "a name")
-    blocks = metadata["titan_ckpt.blocks"]
-    _require(type(blocks) is str and len(blocks) == DIGEST_CHARS * -(-data_bytes // block_bytes), "a digest per block")
+    digests = metadata["titan_ckpt.blocks"]
+    _require(len(digests) == DIGEST_CHARS * -(-data_bytes // block_bytes), "a digest per block")
+    blocks = Blocks(
+        data_start,
+        data_start + data_bytes,
+        block_bytes,
+        lambda number: digests[number * DIGEST_CHARS : (number + 1) * DIGEST_CHARS],
+    )
     by_fqn = _index([fqns.get(name, name) for name in names] if fqns else names)
     elsewhere = _read_elsewhere(metadata.get("titan_ckpt.elsewhere", "{}"))
     _require(by_fqn.keys().isdisjoint(elsewhere), "a tensor both here and elsewhere")
     return RankFile(
-        path, rank, world_size, digest, block_bytes, blocks, data_start, data_bytes,
-        names, boxes, dtypes, starts, kind_of, kinds, fqns, by_fqn, elsewhere,
+        path, rank, world_size, digest, blocks, names, boxes, dtypes, starts, kind_of, kinds, fqns, by_fqn, elsewhere,
     )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import FileRecord
+from titan_ckpt.directory.names import rank_file_name
 from titan_ckpt.disk.files import NUM_WORKERS
 from titan_ckpt.disk.kernel import ALIGNMENT, round_up
 from titan_ckpt.disk.workers import bounce_buffer
@@ -63,11 +64,6 @@ DIGEST_CHARS = 32
 NO_DIGEST = b"0" * DIGEST_CHARS
 _BLOCKS_KEY = b'","titan_ckpt.blocks":"'
 _quoted = json.encoder.encode_basestring
-
-
-def rank_file_name(rank: int) -> str:
-    """Return the name of a rank's file inside a checkpoint's folder."""
-    return f"rank-{rank:05d}.safetensors"
 
 
 @dataclass(frozen=True, slots=True)

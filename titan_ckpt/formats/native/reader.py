@@ -15,23 +15,24 @@ import torch.distributed as dist
 
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
-from titan_ckpt.directory.names import manifest_path
+from titan_ckpt.directory.names import manifest_path, rank_file_name
 from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
 from titan_ckpt.formats.native.header import RankFile, StoredChunk, header_bytes, parse_header
-from titan_ckpt.formats.native.rank_file import rank_file_name
-from titan_ckpt.formats.reading.engine import SliceFill, verify
+from titan_ckpt.formats.reading.engine import SliceFill, SliceReader, execute
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
 from titan_ckpt.geometry.requests import FilePart, TensorReader
-from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
 from titan_ckpt.stores.store import Place
 from titan_ckpt.weights.identity import base_settings
 
+_NOWHERE = torch.empty(0, device="cpu")
+"""In place of memory, where slices are verified alone."""
 _AGAIN = "Load another step, or copy the folder again from where it is whole"
 
 
@@ -109,7 +110,6 @@ class NativeReader(TensorReader):
                     str(path),
                 )
             self._check_record(name, header, file.num_bytes)
-            self._check_world(header)
         except BaseException:
             file.close()
             raise
@@ -128,10 +128,8 @@ class NativeReader(TensorReader):
                 f"{_AGAIN}",
                 header.path,
             )
-
-    def _check_world(self, header: RankFile) -> None:
-        ranks = [name for name in self._records or () if name.endswith(".safetensors")]
-        if self._records is not None and len(ranks) != header.world_size:
+        ranks = [name for name in self._records if name.endswith(".safetensors")]
+        if len(ranks) != header.world_size:
             raise CorruptCheckpointError(
                 f"{header.path}: is of a checkpoint of {header.world_size} ranks, and the manifest lists the files of "
                 f"{len(ranks)}. {_AGAIN}",
@@ -160,7 +158,8 @@ class NativeReader(TensorReader):
             try:
                 header = self._open(rank)
                 entries = [header.entry(i) for i in range(len(header.names))]
-                _check_blocks(self._files[rank], header, entries, count)
+                slices = [_slice(header, e, e.chunk, _NOWHERE, e.chunk) for e in entries if e.chunk.numel]
+                execute([SliceReader(self._files[rank], header.blocks, slices)], count)
             except CorruptCheckpointError as error:
                 problems.append(str(error))
                 continue
@@ -187,11 +186,11 @@ class NativeReader(TensorReader):
         blocks = []
         for header, entry, _ in self._locate(key, Chunk.whole(self.tensors[key].shape)):
             box, first = _place(entry)
-            size, stop = header.block_bytes, entry.start + entry.chunk.numel * entry.info.dtype.itemsize
+            size, stop = header.blocks.size, entry.start + entry.chunk.numel * entry.info.dtype.itemsize
             for block in range(entry.start // size, -(-stop // size)):
                 start, end = max(entry.start, block * size), min(stop, (block + 1) * size)
                 at = start - block * size
-                digest = header.block_digest(block)
+                digest = header.blocks.digest(block)
                 blocks.append((box, first + start - entry.start, at, at + end - start, digest))
         return sorted(blocks)
 
@@ -213,7 +212,7 @@ class NativeReader(TensorReader):
             entire = header.entire(key, chunk)
             if entire is not None and (header.rank == 0 or entire[2] is self.tensors[key].dtype):
                 start, sizes, dtype = entire
-                own.append(Slice(key, header.data_start + start, sizes, dtype, None, into))
+                own.append(Slice(key, header.blocks.start + start, sizes, dtype, None, into))
                 continue
             if into.is_contiguous():
                 into = into.detach().view(chunk.sizes)
@@ -272,13 +271,6 @@ def read_header(file: Reader) -> RankFile:
     return parse_header(file.read(0, length), file.num_bytes, path)
 
 
-def _check_blocks(file: Reader, header: RankFile, entries: Sequence[StoredChunk], count: progress.Count) -> None:
-    """Check the digests of all blocks of a file. Raises: CorruptCheckpointError."""
-    scratch = torch.empty(0)
-    slices = [_slice(header, entry, entry.chunk, scratch, entry.chunk) for entry in entries if entry.chunk.numel]
-    verify(file, header.blocks, slices, count)
-
-
 def _slice(header: RankFile, entry: StoredChunk, part: Chunk, into: torch.Tensor, chunk: Chunk) -> Slice:
     """Return the slice that fills its part of `into`, which has the elements of a chunk, from a stored chunk.
 
@@ -291,7 +283,7 @@ def _slice(header: RankFile, entry: StoredChunk, part: Chunk, into: torch.Tensor
         into = into[part.within(chunk)]
     elif part != chunk:
         outer = chunk.seen_from(origin)
-    return Slice(entry.fqn, header.data_start + entry.start, sizes, entry.info.dtype, box, into, outer)
+    return Slice(entry.fqn, header.blocks.start + entry.start, sizes, entry.info.dtype, box, into, outer)
 
 
 def _place(entry: StoredChunk) -> tuple[tuple[Shape, ...], int]:
@@ -312,7 +304,9 @@ def _contradiction(entry: StoredChunk, expected: TensorInfo | None) -> str:
 
 def _parts(header: RankFile, fqn: str, chunk: Chunk) -> list[tuple[RankFile, StoredChunk, Chunk]]:
     """Return the parts of a chunk that a file holds, in global coordinates."""
-    hits = ((entry, entry.chunk.intersect(chunk)) for entry in header.entries_of(fqn))
+    at = header.by_fqn.get(fqn, [])
+    entries = map(header.entry, [at] if isinstance(at, int) else at)
+    hits = ((entry, entry.chunk.intersect(chunk)) for entry in entries)
     return [(header, entry, part) for entry, part in hits if part is not None]
 
 

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate, chain, groupby
 from math import prod
 from operator import itemgetter
-from typing import Self
 
 import torch
 
 from titan_ckpt.disk import cuda
 from titan_ckpt.disk.kernel import Buffer, move_bytes
-from titan_ckpt.geometry.chunks import as_bytes, is_plain_memory
+from titan_ckpt.geometry.boxes import boxes_of_range
+from titan_ckpt.geometry.chunks import Chunk, as_bytes, is_plain_memory
 
 _PACKED_BYTES = 256 << 10
 """Device tensors smaller than this are packed before they are copied to the host."""
@@ -37,30 +36,21 @@ _PACKABLE = {
 """Dtypes that torch.stack copies bit for bit."""
 
 
-@dataclass(frozen=True, slots=True)
-class Places:
-    """Positions and sizes, in bytes, of tensors that are laid end to end. Kept between saves.
+Places = tuple[list[int], list[int], list[torch.dtype], list[tuple[int, int]]]
+"""Of tensors that are laid end to end: the first byte of each, its bytes and its dtype; and [first, last) of small
+neighbours of one dtype and shape, which can be copied in one call. They are kept between saves."""
 
-    `packs`: [first, last) of small neighbours of one dtype and shape, which can be copied in one call.
-    """
 
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    dtypes: list[torch.dtype]
-    packs: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> Self:
-        """Lay out tensors of these (dtype, shape)."""
-        sizes = [dtype.itemsize * prod(shape) for dtype, shape in kinds]
-        packs, first = [], 0
-        for (dtype, _), group in groupby(kinds):
-            last = first + sum(1 for _ in group)
-            if last - first >= _MIN_PACK and dtype in _PACKABLE and 0 < sizes[first] < _LARGEST_IN_PACK:
-                packs.append((first, last))
-            first = last
-        starts = tuple(accumulate(sizes[:-1], initial=0)) if sizes else ()
-        return cls(starts, tuple(sizes), [dtype for dtype, _ in kinds], tuple(packs))
+def lay_end_to_end(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> Places:
+    """Return the places of tensors of these (dtype, shape)."""
+    sizes = [dtype.itemsize * prod(shape) for dtype, shape in kinds]
+    packs, first = [], 0
+    for (dtype, _), group in groupby(kinds):
+        last = first + sum(1 for _ in group)
+        if last - first >= _MIN_PACK and dtype in _PACKABLE and 0 < sizes[first] < _LARGEST_IN_PACK:
+            packs.append((first, last))
+        first = last
+    return [*accumulate(sizes, initial=0)][:-1], sizes, [dtype for dtype, _ in kinds], packs
 
 
 class Segments:
@@ -70,17 +60,18 @@ class Segments:
     """
 
     def __init__(self, places: Places, tensors: Sequence[torch.Tensor]) -> None:
-        self._starts, self._sizes, self._dtypes, self._tensors = places.starts, places.sizes, places.dtypes, tensors
+        self._starts, self._sizes, self._dtypes, packs = places
+        self._tensors = tensors
         on_host = [tensor.is_cpu for tensor in tensors]
         plain, dtypes = on_host, [tensor.dtype for tensor in tensors]
-        if dtypes != places.dtypes:
-            plain = [here and own is other for here, own, other in zip(on_host, dtypes, places.dtypes, strict=True)]
+        if dtypes != self._dtypes:
+            plain = [here and own is other for here, own, other in zip(on_host, dtypes, self._dtypes, strict=True)]
         self._elsewhere = [i for i, here in enumerate(on_host) if not here]
         self.devices = list({tensors[i].device: None for i in self._elsewhere if tensors[i].is_cuda})
         """CUDA devices, which copy while this thread goes on. Copies from other devices are waited for one by one."""
         if len(self.devices) > 1:  # worker threads take over the stream of the current device alone
             cuda.settle(self.devices)
-        self._packs = [pack for pack in places.packs if all(plain[slice(*pack)])]
+        self._packs = [pack for pack in packs if all(plain[slice(*pack)])]
         self._addresses = [0] * len(tensors)
         alone, position = [], 0
         for first, last in (*self._packs, (len(tensors), 0)):
@@ -93,7 +84,8 @@ class Segments:
     def fill(self, start: int, stop: int, target: Buffer, at: int = 0) -> None:
         """Copy bytes [start, stop) of the run to byte `at` of the target. Several threads may fill different parts."""
         self.enqueue(start, stop, target, at)
-        cuda.settle(self.devices)
+        if self.devices:
+            cuda.settle(self.devices)
 
     def enqueue(self, start: int, stop: int, target: Buffer, at: int = 0) -> None:
         """Do the same, without waiting for devices: they copy on the current streams, into page-locked memory."""
@@ -208,24 +200,13 @@ def _copy_range(source: torch.Tensor, start: int, stop: int, flat: torch.Tensor)
 
     Works for any strides and device, without a contiguous copy of the source.
     """
-    if start == stop:
-        return
     if source.is_contiguous():
         _copy(source.reshape(-1)[start:stop], flat)
         return
-    row = source[0].numel()
-    first, last = -(-start // row), stop // row
-    if first > last:  # within one row
-        _copy_range(source[last], start - last * row, stop - last * row, flat)
-        return
-    head = first * row - start
-    if head:
-        _copy_range(source[first - 1], row - head, row, flat[:head])
-    body = (last - first) * row
-    if body:
-        _copy(source[first:last], flat[head : head + body].view(last - first, *source.shape[1:]))
-    if head + body < stop - start:
-        _copy_range(source[last], 0, stop - last * row, flat[head + body :])
+    whole, done = Chunk.whole(source.shape), 0
+    for box in boxes_of_range(whole.sizes, start, stop):
+        _copy(source[box.within(whole)], flat[done : done + box.numel].view(box.sizes))
+        done += box.numel
 
 
 def _copy(source: torch.Tensor, out: torch.Tensor) -> None:

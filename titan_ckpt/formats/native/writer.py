@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.directory.manifest import FileRecord
+from titan_ckpt.directory.names import rank_file_name
 from titan_ckpt.disk.kernel import round_up
 from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.distributed.sharing import Share, divide
+from titan_ckpt.distributed.sharing import Replicas, Share, divide
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.native.arena import Arena, StagingHandle
 from titan_ckpt.formats.native.rank_file import (
@@ -27,10 +28,9 @@ from titan_ckpt.formats.native.rank_file import (
     RankFileLayout,
     in_file_order,
     lay_out,
-    rank_file_name,
     write_rank_file,
 )
-from titan_ckpt.formats.native.segments import Places, Segments
+from titan_ckpt.formats.native.segments import Places, Segments, lay_end_to_end
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import (
@@ -52,8 +52,7 @@ class WritePlan:
     shares: tuple[Share, ...]
     layout: RankFileLayout
     places: Places
-    replicas: Mapping[tuple[int, ...], tuple[str, ...]]
-    """Group of ranks -> the tensors whose values this rank and the others of the group hold in common."""
+    replicas: Replicas
     file_name: str
     _names: Sequence[str]
     """The tensors that the plan is for."""
@@ -91,24 +90,24 @@ class WritePlan:
         casts: Mapping[torch.dtype, torch.dtype],
     ) -> WritePlan:
         coordinator.together("plan/dtypes", lambda: _check(tensors))
-        division = divide(tensors, coordinator, buffers)
+        divided, infos, replicas = divide(tensors, coordinator, buffers)
 
         def stored(info: TensorInfo) -> TensorInfo:
             return TensorInfo(info.shape, casts[info.dtype]) if info.dtype in casts else info
 
         def planned() -> WritePlan:
-            cast = [replace(share, info=stored(share.info)) for share in division.shares] if casts else division.shares
+            cast = [replace(share, info=stored(share.info)) for share in divided] if casts else divided
             shares = tuple(sorted(cast, key=lambda s: in_file_order(s.info, s.chunk)))
             elsewhere = {}
             if coordinator.rank == 0:
                 own = {share.fqn for share in shares}
-                elsewhere = {fqn: stored(info) for fqn, info in division.tensors.items() if fqn not in own}
+                elsewhere = {fqn: stored(info) for fqn, info in infos.items() if fqn not in own}
             chunks = [(s.fqn, s.info, s.chunk) for s in shares]
             return cls(
                 shares,
                 lay_out(chunks, coordinator.rank, coordinator.world_size, elsewhere),
-                Places.of([(s.info.dtype, s.chunk.sizes) for s in shares]),
-                division.replicas,
+                lay_end_to_end([(s.info.dtype, s.chunk.sizes) for s in shares]),
+                replicas,
                 rank_file_name(coordinator.rank),
                 [*tensors],
                 _kinds_of(tensors),
@@ -201,7 +200,7 @@ class StagedFile:
         """
         memory = self._arena.buffer.tensor
         blocks: dict[str, list[Block]] = {fqn: [] for fqn in live}
-        for share, start in zip(self.plan.shares, self.plan.places.starts, strict=True):
+        for share, start in zip(self.plan.shares, self.plan.places[0], strict=True):
             stored = memory[start : start + share.chunk.numel * share.info.dtype.itemsize]
             data = stored.view(share.info.dtype).view(share.chunk.sizes)
             blocks[share.fqn].append(Block(share.chunk, data))

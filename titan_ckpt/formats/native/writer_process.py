@@ -26,9 +26,8 @@ from titan_ckpt.disk.kernel import Buffer, SharedBuffer, map_memory, round_up
 from titan_ckpt.encoding.named import import_named
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.rank_file import RankFileLayout, write_rank_file
-from titan_ckpt.stores.bucket import open_location
 from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.settings import OTHERS, StoreConfig
+from titan_ckpt.stores.settings import OTHERS, StoreConfig, open_location
 from titan_ckpt.stores.store import Place
 
 _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}

@@ -28,7 +28,7 @@ from titan_ckpt.formats.publish.record import (
     unrecorded,
     why_changed,
 )
-from titan_ckpt.stores.bucket import BucketPath, ObjectFacts
+from titan_ckpt.stores.objects import BucketPath, ObjectFacts
 
 LOADABLE = ("config.json", "adapter_config.json", ".metadata")
 """Without one of these no reader opens a folder as a model, an adapter or a DCP checkpoint."""

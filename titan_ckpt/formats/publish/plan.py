@@ -97,7 +97,7 @@ def plan_export(
             else:
                 known[fqn] = layout
                 shares[fqn] = ()
-    for share in divide(known, coordinator, buffers).shares:
+    for share in divide(known, coordinator, buffers)[0]:
         shares[share.fqn] = (*(shares[share.fqn] or ()), share.chunk)
     packed = pack(infos)
     metadata = {"format": "pt", **header(infos, quantized)}

@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from titan_ckpt.disk.files import IO_BYTES
-from titan_ckpt.disk.workers import run_workers
+from titan_ckpt.disk.workers import batches, run_workers
 from titan_ckpt.errors import LoadMismatchError, listed
 from titan_ckpt.formats.quantized import bitsandbytes, compressed_tensors, fp8_block, mxfp4, torchao_flat
 from titan_ckpt.formats.quantized.folder import Findings, QuantizedFolder
@@ -126,23 +127,8 @@ _COMPUTED_ELEMENTS = 1 << 17
 """Elements that are computed at a time: they fit a processor's cache and need no fresh pages."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A box of what a request wants of a dequantized tensor, and the stored regions from which it is computed."""
-
-    values: Values
-    box: Chunk
-    request: FilePart
-    regions: dict[str, tuple[Chunk, torch.Tensor]] = field(default_factory=dict)
-
-    def load(self, key: str, box: Chunk) -> torch.Tensor:
-        held, values = self.regions[key]
-        return values[box.within(held)]
-
-    def boxes(self, box: Chunk, max_elements: int) -> Iterator[Chunk]:
-        """Cut a box in the file's order; in that of the memory if it has not the shape of what is requested."""
-        kept = self.request.view.shape == self.request.chunk.sizes
-        return cut(box, max_elements, self.values.order if kept else tuple(range(len(box.sizes))))
+_Wanted = tuple[FilePart, Chunk]
+"""A request for a dequantized tensor, and a box of it."""
 
 
 class DequantizedFiles:
@@ -167,10 +153,10 @@ class DequantizedFiles:
 
         def fill() -> None:
             fill_plain()
-            pieces = (piece for request in computed for piece in self._pieces(request))
+            wanted = ((r, box) for r in computed for box in self._boxes(r, r.chunk, _FETCHED_ELEMENTS))
             with gc_paused():
                 # one thread fetches while another computes: items are made under the workers' lock
-                run_workers(map(self._fetch, _batches(pieces)), _compute)
+                run_workers(map(self._fetch, batches(wanted, self._needed, 2 * IO_BYTES)), self._compute)
 
         return fill
 
@@ -178,39 +164,34 @@ class DequantizedFiles:
         """Close all files; idempotent."""
         self._files.close()
 
-    def _pieces(self, request: FilePart) -> Iterator[_Piece]:
-        whole = _Piece(self._values[request.key], request.chunk, request)
-        return (_Piece(whole.values, box, request) for box in whole.boxes(request.chunk, _FETCHED_ELEMENTS))
+    def _boxes(self, request: FilePart, box: Chunk, max_elements: int) -> Iterator[Chunk]:
+        """Cut a box in the file's order; in that of the memory if it has not the shape of what is requested."""
+        kept = request.view.shape == request.chunk.sizes
+        return cut(box, max_elements, self._values[request.key].order if kept else tuple(range(len(box.sizes))))
 
-    def _fetch(self, pieces: Sequence[_Piece]) -> Sequence[_Piece]:
-        requests = []
-        for piece in pieces:
-            for leaf, box in piece.values.needs(piece.box):
-                memory = torch.empty(box.sizes, dtype=leaf.stored.dtype)
-                piece.regions[leaf.key] = (box, memory)
-                requests.append(FilePart(leaf.key, box, memory))
-        self._files.read(requests)
-        return pieces
+    def _needed(self, wanted: _Wanted) -> int:
+        """Return the bytes that are read for a box."""
+        needs = self._values[wanted[0].key].needs(wanted[1])
+        return sum(part.numel * leaf.stored.dtype.itemsize for leaf, part in needs)
+
+    def _fetch(self, wanted: Sequence[_Wanted]) -> list[tuple[_Wanted, dict[str, FilePart]]]:
+        """Read, at once, the stored regions from which boxes are computed; return these by their keys, for each box."""
+        fetched: list[tuple[_Wanted, dict[str, FilePart]]] = [(one, {}) for one in wanted]
+        for (request, box), regions in fetched:
+            for leaf, part in self._values[request.key].needs(box):
+                regions[leaf.key] = FilePart(leaf.key, part, torch.empty(part.sizes, dtype=leaf.stored.dtype))
+        self._files.read([part for _, regions in fetched for part in regions.values()])
+        return fetched
+
+    def _compute(self, fetched: Sequence[tuple[_Wanted, Mapping[str, FilePart]]]) -> None:
+        for (request, whole), regions in fetched:
+            load = partial(_stored, regions)
+            for box in self._boxes(request, whole, _COMPUTED_ELEMENTS):
+                put(request.view, request.chunk, box, self._values[request.key].read(box, load))
 
 
-def _compute(pieces: Sequence[_Piece]) -> None:
-    for piece in pieces:
-        for box in piece.boxes(piece.box, _COMPUTED_ELEMENTS):
-            put(piece.request.view, piece.request.chunk, box, piece.values.read(box, piece.load))
-
-
-def _batches(pieces: Iterator[_Piece]) -> Iterator[list[_Piece]]:
-    """Gather small pieces, so that one read of the files serves many of them."""
-    batch: list[_Piece] = []
-    num_bytes = 0
-    for piece in pieces:
-        batch.append(piece)
-        num_bytes += sum(box.numel * leaf.stored.dtype.itemsize for leaf, box in piece.values.needs(piece.box))
-        if num_bytes >= IO_BYTES:
-            yield batch
-            batch, num_bytes = [], 0
-    if batch:
-        yield batch
+def _stored(regions: Mapping[str, FilePart], key: str, box: Chunk) -> torch.Tensor:
+    return regions[key].view[box.within(regions[key].chunk)]
 
 
 def cut(box: Chunk, max_elements: int, order: tuple[int, ...]) -> Iterator[Chunk]:

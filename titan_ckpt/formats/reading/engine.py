@@ -28,7 +28,8 @@ from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.shared import Deal, warn_of
 from titan_ckpt.formats.reading.slices import Held, Slice, Window, scatter
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.stores.bucket import StoreError
+from titan_ckpt.geometry.chunks import cut, joined
+from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.second_look import read_twice
 
 logger = logging.getLogger(__name__)
@@ -72,14 +73,14 @@ class SliceFill:
     check: Callable[[], None] | None = None
     """Looks at the values when they are there."""
 
-    def __call__(self) -> None:
-        """Read, verify and fill.
+    def __call__(self) -> tuple[int, int]:
+        """Read, verify and fill; return the bytes that were read, and 0.
 
         Raises: CorruptCheckpointError naming the files, the damaged tensors, and those overwritten in memory so far;
         OSError.
         """
         with gc_paused():
-            self.fill_after(self.sources(), None)
+            return self.fill_after(self.sources(), None), 0
 
     def sources(self) -> list[SliceReader]:
         """Return what reads each file."""
@@ -91,20 +92,16 @@ class SliceFill:
                 groups.setdefault((id(file), shift), (file, blocks, [], shift))[2].append(part)
         return [SliceReader(*group) for group in groups.values()]
 
-    def fill_after(self, sources: Sequence[SliceReader], deal: Deal | None) -> None:
-        """Do as a call, after the bytes that ranks read together. Raises: as a call; ExchangeBroken."""
+    def fill_after(self, sources: Sequence[SliceReader], deal: Deal | None) -> int:
+        """Fill, after the bytes that ranks read together; return all bytes. Raises: as a call; ExchangeBroken."""
         with gc_paused():
-            execute(sources, what=self.what, deal=deal)
+            total = execute(sources, what=self.what, deal=deal)
         if self.check:
             self.check()
+        return total
 
     def __add__(self, other: SliceFill) -> SliceFill:
         return SliceFill([*self.slices, *other.slices], self.what)
-
-
-def verify(file: Reader, blocks: Blocks, slices: Sequence[Slice], count: progress.Count) -> None:
-    """Verify the blocks of slices and write to no tensor. Raises: CorruptCheckpointError; OSError."""
-    execute([SliceReader(file, blocks, slices)], count)
 
 
 def execute(
@@ -112,8 +109,10 @@ def execute(
     check: progress.Count | None = None,
     what: str = "loading",
     deal: Deal | None = None,
-) -> None:
+) -> int:
     """Fill all slices of all files; or, with `check`, which counts, verify their blocks and write to no tensor.
+
+    Return the number of bytes.
 
     `deal`: bytes that ranks read together, which come before the windows of the readers.
 
@@ -140,7 +139,7 @@ def execute(
         cause = error
     bad = [reader for reader in readers if reader.bad]
     if cause is None and not bad:
-        return
+        return total
     damage = [*([str(cause)] if cause else []), *(reader.damage() for reader in bad)]
     overwritten = list({name: None for reader in readers for name in reader.names(reader.filled)})
     steps = any(reader.is_verified for reader in readers)
@@ -177,7 +176,7 @@ class SliceReader:
         self._base = shift if self._blocks is None else self._blocks.start % self._block
         """A byte of the file at which blocks and windows may be cut; others are a multiple of their size apart."""
         self._most = max(self._most, self._block)
-        self.runs = list(self._runs())
+        self.runs = joined(self._wanted(), _MOST_GAP_BYTES if self._blocks is None and self._file.is_remote else 0)
         """Wanted bytes, those near each other joined."""
         self.keep(self.runs)
         self.is_cached = self._is_cached()
@@ -197,20 +196,7 @@ class SliceReader:
         """
         if self._blocks is not None:
             most = max(most - most % self._block, self._block)
-        return self._cut(*run, most)
-
-    def _runs(self) -> Iterator[Window]:
-        gap = _MOST_GAP_BYTES if self._blocks is None and self._file.is_remote else 0
-        start = stop = 0
-        for first, last in sorted(self._wanted()):
-            if stop and first <= stop + gap:
-                stop = max(stop, last)
-                continue
-            if stop > start:
-                yield start, stop
-            start, stop = first, last
-        if stop > start:
-            yield start, stop
+        return cut(*run, most, self._base)
 
     def _wanted(self) -> Iterator[Window]:
         """Yield the bytes that hold any part of a slice, in whole blocks if they have digests."""
@@ -226,17 +212,8 @@ class SliceReader:
                 begin, end = first - (first - base) % block, min(stop + (base - stop) % block, last)
                 yield begin, end
 
-    def _cut(self, start: int, stop: int, most: int) -> Iterator[Window]:
-        """Cut bytes of the file into windows; or, by the size of a block, into blocks."""
-        while stop - start > most:
-            end = start + most - (start - self._base) % most
-            yield start, end
-            start = end
-        if stop > start:
-            yield start, stop
-
     def _blocks_of(self, window: Window) -> Iterator[Window]:
-        return self._cut(*window, self._block)
+        return cut(*window, self._block, self._base)
 
     def _is_cached(self) -> bool:
         """Return whether the page cache is the faster way to read the windows.
@@ -290,7 +267,7 @@ class SliceReader:
         """
         read = Held.over(data, window[0])
         is_right = self._blocks is not None or xxhash.xxh3_128_digest(data) == digest
-        for block in self._cut(*window, RUN_BYTES if self._blocks is None else self._block):
+        for block in cut(*window, RUN_BYTES if self._blocks is None else self._block, self._base):
             if is_right and self._is_right(read, block):
                 self._scatter(block, read)
             else:
@@ -321,7 +298,7 @@ class SliceReader:
             if self._blocks is None and isinstance(error, EOFError):
                 raise CorruptCheckpointError(f"{error}: it was cut short while it was open", self.path) from error
             logger.warning("%s: %s; reading bytes %d-%d again", self.path, error, *window)
-            doubtful = [*self._cut(*window, RUN_BYTES if self._blocks is None else self._block)]
+            doubtful = [*cut(*window, RUN_BYTES if self._blocks is None else self._block, self._base)]
         for block in doubtful:
             self._read_again(block, fill=fill)
 

@@ -13,21 +13,22 @@ import logging
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast, runtime_checkable
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
-from titan_ckpt.disk import cuda
 from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, round_up
-from titan_ckpt.disk.workers import num_copy_workers, run_workers
+from titan_ckpt.disk.workers import as_here, batches, num_copy_workers, run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.geometry.chunks import joined
 from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.progress import Count
 
@@ -102,8 +103,8 @@ class Shareable(Protocol):
     def sources(self) -> Sequence[Any]:
         """Return the Source of each file."""
 
-    def fill_after(self, sources: Sequence[Any], deal: Deal) -> None:
-        """Fill from what the ranks read together, and from what each reads by itself."""
+    def fill_after(self, sources: Sequence[Any], deal: Deal) -> int:
+        """Fill from what the ranks read together, and from what each reads by itself; return all bytes."""
 
 
 class _Piece(NamedTuple):
@@ -143,7 +144,8 @@ class Deal:
         memories = [Buffer.allocate(0)] * 2
         try:
             for ranks, pieces in sorted(self.teams.items()):
-                windows = [*_windows(pieces, len(ranks))]
+                most = len(ranks) * max(piece.num_bytes for piece in pieces)  # about one piece of each rank
+                windows = [*batches(pieces, attrgetter("num_bytes"), most)]
                 num_bytes = max(sum(map(_slot, window)) for window in windows)
                 if num_bytes > len(memories[0].view):
                     memories = [Buffer.allocate(num_bytes) for _ in memories]
@@ -157,7 +159,7 @@ class Deal:
         most = min(_AHEAD_BYTES, max(piece.source.ahead_bytes for window in windows for piece in window))
         num_ahead = max(1, most // max(piece.num_bytes for window in windows for piece in window))
         ahead: deque[Future[Buffer]] = deque()
-        with ThreadPoolExecutor(num_ahead, "titan_ckpt-ahead", cuda.as_here()) as pool:
+        with ThreadPoolExecutor(num_ahead, "titan_ckpt-ahead", as_here()) as pool:
 
             def next_own() -> Buffer:
                 while len(ahead) < num_ahead and (piece := next(own, None)) is not None:
@@ -258,18 +260,6 @@ def _slot(piece: _Piece) -> int:
     return round_up(piece.num_bytes + _DIGEST_BYTES, ALIGNMENT)
 
 
-def _windows(pieces: Sequence[_Piece], num_ranks: int) -> Iterator[list[_Piece]]:
-    """Join neighbouring pieces up to the size of a window, about one piece of each rank."""
-    most = num_ranks * max(piece.num_bytes for piece in pieces)
-    window: list[_Piece] = []
-    for piece in pieces:
-        if window and sum(other.num_bytes for other in window) + piece.num_bytes > most:
-            yield window
-            window = []
-        window.append(piece)
-    yield window
-
-
 def is_dear(*, is_remote: bool, is_networked: bool, is_cached: bool) -> bool:
     """Return whether ranks read a file together: where reading takes longer than receiving what another rank has read.
 
@@ -317,18 +307,9 @@ class _SharedFill:
     sources: Sequence[Source]
     deal: Deal
 
-    def __call__(self) -> None:
-        self.fill.fill_after(self.sources, self.deal)
-
-
-def traffic(fills: Sequence[Fill]) -> tuple[int, int] | None:
-    """Return the bytes that this rank reads and receives for fills of `share_reads`; None if one does not say it."""
-    if not all(isinstance(fill, _SharedFill) for fill in fills):
-        return None
-    made = cast("Sequence[_SharedFill]", fills)
-    dealt, read = (sum(getattr(fill.deal, name) for fill in made) for name in ("num_bytes", "num_read"))
-    alone = sum(stop - start for fill in made for source in fill.sources for start, stop in source.windows)
-    return alone + read, dealt - read
+    def __call__(self) -> tuple[int, int]:
+        received = self.deal.num_bytes - self.deal.num_read
+        return self.fill.fill_after(self.sources, self.deal) - received, received
 
 
 def share_reads(tag: str, fills: Sequence[Fill], coordinator: Coordinator, *, is_on: bool) -> list[Fill]:
@@ -345,7 +326,7 @@ def share_reads(tag: str, fills: Sequence[Fill], coordinator: Coordinator, *, is
             if isinstance(fill, Shareable):
                 with gc_paused():
                     found[number] = made = _SharedFill(fill, fill.sources(), Deal(coordinator))
-                for source in made.sources if is_on and coordinator.world_size > 1 else ():
+                for source in made.sources if is_on else ():
                     facts = {"is_remote": source.is_remote, "is_networked": source.is_networked}
                     if is_dear(**facts, is_cached=source.is_cached):
                         named.setdefault(f"{number} {source.key}", (source, made.deal))
@@ -354,11 +335,10 @@ def share_reads(tag: str, fills: Sequence[Fill], coordinator: Coordinator, *, is
     _, distinct = coordinator.exchange_distinct(tag, post)
     if any(distinct.pop("").values()):
         _share(coordinator, named, distinct)
-    if coordinator.world_size > 1:
-        dear = sum(stop - start for source, _ in named.values() for start, stop in source.runs)
-        deals = {id(deal): deal for _, deal in named.values()}.values()
-        together, read = (sum(getattr(deal, name) for deal in deals) for name in ("num_bytes", "num_read"))
-        logger.info("%s", said(is_on=is_on, dear=dear, together=together, read=read))
+    dear = sum(stop - start for source, _ in named.values() for start, stop in source.runs)
+    deals = {id(deal): deal for _, deal in named.values()}.values()
+    together, read = (sum(getattr(deal, name) for deal in deals) for name in ("num_bytes", "num_read"))
+    logger.info("%s", said(is_on=is_on, dear=dear, together=together, read=read))
     return found
 
 
@@ -425,14 +405,3 @@ def _deal(ranks: Ranks, runs: Sequence[tuple[Source, Deal, Run]]) -> None:
             reader = min(loads, key=loads.__getitem__)
             loads[reader] += window[1] - window[0]
             deal.teams.setdefault(ranks, []).append(_Piece(source, window, reader))
-
-
-def joined(runs: Iterable[Run]) -> list[Run]:
-    """Return runs in order, those that touch joined."""
-    made: list[Run] = []
-    for start, stop in sorted(runs):
-        if made and made[-1][1] >= start:
-            start, before = made.pop()
-            stop = max(stop, before)
-        made.append((start, stop))
-    return made

@@ -11,11 +11,10 @@ from math import prod
 import numpy as np
 import torch
 
-from titan_ckpt.disk.cuda import upload
 from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.disk.kernel import Buffer, address_of, bytes_at, move_bytes
-from titan_ckpt.disk.workers import bounce_buffer
-from titan_ckpt.geometry.boxes import boxes_of_range, element_span, spans
+from titan_ckpt.disk.workers import bounce_buffer, upload
+from titan_ckpt.geometry.boxes import boxes, boxes_of_range, element_span, spans
 from titan_ckpt.geometry.chunks import Chunk, Shape, is_plain_memory
 
 _HOST = torch.device("cpu")
@@ -238,14 +237,5 @@ def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
 
 def windows(view: torch.Tensor, max_elements: int) -> Iterator[torch.Tensor]:
     """Cut a view into subviews of at most `max_elements`, in row-major order of its elements."""
-    if view.numel() <= max_elements:
-        yield view
-        return
-    row = view.numel() // view.shape[0]
-    if row > max_elements:
-        for part in view:
-            yield from windows(part, max_elements)
-        return
-    step = max_elements // row
-    for start in range(0, view.shape[0], step):
-        yield view[start : start + step]
+    whole = Chunk.whole(view.shape)
+    return (view[box.within(whole)] for box in boxes(whole, max_elements))

@@ -13,7 +13,7 @@ from tests.fake_cuda import on_device
 from tests.world import bits
 from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.formats.native import segments
-from titan_ckpt.formats.native.segments import Places, Segments
+from titan_ckpt.formats.native.segments import Segments, lay_end_to_end
 
 
 def some_tensors() -> list[torch.Tensor]:
@@ -39,7 +39,7 @@ def some_tensors() -> list[torch.Tensor]:
 
 
 def laid_out(tensors: Sequence[torch.Tensor]) -> tuple[Segments, bytes]:
-    places = Places.of([(tensor.dtype, tensor.shape) for tensor in tensors])
+    places = lay_end_to_end([(tensor.dtype, tensor.shape) for tensor in tensors])
     return Segments(places, tensors), b"".join(bits(tensor.resolve_conj().resolve_neg()) for tensor in tensors)
 
 

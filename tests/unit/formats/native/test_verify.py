@@ -16,12 +16,13 @@ from tests.world import manager as build
 from titan_ckpt import progress
 from titan_ckpt.cli.main import main
 from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
+from titan_ckpt.directory.names import rank_file_name
 from titan_ckpt.disk.kernel import Buffer, round_up
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from titan_ckpt.formats.native.rank_file import lay_out, rank_file_name, write_rank_file
+from titan_ckpt.formats.native.rank_file import lay_out, write_rank_file
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.verify import verify_step
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.tools.verifying import verify_step
 
 
 @pytest.fixture
@@ -133,4 +134,4 @@ def test_tensors_that_are_not_whole_are_found(
 def test_a_step_of_two_ranks_is_whole(tmp_path: Path) -> None:
     """The check of tiling accepts what ranks share out, and tensors that only one of them has."""
     folder = write_step(tmp_path / "step-1", {"w": ((4, 2), 0, 2)}, {"w": ((4, 2), 2, 4), "v": ((2, 2), 0, 2)})
-    assert verify_step(folder).num_files == 2
+    assert verify_step(folder)[0] == 2

@@ -25,7 +25,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.publish.exchange import Exchange, Marks, part_of, row_peers, runs_of
 from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import element_span, is_run, overlap
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Transpose
 from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.testing import distributed
@@ -72,8 +72,8 @@ def test_a_piece_whose_view_has_other_rows_than_the_file_is_cut(view: torch.Tens
 def permuted() -> FilePart:
     """Rows 8 to 31 and columns 2 to 7 of heads of 8 rows, which are mixed in memory."""
     block = torch.arange(24 * 6).view(24, 6)
-    (piece,) = PermuteRotary(5).pieces(0, [(40, 9)], Chunk((8, 2), (24, 6)), block)
-    return FilePart("x", piece.chunk, piece.view)
+    (piece,) = PermuteRotary(5).pieces(0, [(40, 9)], Block(Chunk((8, 2), (24, 6)), block), "x")
+    return piece
 
 
 class Sent:

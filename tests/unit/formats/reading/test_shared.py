@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch
 import xxhash
 
 from titan_ckpt.disk.files import FileReader
+from titan_ckpt.disk.workers import batches
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.reading import shared
 from titan_ckpt.formats.reading.engine import Blocks, SliceReader
-from titan_ckpt.formats.reading.shared import Deal, awaited, is_dear, joined, said
+from titan_ckpt.formats.reading.shared import Deal, awaited, is_dear, said
 from titan_ckpt.formats.reading.slices import Slice
+from titan_ckpt.geometry.chunks import joined
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -59,7 +62,7 @@ def test_ranks_of_a_team_read_like_shares_in_pieces_that_fit_the_windows() -> No
         loads = [sum(piece.num_bytes for piece in pieces if piece.reader == rank) for rank in ranks]
         assert sum(loads) == 907 << 20 and max(loads) - min(loads) <= 16 << 20
         assert deal.num_read == loads[0]
-        windows = [*shared._windows(pieces, len(ranks))]
+        windows = [*batches(pieces, attrgetter("num_bytes"), len(ranks) * max(p.num_bytes for p in pieces))]
         assert [piece for window in windows for piece in window] == pieces
         assert all(sum(piece.num_bytes for piece in window) <= shared._WINDOW_BYTES for window in windows)
 

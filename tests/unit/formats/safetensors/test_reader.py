@@ -23,7 +23,7 @@ from titan_ckpt.formats.reading import engine
 from titan_ckpt.formats.reading.slices import windows
 from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
 from titan_ckpt.geometry.boxes import boxes
-from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.geometry.keymap import PermuteRotary
 from titan_ckpt.geometry.requests import FilePart
 
@@ -70,9 +70,9 @@ def test_columns_of_permuted_heads_in_small_maps(tmp_path: Path, monkeypatch: py
     value = torch.randn(24, 10)
     save_file({"x": value}, tmp_path / "a.safetensors")
     native = torch.zeros(24, 4)
-    pieces = list(PermuteRotary(3).pieces(0, [(24, 10)], Chunk((0, 3), (24, 4)), native))
+    pieces = list(PermuteRotary(3).pieces(0, [(24, 10)], Block(Chunk((0, 3), (24, 4)), native), "x"))
     with opened(tmp_path / "a.safetensors") as files:
-        files.read([FilePart("x", p.chunk, p.view) for p in pieces])
+        files.read(pieces)
     expected = value[:, 3:7].view(3, 2, 4, 4).transpose(1, 2).reshape(24, 4)
     assert torch.equal(native, expected)
 

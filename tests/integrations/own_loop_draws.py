@@ -361,7 +361,7 @@ def loader_of(case: dict[str, Any], rank: int, ranks: int) -> Any:
     if case["batch sampler"] and sampler is not None and size:
         batches: Any = Estimated if case["batch sampler"] == "of an estimated length" else BatchSampler
         return kind(data, batch_sampler=batches(sampler, size, drop_last), **given)
-    shuffle = {"sampler": sampler} if sampler is not None else {"shuffle": case["seed"] % 5 < 3}
+    shuffle: dict[str, Any] = {"sampler": sampler} if sampler is not None else {"shuffle": case["seed"] % 5 < 3}
     return kind(data, size, drop_last=drop_last, **shuffle, **given)
 
 

@@ -148,12 +148,12 @@ def test_a_loop_that_leaves_an_epoch_where_a_step_was_saved_says_so_before(over:
     left(whole)
     whole.next_epoch()
     saved = whole.state_dict()
-    expected = [plain(left(whole)) for _ in range(2)]
+    expected = plain(left(whole))
     resumed = PositionedLoader(over())
     resumed.load_state_dict(saved)
-    assert [plain(left(resumed)) for _ in range(2)] == expected
+    assert plain(left(resumed)) == expected
     resumed.state_dict()
-    with pytest.raises(ConfigError, match=r"leaves epoch 2 after 2 batches, where a step was saved.*next_epoch\(\)"):
+    with pytest.raises(ConfigError, match=r"leaves epoch 1 after 2 batches, where a step was saved.*next_epoch\(\)"):
         left(resumed)
 
 

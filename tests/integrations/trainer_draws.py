@@ -221,6 +221,7 @@ def train(path: Path, case: dict[str, Any], rank: int) -> None:
         args.metric_for_best_model, args.greater_is_better = "loss", False
         callbacks.append(EarlyStoppingCallback(2))
     data = DATA[case["data"]](case["samples"])
+    more: dict[str, Any] = {"compute_metrics": metrics} if given.get("batch_eval_metrics") else {}
     trainer = Trainer(
         network,
         args,
@@ -228,7 +229,7 @@ def train(path: Path, case: dict[str, Any], rank: int) -> None:
         eval_dataset=Tokens(4) if collator is None else table(5),
         data_collator=collator,
         callbacks=callbacks,
-        **({"compute_metrics": metrics} if given.get("batch_eval_metrics") else {}),
+        **more,
     )
     attach(trainer, CheckpointConfig(save=SaveConfig(interval=case["interval"])))
     trainer.train()

@@ -70,7 +70,9 @@ class Through:
         self.batch_sampler, self._function = sampler, function
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["batch_sampler"], name)
+        if name == "batch_sampler":  # while it is copied
+            raise AttributeError(name)
+        return getattr(self.batch_sampler, name)
 
     def __len__(self) -> int:
         return len(self.batch_sampler)

@@ -372,10 +372,10 @@ def model_of(case: dict[str, Any]) -> nn.Sequential:
 
 def optimizer_of(case: dict[str, Any], parameters: Any) -> Any:
     name = case["optimizer"].partition(" ")[0]
-    settings: dict[str, Any] = {
+    settings: dict[str, dict[str, Any]] = {
         "SGD": {"momentum": 0.9, "nesterov": True}, "Adam": {"amsgrad": True}, "RMSprop": {"centered": True},
-    }.get(name, {})  # fmt: skip
-    return getattr(torch.optim, name)(parameters, lr=1e-2, **settings)
+    }  # fmt: skip
+    return getattr(torch.optim, name)(parameters, lr=1e-2, **settings.get(name, {}))
 
 
 def schedule_of(case: dict[str, Any], optimizer: Any) -> Any:

@@ -194,9 +194,9 @@ def test_a_resume_fills_weights_and_optimizer_in_one_round(
 
     execute = engine.execute
 
-    def noted(readers: Sequence[engine.SliceReader], **options: Any) -> None:
+    def noted(readers: Sequence[engine.SliceReader], **options: Any) -> int:
         rounds.append(len(readers))
-        execute(readers, **options)
+        return execute(readers, **options)
 
     run = Run()
     with run.manager(run_folder, save=SaveConfig(interval=1, async_mode="disabled")) as manager:

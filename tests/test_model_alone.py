@@ -94,7 +94,7 @@ def test_a5_a_last_step_is_cast_while_it_is_copied(tmp_path: Path, mode: Any) ->
     run.step()
     with manager, mock.patch.object(Saver, "save", autospec=True, side_effect=Saver.save) as saved, Casts() as casts:
         manager.save(1, last_step=True)
-    (_, _, snapshot, _), _ = saved.call_args
+    (_, _, _, snapshot, _), _ = saved.call_args
     live = {f"model.{name}": value.data_ptr() for name, value in run.model.state_dict().items()}
     assert {name: value.data_ptr() for name, value in snapshot.tensors.items()} == live
     assert casts.sizes == []

@@ -305,7 +305,7 @@ def test_a_bucket_that_does_not_answer_is_no_damage(
     def refuse(*_: object) -> None:
         raise StoreError(errno.EIO, "s3://box/rank-00000.safetensors: no answer", is_final=False)
 
-    monkeypatch.setattr(reader, "_check_blocks", refuse)
+    monkeypatch.setattr(reader, "execute", refuse)
     assert main(["verify", str(root / "run1/checkpoints/step-1")]) == 2
     said = capsys.readouterr()
     assert "no answer" in said.err and not said.out

@@ -52,9 +52,9 @@ _FEW_BYTES = 1 << 20
 """One thread writes fewer bytes than this faster than other threads start."""
 _ROUND_BYTES = 32 << 20
 """Bytes that a rank receives in one round for files in a bucket."""
-_SHARED_ROUND_BYTES = 10 << 20
+_SHARED_ROUND_BYTES = 8 << 20
 """The same for files that ranks share. With less, ranks wait for the sizes of the next round as long as for its bytes;
-with more, an export needs more than 64 MiB beside the tensors."""
+with more, an export needs more than 64 MiB beside the tensors while the disk is busy."""
 _MAPPED_BYTES = 16 << 20
 """Bytes of a file that are mapped at a time."""
 _LEAD_ROUNDS = 4

@@ -312,7 +312,7 @@ ODD: dict[str, Callable[[torch.Tensor, bool], torch.Tensor]] = {
 
 @pytest.mark.parametrize("case", [*ODD, "names", "order", "another layer's kind"])
 def test_a_layer_that_differs_is_found(case: str) -> None:
-    """What is known of an earlier layer of the same names and shapes holds for a layer that is computed as that one."""
+    """A layer takes what is known of an earlier one only if it is computed as that one is."""
 
     def to_hf(values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         made: dict[str, torch.Tensor] = {}

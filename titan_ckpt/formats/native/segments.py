@@ -37,8 +37,9 @@ _PACKABLE = {
 
 
 Places = tuple[list[int], list[int], list[torch.dtype], list[tuple[int, int]]]
-"""Of tensors that are laid end to end: the first byte of each, its bytes and its dtype; and [first, last) of small
-neighbours of one dtype and shape, which can be copied in one call. They are kept between saves."""
+"""Tensors that are laid end to end: the first holds the first byte of each, the next two its bytes and its dtype. The
+last has [first, last) of small neighbours of one dtype and shape, which can be copied in one call. All are kept between
+saves."""
 
 
 def lay_end_to_end(kinds: Sequence[tuple[torch.dtype, Sequence[int]]]) -> Places:

@@ -80,7 +80,7 @@ class _Run:
 
 
 class _Page:
-    """What goes to each rank of a group in one round; what stays here comes last, and is sent to nobody."""
+    """Holds what goes to each rank of a group in one round. What stays on this rank comes last, and nobody is sent it."""
 
     def __init__(self, num_ranks: int, own: int, room: int) -> None:
         self.memory = Buffer.allocate(num_ranks * room)

@@ -57,21 +57,11 @@ class RandomState:
 class Seeded:
     """An entry of a sampler on its way to a worker process, where its arrival seeds the generators.
 
-    So what a batch draws depends on no batch that the same worker has made before. A list of indices can be read
-    and cut as such, as accelerate does to give each rank its own.
+    So what a batch draws depends on no batch that the same worker has made before.
     """
 
     def __init__(self, entry: Any, seed: int) -> None:
         self._entry, self._seed = entry, seed
-
-    def __len__(self) -> int:
-        return len(self._entry)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._entry)
-
-    def __getitem__(self, at: Any) -> Any:
-        return self._entry[at]
 
     def __reduce__(self) -> tuple[Callable[[Any, int], Any], tuple[Any, int]]:
         return _arrived, (self._entry, self._seed)

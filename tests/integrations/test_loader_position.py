@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate.data_loader import prepare_data_loader
 from datasets import IterableDataset as Streamed
 from datasets import interleave_datasets
 from requests import Session
@@ -46,7 +45,6 @@ from tests.integrations.loader_cases import (
 )
 from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.known.loaders import seed_workers_apart
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
 
@@ -550,19 +548,3 @@ def test_a_loop_over_torchdatas_loader_or_a_stream_goes_on_exactly(kind: str, tm
     for step in (3, 5, 6, 8):
         run(f"resumed-{step}", step)
         assert run(f"resumed-{step}", 13) == whole[step:], f"after step {step}"
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_a_loader_whose_kept_workers_are_seeded_may_be_prepared_by_accelerate_afterwards(split: bool) -> None:
-    """It puts batches together from the sampler's lists, or cuts these."""
-    loader: Any = DataLoader(torch.arange(22), batch_size=4, num_workers=1, persistent_workers=True)
-    seed_workers_apart(loader)
-    read = []
-    for rank in range(2):
-        share = prepare_data_loader(
-            loader, num_processes=2, process_index=rank, split_batches=split, put_on_device=False, even_batches=False
-        )
-        read.append([batch.tolist() for batch in share])
-    size = 2 if split else 4
-    whole = [[*range(at, min(at + size, 22))] for at in range(0, 22, size)]
-    assert read == [whole[0::2], whole[1::2]]

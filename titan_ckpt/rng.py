@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import xxhash
 
 
 class RandomState:
@@ -65,11 +64,6 @@ class Seeded:
 
     def __reduce__(self) -> tuple[Callable[[Any, int], Any], tuple[Any, int]]:
         return _arrived, (self._entry, self._seed)
-
-
-def seed_of(*facts: Any) -> int:
-    """Return a seed that facts decide alone."""
-    return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
 
 
 def _arrived(entry: Any, seed: int) -> Any:

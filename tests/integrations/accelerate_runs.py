@@ -458,7 +458,6 @@ class Drawn(Noisy):
 
 EVALUATED: dict[str, Callable[[], tuple[DataLoader[torch.Tensor], int]]] = {
     "workers that are kept": lambda: (DataLoader(Still(), 10, num_workers=1, persistent_workers=True), 9),
-    "noise of a worker that is kept": lambda: (DataLoader(Noisy(), 10, num_workers=1, persistent_workers=True), 9),
     "a generator of the data": lambda: (DataLoader(Drawn(), 10), 9),
     "a loop that is broken off": lambda: (DataLoader(Still(), 10), 1),
 }

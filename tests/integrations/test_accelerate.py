@@ -76,7 +76,7 @@ def test_each_setting_goes_on_bit_for_bit(name: str, ranks: int, interval: int, 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_settings_that_a_seed_has_drawn_go_on_bit_for_bit_or_are_refused(ranks: int, tmp_path: Path) -> None:
-    """Together, with data that batches do not divide."""
+    """Together, with data that batches do not divide. A loop that leaves an epoch is told what a resume reads first."""
     cases = [drawn(number) for number in (range(500) if ALL else DRAWN)]
     phases = [Phase("run_drawn", str(tmp_path), ranks, (cases, is_whole)) for is_whole in (True, False)]
     assert play("tests.integrations.accelerate_draws", phases) == [[0] * ranks] * 2

@@ -20,23 +20,17 @@ from itertools import chain, islice
 from typing import Any
 
 import torch
+import xxhash
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.classes import class_name, is_of_library, names_of
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.known.loaders import (
-    POSITIONED,
-    Through,
-    begin_afresh,
-    is_of_torchdata,
-    samplers_of,
-    stateful_faults,
-)
+from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_torchdata, samplers_of, stateful_faults
 from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import fault_of
 from titan_ckpt.errors import LoadMismatchError, counted, refuse
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
-from titan_ckpt.rng import RandomState, Seeded, get_random, held_generators, seed_of, set_random
+from titan_ckpt.rng import RandomState, Seeded, get_random, held_generators, set_random
 
 _log = logging.getLogger(__name__)
 _END, _UNREAD = object(), object()
@@ -48,11 +42,6 @@ _KEPT = (
     "its set_epoch does not reach worker processes that are kept, and a resumed run would have new ones: leave "
     "persistent_workers out"
 )
-_LEAVES = (
-    "and a run resumed from it would read the rest first: call the loader's next_epoch() before the save of the step "
-    "after which the loop leaves an epoch"
-)
-_UNSAID = "whose state does not say where the next one begins: read it to its end, or by torch's DataLoader"
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
 
@@ -102,8 +91,6 @@ class PositionedLoader:
         self._ahead: dict[str, Any] | None = None
         """The position after the batch that was returned, when one more was read to know whether it is the last."""
         self._is_last = False
-        self._saved: tuple[int, int] | None = None
-        """The epoch and the number of batches that a step was last saved with."""
         self.read_again = self._why_read_again()
         """Why a resume reads the epoch from its start; "" if it does not."""
         begin_afresh(self.inner)
@@ -156,32 +143,20 @@ class PositionedLoader:
         return not self._goes_on and self.num_batches > 0 and self.num_batches == length_of(self.loader)
 
     def next_epoch(self) -> None:
-        """Leave the rest of this epoch out, before the save of the step after which the loop leaves it.
-
-        Raises: ConfigError for a stream of which no state says where it begins then.
-        """
-        if self.num_batches and not self.at_end and self._gives_state and self._keeps_state:
-            name = class_name(self.inner.dataset)
-            refuse(f"data: the loop leaves epoch {self.epoch} of {name} in a StatefulDataLoader, {_UNSAID}")
-        self._begin_next()
-
-    def leave_epoch(self) -> None:
-        """Begin anew, because the loop has left the rest of an epoch out where no step was saved."""
-        self._begin_next()
-
-    def _begin_next(self) -> None:
+        """Leave the rest of this epoch out."""
         self.epoch, self.num_batches = self.epoch + 1, 0
         self._goes_on = self._is_last = False
         self._ahead = None
 
+    def leave_epoch(self) -> None:
+        """Begin anew, because the loop has left the rest of an epoch out."""
+        self.next_epoch()
+
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
-        if self.at_end and not resumed:
-            self._begin_next()
-        elif self.num_batches and not resumed:
-            if self._saved == (self.epoch, self.num_batches):
-                left = f"the loop leaves epoch {self.epoch} after {counted(self.num_batches, 'batch', 'batches')}"
-                refuse(f"data: {left}, where a step was saved, {_LEAVES}")
+        if self.num_batches and not resumed:
+            left = f"the loop leaves epoch {self.epoch} after {counted(self.num_batches, 'batch', 'batches')}"
+            _log.warning(f"data: {left}, of which a run resumed from the step saved there would read the rest first")
             self.leave_epoch()
         self.num_batches = resumed["batches"] if resumed else 0
         if resumed and self._is_random_restored:
@@ -209,7 +184,7 @@ class PositionedLoader:
             yield self.deliver(batch)
             batch = next(batches, _END) if following is _UNREAD else following
         self.end_epoch()
-        self._begin_next()
+        self.next_epoch()
 
     def _begin(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
         """Yield the batches that follow, with the random states that the save has found."""
@@ -294,9 +269,9 @@ class PositionedLoader:
     def _seeded(self, order: Iterable[Any], first: int = 0) -> Iterator[Any]:
         """Yield entries of which each seeds the worker process that gets it. `first`: the number of the first one."""
         assert self._start is not None
-        of_epoch = seed_of(self.epoch, self.dp_rank, self._start["random"]["torch"].tolist())
+        of_epoch = _seed_of(self.epoch, self.dp_rank, self._start["random"]["torch"].tolist())
         for number, entry in enumerate(order, first):
-            yield Seeded(entry, seed_of(of_epoch, number)) if self.inner.num_workers else entry
+            yield Seeded(entry, _seed_of(of_epoch, number)) if self.inner.num_workers else entry
 
     # its position
 
@@ -318,7 +293,6 @@ class PositionedLoader:
         """Return the position after the batches that were returned."""
         done = self.at_end
         within = not done and self.num_batches > 0
-        self._saved = (self.epoch, self.num_batches)
         place = self._ahead if within and self._ahead else self._place(next_epoch=not within)
         return {
             "epoch": self.epoch + done,
@@ -439,7 +413,7 @@ class PositionedLoader:
         if self.judges_collator:
             yield from collator_faults(getattr(self.inner, "collate_fn", None), self._allow, self._of_data)
         if self._gives_state:
-            yield from stateful_faults(self.inner, self._allow, self._of_data)
+            yield from stateful_faults(self.inner, self._allow)
         else:
             yield from sampler_faults(samplers_of(self.inner), self._allow)
         is_told = hasattr(self._stream, "set_epoch") and not hasattr(self._stream, "_ex_iterable")
@@ -547,6 +521,10 @@ def _drawn_from(loader: Any, data: Any) -> list[Any]:
     return held_generators([data, *functions_of(data), getattr(loader, "collate_fn", None)])
 
 
+def _seed_of(*facts: Any) -> int:
+    return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
+
+
 def _divides(sampler: Any) -> bool:
     """Return whether a sampler deals the entries of one order to the ranks in turn."""
     owner = next((kind for kind in type(sampler).__mro__ if "__iter__" in vars(kind)), object)
@@ -572,6 +550,19 @@ def _share_of(loader: Any) -> DataRank:
     return DataRank.of(loader, rank, size)
 
 
+class _Through:
+    """A sampler whose entries go through a function. Workers that are kept use the same one in every epoch."""
+
+    def __init__(self, sampler: Any, function: Callable[[Any], Iterator[Any]]) -> None:
+        self.sampler, self._function = sampler, function
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._function(self.sampler)
+
+
 def _iterated(
     loader: Any, function: Callable[[Any], Iterator[Any]], begin: Callable[[], Iterator[Any]] | None = None
 ) -> Iterator[Any]:
@@ -581,7 +572,7 @@ def _iterated(
     """
     name = "sampler" if loader.batch_sampler is None else "batch_sampler"
     whole = loader.__dict__[name]
-    loader.__dict__[name] = Through(whole, function)  # DataLoader refuses setattr
+    loader.__dict__[name] = _Through(whole, function)  # DataLoader refuses setattr
     try:
         return begin() if begin else iter(loader)
     finally:

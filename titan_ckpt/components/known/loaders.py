@@ -6,7 +6,7 @@ Owns the way from a loader to its samplers, and the samplers whose order torchda
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 from titan_ckpt.components.classes import names_of, own_and_base
 from titan_ckpt.components.unsaved_state import fault_of, stored_by_code_of
 from titan_ckpt.gc_paused import instances_of
-from titan_ckpt.rng import Seeded, held_generators, seed_of
 
 _DRAWN_ANEW = frozenset(
     {
@@ -24,8 +23,6 @@ _DRAWN_ANEW = frozenset(
         "trl.trainer.utils.RepeatSampler",
     }
 )
-
-_WRAP = "wrap the loader in titan_ckpt.PositionedLoader"
 
 POSITIONED: weakref.WeakSet[Any] = weakref.WeakSet()
 """The loaders of this process whose position a PositionedLoader holds, and with it the seed of their workers."""
@@ -48,7 +45,7 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def is_of_torchdata(loader: Any) -> bool:
-    """Return whether a loader or sampler is torchdata's, or extends one of its."""
+    """Return whether a loader is torchdata's StatefulDataLoader, or extends it."""
     return any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
 
 
@@ -64,40 +61,14 @@ def begin_afresh(loader: Any) -> None:
         loader._iterator = None  # noqa: SLF001 - torch has no public name for it
 
 
-class Through:
-    """A sampler whose entries go through a function. Workers that are kept use the same one in every epoch."""
-
-    def __init__(self, sampler: Any, function: Callable[[Any], Iterator[Any]]) -> None:
-        self.batch_sampler, self._function = sampler, function
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "batch_sampler":  # while it is copied
-            raise AttributeError(name)
-        return getattr(self.batch_sampler, name)
-
-    def __len__(self) -> int:
-        return len(self.batch_sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._function(self.batch_sampler)
-
-
 def seed_workers_apart(loader: Any) -> None:
-    """Let workers that are kept draw by seeds that each iteration has anew, as workers that are not kept do.
+    """Let workers that are kept get their seed from a generator that nothing else draws from.
 
-    They get one in a process, for which a run that is resumed would draw once more, and go on by it.
+    They get one in a process, so a run that is resumed would draw once more.
     """
-    name = "sampler" if getattr(loader, "batch_sampler", None) is None else "batch_sampler"
-    if getattr(loader, "persistent_workers", False) and not isinstance(whole := loader.__dict__[name], Through):
+    if getattr(loader, "persistent_workers", False):
         own, given = torch.Generator(), loader.generator
         loader.generator = own if given is None else own.manual_seed(given.initial_seed())
-        loader.__dict__[name] = Through(whole, _seeded_anew)  # DataLoader refuses setattr
-
-
-def _seeded_anew(order: Any) -> Iterator[Any]:
-    begun = seed_of(torch.get_rng_state().tolist())
-    for number, entry in enumerate(order):
-        yield Seeded(entry, seed_of(begun, number))
 
 
 def seed_evaluations_apart() -> None:
@@ -107,20 +78,13 @@ def seed_evaluations_apart() -> None:
             seed_workers_apart(loader)
 
 
-def stateful_faults(loader: Any, allow: Collection[str], held: Collection[Any] = ()) -> Iterator[str]:
+def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew.
 
-    Also for a dataset whose position it loses, and for the generators that data and collator draw from, but those that
-    are `held`.
+    Also for a dataset whose position it loses.
     """
     if not is_of_torchdata(loader):
         return
-    gives_state = hasattr(loader.dataset, "state_dict")
-    for generator in held_generators([None if gives_state else loader.dataset, loader.collate_fn]):
-        if not any(generator is other for other in held):
-            yield from fault_of(
-                "data: it draws from a", generator, f"a StatefulDataLoader does not hold it: {_WRAP}", allow
-            )
     if isinstance(loader.dataset, IterableDataset):
         if not (hasattr(loader.dataset, "state_dict") and hasattr(loader.dataset, "load_state_dict")):
             reason = (
@@ -134,14 +98,12 @@ def stateful_faults(loader: Any, allow: Collection[str], held: Collection[Any] =
                 "position of the resume: leave it out"
             )
         return
-    outer = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    is_asked = hasattr(outer, "state_dict") or is_of_torchdata(outer)  # torch's own asks no sampler within it
     for sampler in samplers_of(loader):
         own, base = own_and_base(type(sampler))
-        is_held = is_asked and hasattr(sampler, "state_dict")
-        changes = not is_held and any(stored_by_code_of(own, ["set_epoch"]))
+        changes = not hasattr(sampler, "state_dict") and any(stored_by_code_of(own, ["set_epoch"]))
         if changes or names_of(base)[0] in _DRAWN_ANEW:
             reason = (
-                f"a StatefulDataLoader does not hold its order, and a resumed run would go on in another one: {_WRAP}"
+                "a StatefulDataLoader does not hold its order, and a resumed run would go on in another one: wrap the "
+                "loader in titan_ckpt.PositionedLoader"
             )
             yield from fault_of("sampler", sampler, reason, allow)

@@ -80,7 +80,7 @@ class _Run:
 
 
 class _Page:
-    """Holds what goes to each rank of a group in one round. What stays on this rank comes last, and nobody is sent it."""
+    """Holds what goes to each rank of a group in one round. What this rank keeps comes last, and is not sent."""
 
     def __init__(self, num_ranks: int, own: int, room: int) -> None:
         self.memory = Buffer.allocate(num_ranks * room)

@@ -36,35 +36,41 @@ def _config(assets: Path, folder: Path, case: Case) -> Any:
 
 
 def _whole(assets: Path, folder: Path, case: Case) -> None:
-    """Train without a kill, and keep what it computed and how long it took."""
+    """Train without a kill, and keep what it computed and how long a step took."""
     begun: list[float] = []
-    _at_load(lambda: begun.append(time.monotonic()))
+    _before("save", 0, lambda: begun.append(time.monotonic()))
     run = train(_config(assets, folder / "whole", case))
-    torch.save((vars(run), time.monotonic() - begun[0]), folder / f"{dist.get_rank()}.pt")
+    torch.save((vars(run), (time.monotonic() - begun[0]) / (STEPS - 1)), folder / f"{dist.get_rank()}.pt")
 
 
 def _round(assets: Path, folder: Path, case: Case, seed: int | None) -> None:
-    """Train from the newest step on, to a kill at a moment that the seed draws; without a seed to the end."""
+    """Train from the newest step on, to a kill at a moment that the seed draws; without a seed to the end.
+
+    The moment is in one of the steps that are left, or in the load before them, however fast the machine is.
+    """
     rank = dist.get_rank()
     computed, seconds = torch.load(folder / f"{rank}.pt")
     if seed is not None:
         drawn = random.Random(seed)
+        step = drawn.randrange(STEPS - max(steps_in(folder / "run"), default=0))
         moment, victims = drawn.uniform(0, seconds), drawn.choice([[*range(dist.get_world_size())], None])
         if rank in (victims or [drawn.randrange(dist.get_world_size())]):
-            _at_load(lambda: threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)).start())
+            timer = threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL))
+            _before("save" if step else "load", max(step - 1, 0), timer.start)
     resumed = train(_config(assets, folder / "run", case))
     same(Run(**computed), resumed, losses=len(resumed.losses))
 
 
-def _at_load(call: Any) -> None:
-    load = TitanCheckpointer.load
+def _before(name: str, calls: int, act: Callable[[], object]) -> None:
+    """Act once, before the checkpointer's method is called for the first time after so many calls."""
+    method, made = getattr(TitanCheckpointer, name), iter(range(calls + 1))
 
-    def loaded(self: Any, step: int = -1) -> bool:
-        call()
-        done: bool = load(self, step)
-        return done
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if next(made, None) == calls:
+            act()
+        return method(self, *args, **kwargs)
 
-    TitanCheckpointer.load = loaded
+    setattr(TitanCheckpointer, name, called)
 
 
 @distributed(2)

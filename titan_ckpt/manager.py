@@ -216,7 +216,8 @@ class CheckpointManager:
     def _load(self, step: int, event: Event) -> LoadResult:
         self.completed.mark, self._is_last_save, self._exported_step = None, False, None
         if self._saver is not None:
-            seed_evaluations_apart()
+            if not self._knows_folder:  # it walks all objects of the process, and a rollback finds no other loaders
+                seed_evaluations_apart()
             self._saver.forget_copy()
             self._coordinator.together("rehearse", lambda: self._run.rehearse(self.config.allow))
         with event.phase("restore"):

@@ -224,7 +224,7 @@ def describe_start(world_size: int, config: object) -> dict[str, Any]:
         "host": socket.gethostname(),
         "world_size": world_size,
         "versions": {"python": platform.python_version(), **_versions()},
-        "git": git_revision(Path(sys.argv[0] or ".")) or git_revision(Path.cwd()),
+        "git": _started_from(Path(sys.argv[0] or "."), Path.cwd()),
         "config": settings,
     }
 
@@ -238,6 +238,11 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
+
+
+@functools.cache  # each is a process; a later commit is not what this process was started from
+def _started_from(script: Path, folder: Path) -> str | None:
+    return git_revision(script) or git_revision(folder)
 
 
 def git_revision(path: Path) -> str | None:

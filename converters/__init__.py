@@ -24,7 +24,7 @@ from titan_ckpt.converters.lora import LoRAConverter
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.qat import QATConfig, QATConverter
 from titan_ckpt.encoding.named import ImportName, import_named
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, collected, refuse
 from titan_ckpt.types import ModelConverter
 from titan_ckpt.weights.low_rank import StoredUpdates
 
@@ -62,12 +62,9 @@ def from_tables(tables: Sequence[Mapping[str, Any]], source: str = "config") -> 
     converters: list[ModelConverter] = []
     problems: list[str] = []
     for i, table in enumerate(tables):
-        try:
+        with collected(problems):
             converters.append(_from_table(table, source, f"converters.{i}"))
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems, source)
+    refuse(*problems, source=source)
     return ModelConvertersContainer(converters)
 
 

@@ -25,7 +25,8 @@ CheckpointError
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -101,10 +102,19 @@ class ConfigError(CheckpointError, ValueError):
         super().__init__(f"{without_credentials(source)}: {len(self.problems)} problem(s)\n{lines}")
 
 
-def refuse(*faults: str) -> None:
+def refuse(*faults: str, source: str = "config") -> None:
     """Raises: ConfigError listing these faults, if there are any."""
     if faults:
-        raise ConfigError(faults)
+        raise ConfigError(faults, source)
+
+
+@contextmanager
+def collected(problems: list[str]) -> Iterator[None]:
+    """Add the problems of a ConfigError that the block raises to others, with which they are refused later."""
+    try:
+        yield
+    except ConfigError as error:
+        problems += error.problems
 
 
 class DataError(ConfigError):

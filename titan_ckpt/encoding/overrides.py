@@ -15,7 +15,7 @@ from typing import Any
 
 import tomli
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import refuse
 
 
 def apply_overrides(raw: Mapping[str, Any], argv: Sequence[str]) -> dict[str, Any]:
@@ -45,8 +45,7 @@ def apply_overrides(raw: Mapping[str, Any], argv: Sequence[str]) -> dict[str, An
         keys = flag.removeprefix("--").split(".")
         if fault := _place(merged, keys, _parse(text)) if all(keys) else "no such key":
             problems.append(f"{flag}: {fault}")
-    if problems:
-        raise ConfigError(problems, "command line")
+    refuse(*problems, source="command line")
     return merged
 
 

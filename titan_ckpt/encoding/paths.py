@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Annotated
 
 from titan_ckpt.encoding.toml import Check
-from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, listed
+from titan_ckpt.errors import CheckpointNotFoundError, listed, refuse
 
 _URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:(/|$)")
 _SHELL = re.compile(r"~[^/]*(/|$)|.*(\$[{(A-Z_]|`)", re.DOTALL)
@@ -54,8 +54,7 @@ def require(
         for said, refused in ((expected, is_wrong), (WRITTEN_OUT, needs_shell))
         if refused(path)
     ]
-    if problems:
-        raise ConfigError(problems, "paths")
+    refuse(*problems, source="paths")
 
 
 WRITTEN_OUT = "a path without ~ and $NAME, which only a shell replaces: write it out"

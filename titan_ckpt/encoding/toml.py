@@ -29,7 +29,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import tomli
 
-from titan_ckpt.errors import ConfigError, without_credentials
+from titan_ckpt.errors import ConfigError, refuse, without_credentials
 
 T = TypeVar("T")
 
@@ -72,8 +72,7 @@ def from_dict(cls: type[T], raw: Mapping[str, Any], source: str = "config", path
     """
     binder = _Binder(cls)
     bound = binder.table(cls, raw, path)
-    if binder.problems:
-        raise ConfigError(binder.problems, source)
+    refuse(*binder.problems, source=source)
     assert isinstance(bound, cls)
     return bound
 
@@ -89,8 +88,7 @@ def validate(config: Any) -> None:
         bound = binder.value(kind, getattr(config, name), name)
         if bound is not _BAD:
             object.__setattr__(config, name, bound)
-    if problems := binder.problems or _cross_field(config):
-        raise ConfigError(problems, type(config).__name__)
+    refuse(*(binder.problems or _cross_field(config)), source=type(config).__name__)
 
 
 ForeignKeys = Mapping[str, str | Mapping[str, str]]

@@ -13,7 +13,7 @@ from typing import Any
 
 from titan_ckpt.encoding import strict_json
 from titan_ckpt.encoding.paths import how_to_get, hub_folder
-from titan_ckpt.errors import CheckpointNotFoundError, ConfigError
+from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, refuse
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
@@ -53,8 +53,7 @@ class DecoderConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        if problems := list(self.problems()):
-            raise ConfigError(problems, type(self).__name__)
+        refuse(*self.problems(), source=type(self).__name__)
 
     def problems(self) -> Iterator[str]:
         if self.num_heads % self.num_kv_heads:

@@ -24,7 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils.data import IterableDataset, default_collate
 
 from titan_ckpt.encoding.named import is_import_name
-from titan_ckpt.errors import CheckpointError, ConfigError, says_setting_is_wrong
+from titan_ckpt.errors import CheckpointError, ConfigError, refuse, says_setting_is_wrong
 from titan_ckpt.guard.run_guard import RunGuard, StopRun
 from titan_ckpt.loading.external import ExternalLoad, ExternalWeights, check_handler
 from titan_ckpt.manager import CheckpointManager
@@ -170,8 +170,7 @@ class BuildSteps:
                 parameter.requires_grad_(False)
         if not problems and not self.trainable():
             problems.append("model.freeze: leaves nothing to train; name fewer modules")
-        if problems:
-            raise ConfigError(problems)
+        refuse(*problems)
         if self._compute_dtype is torch.bfloat16:
             keep_stored_dtypes(self.model, checkpoint_settings(self.config), Path(self.config.output_folder))
 

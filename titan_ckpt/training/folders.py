@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from titan_ckpt.disk import posix
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import refuse
 from titan_ckpt.guard.outside_request import ANSWER, TAKER
 from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.stores.settings import open_location
@@ -36,8 +36,7 @@ def check_folders(config: RunConfig) -> None:
     ]
     if why_no_output is None:
         found += [("output_folder", _why_no_file(output / name)) for name in FILES]
-    if problems := [f"{setting}: {why}" for setting, why in found if why]:
-        raise ConfigError(problems)
+    refuse(*(f"{setting}: {why}" for setting, why in found if why))
 
 
 def _why_no_file(path: Path) -> str | None:

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import IterableDataset, IterDataPipe
 
 from titan_ckpt.encoding.named import import_named, is_import_name, make_named
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, collected, refuse
 from titan_ckpt.rng import held_generators
 from titan_ckpt.training.config import OptimizerConfig, RunConfig
 from titan_ckpt.training.data.batch import Batch
@@ -29,12 +29,9 @@ def check_names(config: RunConfig) -> None:
     """Import everything that the run's settings name. Raises: ConfigError listing all names that lead nowhere."""
     problems: list[str] = []
     for setting, name in _names(config):
-        try:
+        with collected(problems):
             import_named(name, setting)
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    refuse(*problems)
 
 
 def _names(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -61,8 +58,7 @@ def make_patterns(config: RunConfig) -> list[NamePattern]:
         except TypeError as error:
             problems.append(f"model.initial_values.{pattern!r}: {table['function']!r}: {error}")
         made.append(NamePattern(pattern, partial(function, **settings)))
-    if problems:
-        raise ConfigError(problems)
+    refuse(*problems)
     return made
 
 

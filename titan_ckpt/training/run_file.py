@@ -9,7 +9,7 @@ from titan_ckpt.encoding.named import converter_tables
 from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.encoding.toml import from_dict, read_toml
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, collected, refuse
 from titan_ckpt.training.config import RunConfig
 
 
@@ -24,20 +24,15 @@ def read_run(path: str, overrides: Sequence[str] = ()) -> tuple[RunConfig, Any]:
     tables = raw.pop("converters", [])
     problems: list[str] = []
     converters, config = None, None
-    try:
-        if tables:
+    if tables:
+        with collected(problems):
             found = converter_tables()
             if found is None:
                 raise ConfigError(
                     ['converters: no installed package reads these tables; run: pip install "titan-ckpt"']
                 )
             converters = found.from_tables(tables if isinstance(tables, list) else [tables], path)
-    except ConfigError as error:
-        problems += error.problems
-    try:
+    with collected(problems):
         config = from_dict(RunConfig, raw, path)
-    except ConfigError as error:
-        problems += error.problems
-    if config is None or problems:
-        raise ConfigError(problems, path)
+    refuse(*problems, source=path)
     return config, converters

@@ -20,7 +20,7 @@ from rich.console import Console
 
 from titan_ckpt.cli.command import SAME, Command
 from titan_ckpt.encoding.paths import how_to_get, hub_folder
-from titan_ckpt.errors import CheckpointError, ConfigError
+from titan_ckpt.errors import CheckpointError, refuse
 
 TEMPLATES = Path(__file__).parents[1] / "templates"
 _LINE = r"^{key} = .*?(?= *(#.*)?$)"
@@ -78,8 +78,7 @@ def write_run_file(command: Init) -> str:
     if command.model is not None and not has_model:
         other = "leave it out, or train the model on with titan-ckpt init finetune, lora or qat"
         problems.append(f"{command.kind} starts from random values; --model has no place in it: {other}")
-    if problems:
-        raise ConfigError(problems, "titan-ckpt init")
+    refuse(*problems, source="titan-ckpt init")
     known = {"output_folder": _free_folder(template, command.file), "corpus": str(command.data or "builtin")}
     if has_model:
         known["folder"] = str(command.model or "models/base")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.encoding.named import make_named
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import collected, refuse
 from titan_ckpt.guard.run_guard import StopRun
 from titan_ckpt.loading.external import ExternalLoad
 from titan_ckpt.loading.restore import LoadResult
@@ -168,10 +168,7 @@ def import_callbacks(names: Sequence[str]) -> list[Callback]:
     made: list[Callback] = []
     problems: list[str] = []
     for i, name in enumerate(names):
-        try:
+        with collected(problems):
             made.append(make_named(Callback, f"callbacks.{i}", name))
-        except ConfigError as error:
-            problems += error.problems
-    if problems:
-        raise ConfigError(problems)
+    refuse(*problems)
     return made

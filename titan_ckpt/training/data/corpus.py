@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from titan_ckpt.errors import ConfigError, listed
+from titan_ckpt.errors import ConfigError, listed, refuse
 from titan_ckpt.training.data.files import BUILTIN, KINDS, Source, find_files, sample, sources_of
 
 _MARK = "\ufeff"
@@ -126,8 +126,7 @@ class Corpus:
             lines.append(f"{self.setting}: {', '.join(found[:3])}{more}: {cause}")
         if num_more := len(problems) - sum(map(len, list(places.values())[:8])):
             lines.append(f"{self.setting}: and {num_more} more rows")
-        if lines:
-            raise ConfigError(lines)
+        refuse(*lines)
 
     def _read(self, kind: str, files: tuple[Path, ...], start: int) -> Iterator[tuple[int, dict[str, Any]]]:
         from datasets import load_dataset  # it takes seconds to import

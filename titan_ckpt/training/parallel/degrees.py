@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from titan_ckpt.errors import ConfigError
+from titan_ckpt.errors import ConfigError, collected, refuse
 from titan_ckpt.models.config import DecoderConfig
 from titan_ckpt.models.qwen3_moe import Qwen3MoeConfig
 from titan_ckpt.training.config import RunConfig, TrainingConfig
@@ -87,10 +87,8 @@ def find_degrees(config: RunConfig, world_size: int, model: Any, *, parallelizes
     of_training: list[str] = []
     accumulation = training.accumulation
     if not problems:
-        try:
+        with collected(of_training):
             accumulation = micro_batches(training, degrees.data_size)
-        except ConfigError as error:
-            of_training += error.problems
     problems += _of_batch(parallel, training.batch_size, accumulation, config.data.sequence_length)
     if isinstance(model, DecoderConfig) and not parallelizes_itself:
         problems += _of_model(parallel, model)
@@ -103,8 +101,7 @@ def find_degrees(config: RunConfig, world_size: int, model: Any, *, parallelizes
             for name in unsupported
             if getattr(parallel, name) > 1
         ]
-    if problems or of_training:
-        raise ConfigError([f"parallel.{problem}" for problem in problems] + of_training)
+    refuse(*(f"parallel.{problem}" for problem in problems), *of_training)
     return degrees
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,7 @@ from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.toml import from_dict, read_toml
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.loading.origin import CommittedStep, Origin, TorchtitanFolder, check_run, describe, look_at_run
+from titan_ckpt.loading.origin import CommittedStep, Origin, TorchtitanFolder, check_run, look_at_run
 from titan_ckpt.loading.plan import LoadPlan, LoadSource
 from titan_ckpt.models.registry import read_config
 from titan_ckpt.stores.settings import open_location, split_url
@@ -77,7 +76,7 @@ def plan_load(config: Path, overrides: Sequence[str] = ()) -> Plan:
     origin, plan = Origin(), LoadPlan()
     try:
         origin = _origin(settings, found, folder, notes)
-        plan = origin.plan(settings, partial(describe, store=settings.store))
+        plan = origin.plan(settings)
     except CheckpointError as error:
         problems.append(" ".join(str(error).split()))
     for source in plan.sources:

@@ -7,12 +7,11 @@ the CPU, with memory that nothing is read into; the tokenised corpus stays in th
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import partial
 
 from torch import nn
 
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.loading.origin import Origin, describe
+from titan_ckpt.loading.origin import Origin
 from titan_ckpt.loading.sources import prepare_load
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.training.config import RunConfig
@@ -64,7 +63,7 @@ def rehearse(path: str) -> None:
     with trainer.setup() as trainer.ranks:
         trainer.build()
         with trainer.build_manager() as manager:
-            load_plan = Origin().plan(manager.config, partial(describe, store=manager.config.store))
+            load_plan = Origin().plan(manager.config)
             wrapper, transforms = ModelWrapper(trainer.model_parts, converters), trainer.find_transforms()
             sources = prepare_load(load_plan.sources, wrapper, transforms, Coordinator.current(), require_owned=False)
             with sources:

@@ -11,8 +11,13 @@ from dataclasses import dataclass, field
 import torch
 
 from titan_ckpt.config import CheckpointConfig
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, LoadMismatchError, listed
 from titan_ckpt.geometry.chunks import fill
+from titan_ckpt.loading.plan import LoadPlan
+from titan_ckpt.types import LoadReport
+from titan_ckpt.weights.initialize import flag_loaded
+from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
 
 _LISTED = 12
 _MISSING = (
@@ -92,3 +97,25 @@ def check_handler(config: CheckpointConfig, handlers: Sequence[str]) -> None:
         raise ConfigError([_MISSING])
     if handlers and not config.external:
         raise ConfigError([f"{', '.join(handlers)} {_UNUSED}"])
+
+
+def take_from_outside(
+    handler: ExternalWeights, load_plan: LoadPlan, model: ModelWrapper, coordinator: Coordinator
+) -> LoadReport:
+    """Let the handler fill the model. Collective.
+
+    Raises: LoadMismatchError unless it filled all of it; the handler's error.
+    """
+
+    def fill_model() -> tuple[ModelState, ExternalLoad, frozenset[str]]:
+        state = model.state("full", room=True)
+        event = ExternalLoad(load_plan.resume.step if load_plan.resume else 0, state.tensors)
+        # in a new run converters may initialize their own tensors, as after any initial load
+        may_lack = frozenset() if load_plan.resume else frozenset(filter(model.owns, event.tensors))
+        handler(event)
+        event.verify(may_lack)
+        return state, event, may_lack
+
+    state, event, may_lack = coordinator.together("load-external", fill_model)
+    coordinator.together("load-own", lambda: flag_loaded(model, state.give_back(event.filled, {})))
+    return LoadReport(tuple(event.filled), initialized=tuple(may_lack - event.filled))

@@ -6,7 +6,7 @@ no converter for it. The plan decides which folders are merged, and in which ord
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,17 +14,21 @@ from typing import Any
 import torch
 from torch import nn
 
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import KeyMapError, LoadMismatchError
 from titan_ckpt.formats.huggingface.peft import PeftReader
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
 from titan_ckpt.formats.huggingface.reader import TIED
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, blocks_of, info_of
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Transpose
 from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.loading.adapters import check_mergeable, updates_in
+from titan_ckpt.loading.tables import is_other, shape_of, views_of
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
+from titan_ckpt.weights.identity import BASE_RECORD, check_base, identify_base
 from titan_ckpt.weights.low_rank import AddedBias, LowRank, TrainedRows, WeightUpdate, is_conv1d
 from titan_ckpt.weights.stored_names import MODEL
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 
 class SharedWeightError(LoadMismatchError):
@@ -80,15 +84,8 @@ class AdapterMerge:
 
     def other_tables(self, base: StateDict) -> set[str]:
         """Return those of `beside` of which this rank's part of the base, rounded to its dtype, is not the same."""
-        other: set[str] = set()
-        for key in self.beside & self.copies.keys():
-            for view, chunk in self.views(self.copies[key], base):
-                theirs = torch.empty_like(view)
-                self.reader.read([self._part(key, chunk, theirs)])
-                if not torch.equal(theirs, view):
-                    other.add(key)
-                    break
-        return other
+        tables = self.beside & self.copies.keys()
+        return {key for key in tables if is_other(self.reader, self._key(key), self.views(self.copies[key], base))}
 
     @property
     def changes(self) -> set[str]:
@@ -114,18 +111,11 @@ class AdapterMerge:
 
     def shape(self, weight: str) -> Shape:
         """Return the shape of a weight as the folder's tool stores it."""
-        group = self.groups[weight]
-        return group.op.file_shapes([info_of(self.base[fqn]).shape for fqn in group.fqns])[group.keys.index(weight)]
+        return shape_of(self.groups[weight], weight, self.base)
 
     def views(self, weight: str, base: StateDict) -> Iterator[tuple[torch.Tensor, Chunk]]:
         """Yield views of this rank's memory of a weight, each with the region of it that the view holds."""
-        group = self.groups[weight]
-        shapes = [info_of(base[fqn]).shape for fqn in group.fqns]
-        for i, fqn in enumerate(group.fqns):
-            for block in blocks_of(base[fqn]):
-                for key, chunk, view in group.op.pieces(i, shapes, block, group.keys):
-                    if key == weight:
-                        yield view, chunk
+        return views_of(self.groups[weight], weight, base)
 
     def stored(self, update: WeightUpdate) -> list[str]:
         """Return the names of an update's tensors; older versions of PEFT store no lengths of embeddings."""
@@ -145,7 +135,7 @@ class AdapterMerge:
 
     def _apply_to(self, base: StateDict, updates: Sequence[WeightUpdate], copies: Mapping[str, str]) -> None:
         of_copies = [(name, *place) for name, weight in copies.items() for place in self.views(weight, base)]
-        self.reader.read([self._part(name, chunk, view) for name, view, chunk in of_copies])
+        self.reader.read([FilePart(self._key(name), chunk, view) for name, view, chunk in of_copies])
         for update in updates:
             factors = update.factors(*self.values(update))
             for view, chunk in self.views(update.weight, base):
@@ -175,8 +165,8 @@ class AdapterMerge:
                 self.updates.insert(0, replace(update, weight=alias))  # pairs act on the table that has these rows
                 self.groups[alias] = group
 
-    def _part(self, name: str, chunk: Chunk, into: torch.Tensor) -> FilePart:
-        return FilePart(self.prefix + self.sources.get(name, name), chunk, into)
+    def _key(self, name: str) -> str:
+        return self.prefix + self.sources.get(name, name)
 
 
 def prepare_merge(
@@ -253,6 +243,37 @@ def settle_tables(merges: Sequence[AdapterMerge], others: Sequence[Collection[st
         used = {*merge.copies.values(), *(update.weight for update in merge.updates)}
         merge.groups = {weight: group for weight, group in merge.groups.items() if weight in used}
         before |= merge.changes
+
+
+def merge_in_order(
+    merges: Sequence[AdapterMerge],
+    named: Mapping[str, Any] | None,
+    model: ModelWrapper,
+    coordinator: Coordinator,
+    merged: Callable[[], None],
+) -> None:
+    """Merge adapters in order. Each may record the base as loaded, or as those before it left it. Collective.
+
+    `named`: what names the base. `merged`: is called after each adapter.
+    Raises: BaseMismatchError before an adapter that records another base is merged.
+    """
+
+    def other_tables() -> list[list[str]]:
+        return [sorted(merge.other_tables(merge.base)) for merge in merges]
+
+    of_ranks = coordinator.gather_results("load-other-tables", other_tables)
+    others = [set().union(*each) for each in zip(*of_ranks, strict=True)]
+    coordinator.together("load-tables", lambda: settle_tables(merges, others))
+    records = [merge.reader.metadata().get(BASE_RECORD) for merge in merges]
+    loaded = identify_base(model, named, coordinator) if any(records) else {}
+    before: list[str] = []
+    for merge, recorded in zip(merges, records, strict=True):
+        if recorded and recorded["digest"] != loaded["digest"]:
+            current = identify_base(model, named, coordinator) if before else loaded
+            check_base(current, recorded, str(merge.reader.path), before)
+        before.append(str(merge.reader.path))
+        coordinator.together("load-merge", merge.apply)
+        merged()
 
 
 def _read_peft(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, get_args
 
 from titan_ckpt.components.files import RUN_STATE, by_key, misshapen, rank_state_name
@@ -41,11 +42,10 @@ from titan_ckpt.loading.sources import PreparedLoad
 from titan_ckpt.stores.settings import StoreConfig, open_source
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import Format, StateDict
-from titan_ckpt.weights.identity import check_converters
+from titan_ckpt.weights.identity import check_base, check_converters, identify_base
 from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.wrapper import ModelWrapper
 
-Describe = Callable[[InitialLoadConfig], tuple[Place, Format, bool]]
 _GROUPS = "optimizer.param_groups."
 _ALL_BUT_MODEL = frozenset(get_args(Component)) - {"model"}
 
@@ -104,9 +104,12 @@ class Origin:
     resumed_from: dict[str, Any] | None = None
     """What manifests of later steps record of it."""
 
-    def plan(self, config: CheckpointConfig, describe: Describe) -> LoadPlan:
-        """Return what is read, and what is not. Raises: CheckpointNotFoundError for weights that are not on disk."""
-        return resolve(config, None, describe)
+    def plan(self, config: CheckpointConfig, model: ModelWrapper | None = None) -> LoadPlan:
+        """Return what is read, and what is not. `model`: tells by its converters the adapters that do not say it.
+
+        Raises: CheckpointNotFoundError for weights that are not on disk.
+        """
+        return resolve(config, None, partial(_describe, store=config.store, model=model))
 
     def check(self, model: ModelWrapper) -> None:
         """Check what its record says of the model. Raises: ConverterError."""
@@ -116,6 +119,38 @@ class Origin:
     ) -> ResumeState | None:
         """Return the training state, read and planned; None if it has none. Collective."""
         return None
+
+    def identify_base(
+        self, load_plan: LoadPlan, model: ModelWrapper, prepared: PreparedLoad, coordinator: Coordinator
+    ) -> dict[str, Any] | None:
+        """Digest the base under converter-owned weights, and compare it with the record of each adapter. Collective.
+
+        Saves hold a base that is in the run's own folder and that no setting names, so that a resume needs no such
+        step; so they do if parts of the base were initialized, which no source has, or are trained beside the adapter.
+        Return None for a base that is trained, or was.
+        """
+        if not coordinator.anywhere("owned", model.owned_state_dict):
+            return None
+        manifest = None if load_plan.has_new_weights else self.manifest
+        source = manifest.base if manifest is not None and manifest.kind == "full" else None
+        is_seed = manifest is not None and manifest.kind == "model"  # retention may delete it: saves hold the base
+        was_trained = manifest is not None and manifest.kind == "full" and manifest.base is None
+        fresh = {*prepared.report.initialized, *prepared.report.grown}
+        # a pipeline stage may have initialized nothing, and its saves are of the same kind as the others'
+        is_partly_new = bool(load_plan.sources) and coordinator.anywhere(
+            "fresh base", lambda: fresh - model.owned_state_dict().keys()
+        )
+        if source is None and not (is_seed or self.in_place or is_partly_new):
+            source = load_plan.base
+        base = identify_base(model, source, coordinator)
+        merged = [str(source.path) for source in load_plan.sources if source.merge]
+        if manifest is not None and manifest.base is not None:
+            check_base(base, manifest.base, f"step {manifest.step}", merged)
+        for path, recorded in prepared.adapter_bases():
+            check_base(base, recorded, str(path), merged)
+        # a pipeline stage may train nothing of its base
+        is_trained = coordinator.anywhere("trained base", model.trained_base)
+        return None if is_trained or was_trained else base | ({"merged": merged} if merged else {})
 
 
 class CommittedStep(Origin):
@@ -128,8 +163,9 @@ class CommittedStep(Origin):
         self.is_whole = manifest.kind != "model" or manifest.step == 0
         self.resumed_from = {"step": manifest.step, "attempt": manifest.attempt}
 
-    def plan(self, config: CheckpointConfig, describe: Describe) -> LoadPlan:
-        load_plan = resolve(config, ResumeStep(self.step, self.manifest.kind, self.path), describe)
+    def plan(self, config: CheckpointConfig, model: ModelWrapper | None = None) -> LoadPlan:
+        step = ResumeStep(self.step, self.manifest.kind, self.path)
+        load_plan = resolve(config, step, partial(_describe, store=config.store, model=model))
         if self.manifest.kind != "model":
             return load_plan
         return replace(load_plan, exclude=load_plan.exclude | _ALL_BUT_MODEL)
@@ -243,7 +279,7 @@ class TorchtitanFolder(Origin):
             cast=source.cast, prefix=source.prefix, resumed_from={"step": number, "path": str(path)},
         )  # fmt: skip
 
-    def plan(self, config: CheckpointConfig, describe: Describe) -> LoadPlan:
+    def plan(self, config: CheckpointConfig, model: ModelWrapper | None = None) -> LoadPlan:
         exclude = (frozenset(config.resume.exclude) | config.left_out() | {"rng"}) - {"model"}
         weights = LoadSource(self.path, "dcp", self.cast, prefix=self.prefix)
         resume = ResumeStep(self.step, "full", self.path)
@@ -323,12 +359,10 @@ def check_run(config: CheckpointConfig, path: Place, run: Origin) -> None:
         )
 
 
-def describe(
-    source: InitialLoadConfig, store: StoreConfig, model: ModelWrapper | None = None
-) -> tuple[Place, Format, bool]:
+def _describe(source: InitialLoadConfig, store: StoreConfig, model: ModelWrapper | None) -> tuple[Place, Format, bool]:
     """Return the place of an initial source, its format, and whether it is an adapter, as far as it says so.
 
-    `model`: tells by its converters the adapters that do not say it.
+    `model`: as of `Origin.plan`.
     Raises: CheckpointNotFoundError; ConfigError.
     """
     try:

@@ -9,11 +9,13 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.manifest import Kind
+from titan_ckpt.encoding.paths import snapshot_of
 from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError, counted, listed
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo, blocks_of, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, selected
@@ -79,6 +81,15 @@ class LoadPlan:
     def has_new_weights(self) -> bool:
         """Return whether the weights of a resume are those of the initial sources."""
         return self.resume is not None and "model" in self.exclude and bool(self.sources)
+
+    @property
+    def base(self) -> dict[str, Any] | None:
+        """Return what names the base of a run: its first source, by id and commit if the hub's cache holds it."""
+        first = next((source for source in self.sources if not source.adapter), None)
+        if first is None:
+            return None
+        path, revision = snapshot_of(str(first.path)) or (str(first.path), first.revision)
+        return {"path": path, "revision": revision, "format": first.format}
 
     def __str__(self) -> str:
         afresh = "start from step 0: no checkpoint, no initial source"

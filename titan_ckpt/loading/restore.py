@@ -7,7 +7,7 @@ are, sources.py and origin.py read them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,6 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.names import rank_file_name
 from titan_ckpt.distributed.coordinator import FAILURES, Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken
-from titan_ckpt.encoding import typed_json
 from titan_ckpt.encoding.paths import snapshot_of
 from titan_ckpt.errors import (
     CheckpointError,
@@ -34,24 +33,14 @@ from titan_ckpt.errors import (
 from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.formats.reading.shared import awaited, share_reads
 from titan_ckpt.geometry.requests import Fill
-from titan_ckpt.loading.external import ExternalLoad, ExternalWeights
-from titan_ckpt.loading.merge import settle_tables
-from titan_ckpt.loading.origin import (
-    CommittedStep,
-    Origin,
-    ResumeState,
-    TorchtitanFolder,
-    check_run,
-    describe,
-    look_at_run,
-)
+from titan_ckpt.loading.external import ExternalWeights, take_from_outside
+from titan_ckpt.loading.merge import merge_in_order
+from titan_ckpt.loading.origin import CommittedStep, Origin, ResumeState, TorchtitanFolder, check_run, look_at_run
 from titan_ckpt.loading.plan import LoadPlan
 from titan_ckpt.loading.sources import PreparedLoad, prepare_load
 from titan_ckpt.types import LoadReport
-from titan_ckpt.weights.identity import BASE_RECORD, check_base, identify_base
 from titan_ckpt.weights.initialize import empty_tensors, flag_loaded
 from titan_ckpt.weights.transforms import StateDictTransforms
-from titan_ckpt.weights.wrapper import ModelState
 
 logger = logging.getLogger(__name__)
 
@@ -187,17 +176,19 @@ class Restorer:
 
         1 Plan. 2 Open everything and check that it fits. 3 Read. 4 Initialize. 5 Give the owners their other state.
         """
-        load_plan = self._agree(origin)
-        origin.check(self._run.model)
-        with self._prepare(load_plan) as prepared:
+        load_plan, model = self._agree(origin), self._run.model
+        origin.check(model)
+        is_resumed = load_plan.resume is not None and not load_plan.has_new_weights
+        opened = (load_plan.sources, model, self._transforms, self._coordinator)
+        with prepare_load(*opened, require_owned=is_resumed) as prepared:
             state = origin.open_state(load_plan, self._run, self._coordinator, prepared)
             moved = self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
             self._coordinator.together("load-tables", prepared.check_tables)
             if state is None and self._config.save is not None and not self._config.external:
-                self._prove(prepared)
-            base = self._identify_base(load_plan, prepared, origin)
-            kept = [*self._run.model.extra_state_names(), *prepared.state.values] if load_plan.sources else []
+                prepared.prove(model, self._coordinator)
+            base = origin.identify_base(load_plan, model, prepared, self._coordinator)
+            kept = [*model.extra_state_names(), *prepared.state.values] if load_plan.sources else []
         if state is not None:
             self._apply(state)
         else:
@@ -275,10 +266,9 @@ class Restorer:
 
         Raises: LoadMismatchError if the ranks' hosts would read different snapshots of the hub.
         """
-        of_source = partial(describe, store=self._config.store, model=self._run.model)
 
         def decide() -> tuple[LoadPlan, list[list[str]]]:
-            made = origin.plan(self._config, of_source)
+            made = origin.plan(self._config, self._run.model)
             return made, [[*(snapshot_of(str(source.path)) or ())] for source in made.sources]
 
         made, of_ranks = self._coordinator.exchange("load-sources", decide)
@@ -292,15 +282,7 @@ class Restorer:
         logger.info("%s", made)
         return made
 
-    def _prepare(self, load_plan: LoadPlan) -> PreparedLoad:
-        is_resumed = load_plan.resume is not None and not load_plan.has_new_weights
-        return prepare_load(
-            load_plan.sources, self._run.model, self._transforms, self._coordinator, require_owned=is_resumed
-        )
-
-    def _read(
-        self, load_plan: LoadPlan, prepared: PreparedLoad, state: ResumeState | None = None
-    ) -> tuple[int, int] | None:
+    def _read(self, load_plan: LoadPlan, prepared: PreparedLoad, state: ResumeState | None) -> tuple[int, int] | None:
         """Fill the live tensors; return the bytes that all ranks have read and received. Collective.
 
         1 All ranks mark the run as half loaded. 2 When all have, they agree on what they read together, and fill the
@@ -316,33 +298,32 @@ class Restorer:
             fills.append((list(state.tensors), state.fill))
             overwritten |= self._run.may_be_live(state.tensors)
         self._run.half_loaded.begin(load_plan.title, overwritten)
-        rounds = joined(fills)
-        if self._coordinator.world_size > 1:
-            is_on = self._config.resume.share_reads
-            shared = share_reads("load-begin", [fill for _, fill in rounds], self._coordinator, is_on=is_on)
-            rounds = [(names, fill) for (names, _), fill in zip(rounds, shared, strict=True)]
-        moved = self._fill(rounds)
+        fill = self._fill_together if self._coordinator.world_size > 1 else fill_in_order
+        moved = fill(joined(fills))
         values = {} if state is None or load_plan.has_new_weights else state.stored.values.get("model", {})
-        self._give_back(prepared, values)
-        self._merge(load_plan, prepared, values)
+        prepared.give_back(values, model, self._coordinator)
+        if merges := prepared.merges:
+            merged = partial(prepared.give_back, values, model, self._coordinator)
+            merge_in_order(merges, load_plan.base, model, self._coordinator, merged)
         return moved
 
-    def _fill(self, rounds: Sequence[tuple[Sequence[str], Fill]]) -> tuple[int, int] | None:
-        """Fill live tensors, and leave the ranks that read together; return what `_read` does. Collective.
+    def _fill_together(self, rounds: Sequence[tuple[Sequence[str], Fill]]) -> tuple[int, int] | None:
+        """Fill live tensors while all ranks do, which read for each other; return what `_read` does. Collective.
 
         Raises: this rank's own error; PeerError naming the rank that failed or fell silent, also if reading together
         with it broke off here.
         """
+        line, is_on = self._coordinator, self._config.resume.share_reads
+        shared = share_reads("load-begin", [fill for _, fill in rounds], line, is_on=is_on)
         broken: tuple[str, float] | None = None
         error: BaseException | None = None
         moved: tuple[int, int] | None = None
         try:
-            moved = fill_in_order(rounds)
+            moved = fill_in_order([(names, fill) for (names, _), fill in zip(rounds, shared, strict=True)])
         except ExchangeBroken as caught:
             broken = str(caught), caught.seconds
         except BaseException as caught:
             error = caught
-        line = self._coordinator
         if broken or error:
             line.peers.discard()  # so that the others do not wait for this rank
         try:
@@ -357,112 +338,17 @@ class Restorer:
             raise PeerError(f"{next(iter(causes.values()))[0]}{who}", late)
         return _sums([of_rank for _, of_rank in of_ranks])
 
-    def _merge(self, load_plan: LoadPlan, prepared: PreparedLoad, values: Mapping[str, Any]) -> None:
-        """Merge adapters in order. Each may record the base as loaded, or as those before it left it. Collective.
-
-        Raises: BaseMismatchError before an adapter that records another base is merged.
-        """
-        merges = prepared.merges
-        if merges:
-            of_ranks = self._coordinator.gather_results(
-                "load-other-tables", lambda: [sorted(merge.other_tables(merge.base)) for merge in merges]
-            )
-            self._coordinator.together(
-                "load-tables",
-                lambda: settle_tables(merges, [set().union(*each) for each in zip(*of_ranks, strict=True)]),
-            )
-        records = [merge.reader.metadata().get(BASE_RECORD) for merge in merges]
-        named = _first_source(load_plan)
-        loaded = identify_base(self._run.model, named, self._coordinator) if any(records) else {}
-        before: list[str] = []
-        for merge, recorded in zip(merges, records, strict=True):
-            if recorded and recorded["digest"] != loaded["digest"]:
-                current = identify_base(self._run.model, named, self._coordinator) if before else loaded
-                check_base(current, recorded, str(merge.reader.path), before)
-            before.append(str(merge.reader.path))
-            self._coordinator.together("load-merge", merge.apply)
-            self._give_back(prepared, values)
-
-    def _give_back(self, prepared: PreparedLoad, values: Mapping[str, Any]) -> None:
-        """Let the model's own code load what is no live memory. Collective."""
-        if prepared.gives_back:
-            empty = empty_tensors(self._run.model.parts)
-            self._coordinator.together("load-own", lambda: prepared.state.check_whole(prepared.report.loaded, empty))
-            self._coordinator.together("load-own", lambda: flag_loaded(self._run.model, prepared.give_back(values)))
-
-    def _prove(self, prepared: PreparedLoad) -> None:
-        """Check that the state that the model's own code returns can be stored and loaded again. Collective."""
-        model = self._run.model
-        values = prepared.state.values
-        self._coordinator.together("own-values", lambda: typed_json.encode(model.extra_state() | values, "model"))
-        if prepared.made and not prepared.gives_back:  # a load has proved it just now
-            self._coordinator.together("own-proof", lambda: model.state("full", room=True).prove(prepared.made))
-
     def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
         """Take weights from outside if the plan says so; then initialize the tensors that still have no values."""
-        report = self._take_from_outside(load_plan) if load_plan.external else prepared.report
+        report = prepared.report
+        if load_plan.external:
+            assert self._external_weights is not None, "the constructor refuses"
+            report = take_from_outside(self._external_weights, load_plan, self._run.model, self._coordinator)
         if empty_tensors(self._run.model.parts):
             flag_loaded(self._run.model, report.loaded)
         self._coordinator.together("load-initialize", lambda: self._initialize(report.initialized))
         self._coordinator.together("load-grown", prepared.read_grown)
         return report
-
-    def _take_from_outside(self, load_plan: LoadPlan) -> LoadReport:
-        """Let the handler fill the model. Raises: LoadMismatchError unless it filled all of it; the handler's error."""
-        assert self._external_weights is not None, "the constructor refuses"
-        handler = self._external_weights
-
-        def fill() -> tuple[ModelState, ExternalLoad, frozenset[str]]:
-            state = self._run.model.state("full", room=True)
-            event = ExternalLoad(load_plan.resume.step if load_plan.resume else 0, state.tensors)
-            # in a new run converters may initialize their own tensors, as after any initial load
-            may_lack = frozenset() if load_plan.resume else frozenset(filter(self._run.model.owns, event.tensors))
-            handler(event)
-            event.verify(may_lack)
-            return state, event, may_lack
-
-        state, event, may_lack = self._coordinator.together("load-external", fill)
-        self._coordinator.together("load-own", lambda: flag_loaded(self._run.model, state.give_back(event.filled, {})))
-        return LoadReport(tuple(event.filled), initialized=tuple(may_lack - event.filled))
-
-    def _identify_base(self, load_plan: LoadPlan, prepared: PreparedLoad, origin: Origin) -> dict[str, Any] | None:
-        """Digest the base under converter-owned weights, and compare it with the record of each adapter. Collective.
-
-        Saves hold a base that is in the run's own folder and that no setting names, so that a resume needs no such
-        step; so they do if parts of the base were initialized, which no source has, or are trained beside the adapter.
-        Return None for a base that is trained, or was.
-        """
-        if not self._coordinator.anywhere("owned", self._run.model.owned_state_dict):
-            return None
-        manifest = None if load_plan.has_new_weights else origin.manifest
-        source = manifest.base if manifest is not None and manifest.kind == "full" else None
-        is_seed = manifest is not None and manifest.kind == "model"  # retention may delete it: saves hold the base
-        was_trained = manifest is not None and manifest.kind == "full" and manifest.base is None
-        fresh = {*prepared.report.initialized, *prepared.report.grown}
-        # a pipeline stage may have initialized nothing, and its saves are of the same kind as the others'
-        is_partly_new = bool(load_plan.sources) and self._coordinator.anywhere(
-            "fresh base", lambda: fresh - self._run.model.owned_state_dict().keys()
-        )
-        if source is None and not (is_seed or origin.in_place or is_partly_new):
-            source = _first_source(load_plan)
-        base = identify_base(self._run.model, source, self._coordinator)
-        merged = [str(source.path) for source in load_plan.sources if source.merge]
-        if manifest is not None and manifest.base is not None:
-            check_base(base, manifest.base, f"step {manifest.step}", merged)
-        for path, recorded in prepared.adapter_bases():
-            check_base(base, recorded, str(path), merged)
-        # a pipeline stage may train nothing of its base
-        is_trained = self._coordinator.anywhere("trained base", self._run.model.trained_base)
-        return None if is_trained or was_trained else base | ({"merged": merged} if merged else {})
-
-
-def _first_source(load_plan: LoadPlan) -> dict[str, Any] | None:
-    """Return what names the base of a run: its first source, by id and commit if the hub's cache holds it."""
-    first = next((source for source in load_plan.sources if not source.adapter), None)
-    if first is None:
-        return None
-    path, revision = snapshot_of(str(first.path)) or (str(first.path), first.revision)
-    return {"path": path, "revision": revision, "format": first.format}
 
 
 def joined(fills: Sequence[tuple[Sequence[str], Fill]]) -> list[tuple[Sequence[str], Fill]]:

@@ -7,38 +7,37 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ConverterError, KeyMapError, LoadMismatchError, counted, listed
+from titan_ckpt.encoding import typed_json
+from titan_ckpt.errors import ConverterError, LoadMismatchError, counted
 from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
 from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Shape, TensorInfo, blocks_of, info_of
-from titan_ckpt.geometry.keymap import KeyGroup, KeyMap, selected
-from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
+from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.keymap import selected
+from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.loading.adapters import check_fits, check_model_config, check_named_base, check_settings
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
+from titan_ckpt.loading.misfits import problems_of
 from titan_ckpt.loading.plan import LoadSource, Partial, partial_of, refuse_unmatched
+from titan_ckpt.loading.tables import Tables, check_tables, take_tables
 from titan_ckpt.stores.store import Place
-from titan_ckpt.types import LoadReport, Mismatch, ModelConverter, StateDict
+from titan_ckpt.types import LoadReport, ModelConverter, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
+from titan_ckpt.weights.initialize import empty_tensors, flag_loaded
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.stored_names import StoredNames
 from titan_ckpt.weights.transforms import ReadPlan, StateDictTransforms, with_tied_names
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
 
 logger = logging.getLogger(__name__)
-_LISTED = 12
-_FEW = 16
-"""More tensors than this are missing or unexpected because a folder is another model's, not because a few are new."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +47,8 @@ class _Opened:
     plan: ReadPlan
     merge: AdapterMerge | None = None
     partial: Partial = field(default_factory=Partial)
-    tables: Mapping[str, tuple[KeyGroup, Shape]] = field(default_factory=dict)
-    """Keys of an adapter's folder that repeat tensors of the base -> their place in it, and their shape."""
+    tables: Tables = field(default_factory=dict)
+    """What an adapter's folder has of the base."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +61,7 @@ class PreparedLoad:
     made: frozenset[str]
     """Names of the values that are no live memory on some rank, and that the model's own code must load."""
     gives_back: bool
-    """Whether `give_back` follows, because the model's own code loads anything on any rank; the same on all ranks."""
+    """Whether the model's own code loads anything on any rank; the same on all ranks."""
     fills: Sequence[tuple[Sequence[str], Fill]]
     """In order, the names of live tensors, and the function that fills them with this rank's slices. Raises:
     CorruptCheckpointError; OSError."""
@@ -81,38 +80,28 @@ class PreparedLoad:
             if opened.partial.requests:
                 opened.reader.read(opened.partial.requests)
 
-    def check_tables(self) -> None:
-        """Check that what an adapter's folder has of the base is what the base is. Raises: LoadMismatchError."""
-        for opened in self._opened:
-            if changed := [key for key, place in opened.tables.items() if not self._is_equal(opened, key, *place)]:
-                raise LoadMismatchError(
-                    f"{opened.source.path} has {listed(changed, ', ')} of its base, and this run's base has other "
-                    "values or another shape: name the module in frozen_copies of the [[converters]] table, so that "
-                    'the adapter computes with its own, merge the adapter (load = "merge"), or take its base'
-                )
+    def give_back(self, values: Mapping[str, Any], model: ModelWrapper, coordinator: Coordinator) -> None:
+        """Let the model's own code load `values`, and the tensors that are no live memory. Collective.
 
-    def _is_equal(self, opened: _Opened, key: str, group: KeyGroup, shape: Shape) -> bool:
-        """Return whether this rank's part of the base has these values, rounded to its dtype."""
-        live = [self.state.tensors[fqn] for fqn in group.fqns]
-        shapes = [info_of(value).shape for value in live]
-        if group.op.file_shapes(shapes)[group.keys.index(key)] != shape:
-            return False
-        for index, value in enumerate(live):
-            for block in blocks_of(value):
-                for other, chunk, view in group.op.pieces(index, shapes, block, group.keys):
-                    if other == key:
-                        theirs = torch.empty_like(view)
-                        opened.reader.read([FilePart(key, chunk, theirs)])
-                        if not torch.equal(theirs, view):
-                            return False
-        return True
-
-    def give_back(self, values: Mapping[str, Any]) -> list[str]:
-        """Hand tensors that are no live memory, and `values`, to the model's own code; return what it filled.
-
-        Collective if that code is. Raises: LoadMismatchError naming each tensor that did not get what was read.
+        Raises: LoadMismatchError naming each tensor that did not get what was read.
         """
-        return self.state.give_back(self.report.loaded, values, self.made)
+        if self.gives_back:
+            state, loaded, empty = self.state, self.report.loaded, empty_tensors(model.parts)
+            coordinator.together("load-own", lambda: state.check_whole(loaded, empty))
+            coordinator.together("load-own", lambda: flag_loaded(model, state.give_back(loaded, values, self.made)))
+
+    def prove(self, model: ModelWrapper, coordinator: Coordinator) -> None:
+        """Check that the state that the model's own code returns can be stored and loaded again. Collective."""
+        values = self.state.values
+        coordinator.together("own-values", lambda: typed_json.encode(model.extra_state() | values, "model"))
+        if self.made and not self.gives_back:  # a load has proved it just now
+            coordinator.together("own-proof", lambda: model.state("full", room=True).prove(self.made))
+
+    def check_tables(self) -> None:
+        """Check that what adapters' folders have of the base is what the base is. Raises: LoadMismatchError."""
+        for opened in self._opened:
+            if opened.tables:
+                check_tables(opened.source.path, opened.reader, opened.tables, self.state.tensors)
 
     @property
     def merges(self) -> list[AdapterMerge]:
@@ -173,18 +162,21 @@ def prepare_load(
                 merge.share(one, other)
         if shaped := {fqn for of_rank in of_sources.pop("shaped").values() for fqn in of_rank}:
             made, gives_back = made | shaped, True
-        unknown = []
+        strangers = []
         for source, distinct in zip(sources, of_sources.values(), strict=True):
             if source.initialize:
                 refuse_unmatched(source, "initialize", [unmatched for unmatched, _ in distinct.values()], state.tensors)
-            unknown.append(set.intersection(*(set(unexpected) for _, unexpected in distinct.values())))
+            strangers.append(sorted(set.intersection(*(set(unexpected) for _, unexpected in distinct.values()))))
 
         def verdict() -> tuple[LoadReport, list[tuple[Sequence[str], Fill]]]:
-            facts = _verdict(opened, unknown, state.tensors, wrapper, require_owned=require_owned)
-            if problems := _problems(facts, opened, resuming=require_owned):
+            report, twice = _verdict(opened, strangers, state.tensors, wrapper, require_owned=require_owned)
+            unused = [[*_unused(o)] for o in opened]
+            if twice or report.mismatched or report.unexpected or report.missing or any(unused):
+                judged = [(opened[i].source, opened[i].plan, strangers[i], unused[i]) for i in range(len(opened))]
+                problems = problems_of(report, judged, twice, resuming=require_owned)
                 text = "the weights do not fit the model; nothing was loaded\n  " + "\n  ".join(problems)
-                raise LoadMismatchError(text, facts[0])
-            return facts[0], [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
+                raise LoadMismatchError(text, report)
+            return report, [(o.plan.report.loaded, o.reader.plan(o.plan.requests)) for o in opened]
 
         report, fills = coordinator.together("load-verdict", verdict)
         for folder in opened:
@@ -264,11 +256,11 @@ def _plan(
         wanted = {fqn: value for fqn, value in wanted.items() if wrapper.owns(fqn) is source.adapter}
     if source.format == "peft":
         check_settings(source.path, reader.metadata(), transforms.key_map, wrapper.converter)
-    tables: dict[str, tuple[KeyGroup, Shape]] = {}
+    tables: Tables = {}
     if isinstance(reader, PeftReader) and (adapter := wrapper.converter and wrapper.converter.state_dict_adapter()):
         owned = adapter.key_map(transforms.key_map, reader.tensors)
         reader.leave_out(owned.repeats)
-        tables = _tables(reader, owned, transforms.key_map, base, wrapper.tied)
+        tables = take_tables(reader, owned, transforms.key_map, base, wrapper.tied)
     if source.format == "hf":
         if transforms.check_folder is not None:
             transforms.check_folder(str(source.path), reader.metadata())
@@ -308,27 +300,6 @@ def _plan(
     return _Opened(source, reader, plan, partial=replace(partial, requests=names.to_file_names(partial.requests)))
 
 
-def _tables(
-    reader: PeftReader, names: KeyMap, key_map: KeyMap, base: StateDict, tied: Mapping[str, str]
-) -> dict[str, tuple[KeyGroup, Shape]]:
-    """Take out of a folder's tensors what it has of the base and no converter loads; return its place in the base."""
-    known = {key for rule in names.rules for key in rule.file}
-    tables: dict[str, tuple[KeyGroup, Shape]] = {}
-    loaded: dict[tuple[str, ...], str] = {}
-    for key, name in sorted(reader.beside().items(), key=lambda item: item[0] not in known):
-        with suppress(KeyMapError):
-            group = key_map.group_of_key(name)
-            fqns = tuple(tied.get(fqn, fqn) for fqn in group.fqns)
-            if key in known:
-                loaded[fqns] = key
-            elif all(fqn in base for fqn in fqns):
-                keys = tuple(key if other == name else other for other in group.keys)
-                tables[key] = (KeyGroup(fqns, keys, group.op), reader.tensors[key].shape)
-    repeated = {key for key, (group, _) in tables.items() if reader.are_equal(key, loaded.get(group.fqns, ""))}
-    reader.pass_by(tables, known)
-    return {key: place for key, place in tables.items() if key not in repeated}
-
-
 def _plan_partly(
     source: LoadSource,
     available: Mapping[str, TensorInfo],
@@ -348,6 +319,12 @@ def _plan_partly(
     return replace(plan, requests=[*plan.requests, *partial.requests]), partial
 
 
+def _unused(opened: _Opened) -> Iterator[str]:
+    """Yield the keys of a PEFT folder that PEFT would ignore, but those that its settings pass by."""
+    keys = unselected(opened.reader) if isinstance(opened.reader, PeftReader) else ()
+    yield from (key for key in keys if key not in opened.partial.passed_by)
+
+
 def _quantizes(wrapper: ModelWrapper) -> bool:
     """Return whether this run trains for quantized weights."""
     try:
@@ -356,25 +333,20 @@ def _quantizes(wrapper: ModelWrapper) -> bool:
         return True
 
 
-_Verdict = tuple[LoadReport, Sequence[Sequence[str]], Sequence[tuple[str, Place, Place]], str]
-"""A report on all sources; per source, the keys that no rank has a place for; weights that two sources have, each with
-these sources; and what `_prefix` returns."""
-
-
 def _verdict(
     opened: Sequence[_Opened],
-    unknown: Sequence[set[str]],
+    strangers: Sequence[Sequence[str]],
     wanted: StateDict,
     wrapper: ModelWrapper,
     *,
     require_owned: bool,
-) -> _Verdict:
-    """Merge the sources' reports.
+) -> tuple[LoadReport, list[tuple[str, Place, Place]]]:
+    """Return a report on all sources, and the weights that two sources have, each with these sources.
 
-    `unknown`: per source, the keys that no rank has a place for (a pipeline stage lacks the keys of other stages).
+    `strangers`: per source, the keys that no rank has a place for (a pipeline stage lacks the keys of other stages).
     """
     if not opened:
-        return LoadReport(initialized=tuple(wanted)), (), (), ""
+        return LoadReport(initialized=tuple(wanted)), []
     loaded: dict[str, Place] = {}
     twice: list[tuple[str, Place, Place]] = []
     for folder in opened:
@@ -390,7 +362,6 @@ def _verdict(
     fresh = frozenset().union(*(o.partial.fresh | o.partial.nameless for o in opened))
     initialized = dict.fromkeys([] if require_owned or has_adapter else filter(wrapper.owns, absent))
     initialized |= dict.fromkeys(fqn for fqn in absent if fqn in fresh)
-    strangers = [*map(sorted, unknown)]
     report = LoadReport(
         tuple(loaded),
         tuple(fqn for fqn in absent if fqn not in initialized),
@@ -401,87 +372,4 @@ def _verdict(
         {fqn: rows for o in opened for fqn, rows in o.partial.grown.items()},
         tuple(key for o in opened for key in (*o.plan.report.ignored, *sorted(o.partial.passed_by))),
     )
-    prefix = _prefix(strangers[0], opened[0].plan.absent_keys) if len(opened) == 1 else ""
-    return report, strangers, twice, prefix
-
-
-def _problems(verdict: _Verdict, opened: Sequence[_Opened], *, resuming: bool) -> list[str]:
-    """Return a line for each kind of fault, and what to do about it; none if all fits."""
-    report, of_sources, in_two, prefix = verdict
-    adapters = [o.source.adapter for o in opened]
-    problems = [
-        f"{folder.source.path}: {line}"
-        for folder, keys in zip(opened, of_sources, strict=True)
-        for line in _problems_of(folder, keys, prefix, resuming=resuming)
-    ]
-    if report.missing and not prefix:
-        where = ", ".join(str(o.source.path) for o in opened)
-        alone = ". Name the base of this adapter before it" if all(adapters) else ""
-        few = not (alone or resuming) and len(report.missing) <= _FEW  # a resume takes all that the step's run had
-        hint = ". Name new tensors in checkpoint.initial_load.initialize" if few else ""
-        problems.append(f"{where}: {len(report.missing)} missing: {_listed(report.missing)}{alone}{hint}")
-    if twice := [f"{fqn} (in {first} and {second})" for fqn, first, second in in_two]:
-        both = ', or merge all adapters but one into the base (load = "merge")' if any(adapters) else ""
-        problems.append(f"{len(twice)} in two sources: {_listed(twice)}. Name each weight's source once{both}")
-    if not problems:
-        return []
-    resized = any(m.kind == "shape" for m in report.mismatched)
-    other_model = not prefix and (report.unexpected or report.missing or resized)
-    is_extra_alone = not (resuming or prefix or report.missing or resized) and len(opened) == 1
-    if is_extra_alone and 0 < len(report.unexpected) <= _FEW:
-        problems.append("Name tensors that the model does not need in checkpoint.initial_load.ignore")
-        other_model = False
-    if other_model and not all(adapters):
-        problems.append("Was it saved from a different model config?")
-    return problems
-
-
-def _problems_of(opened: _Opened, strangers: Sequence[str], prefix: str, *, resuming: bool) -> Iterator[str]:
-    """Yield a line for each kind of fault of one source. `prefix`: see `_prefix`."""
-    plan = opened.plan
-    yield from _mismatches(plan.report.mismatched, resuming=resuming)
-    if prefix:
-        yield (
-            f"all {len(strangers)} names begin with {prefix!r}, and the model's do not: save the state dict of the "
-            f"module inside its wrapper, or name the tensors anew, such as {plan.absent_keys[0]}"
-        )
-    elif strangers:
-        near = {key: plan.near(key) for key in strangers[:_LISTED]}
-        lines = [f"{key} (like {', '.join(keys)}?)" if keys else key for key, keys in near.items()]
-        lines += strangers[_LISTED:]
-        yield f"{len(lines)} that the model does not have: {_listed(lines)}"
-    unused = unselected(opened.reader) if isinstance(opened.reader, PeftReader) else []
-    if unused := [key for key in unused if key not in opened.partial.passed_by]:
-        why = "that its target_modules does not select, so that PEFT would ignore them"
-        yield f"{len(unused)} {why}: {_listed(unused)}"
-
-
-def _prefix(strangers: Sequence[str], absent: Sequence[str]) -> str:
-    """Return the text by which the unexpected names differ from all that are absent; empty if they differ otherwise."""
-    first, wanted = min(strangers, default=""), set(absent)
-    prefixes = [first.removesuffix(key) for key in wanted if first.endswith(key)]
-    return next((p for p in prefixes if p and {key.removeprefix(p) for key in strangers} == wanted), "")
-
-
-def _mismatches(mismatched: Sequence[Mismatch], *, resuming: bool) -> list[str]:
-    """Return one line for the tensors of another shape, and one for each pair of dtypes that differ."""
-    lines = [f"{m.key}: expected {m.expected}, found {m.found}" for m in mismatched if m.kind == "shape"]
-    problems = [f"{len(lines)} of another shape than the model's: {listed(lines, most=_LISTED)}"] if lines else []
-    dtypes: dict[tuple[str, str, str], list[str]] = {}
-    for m in mismatched:
-        if m.kind != "shape":
-            there, here = m.found.partition("[")[0], m.expected.partition("[")[0]
-            dtypes.setdefault((there, here, m.kind), []).append(m.key)
-    for (there, here, kind), keys in dtypes.items():
-        if kind == "dtype":
-            step = "such values cannot be converted: take weights of the model's dtype"
-        elif resuming:
-            step = f"build the model in {there}, or start a new run from this step as an initial_load with cast = true"
-        else:
-            step = "set cast = true to convert them while loading"
-        problems.append(f"{len(keys)} of dtype {there}, expected {here}: {_listed(keys)}; {step}")
-    return problems
-
-
-def _listed(names: Sequence[str]) -> str:
-    return listed(names, ", ", most=_LISTED)
+    return report, twice

@@ -20,7 +20,8 @@ from torch.optim import SGD, AdamW, Optimizer
 from tests import world
 from tests.zoo.optimizer_runs import Case, comparable, judge, start
 from titan_ckpt import CheckpointManager
-from titan_ckpt.components.optimizer import OptimizerState, merge_groups
+from titan_ckpt.components.items.optimizers import Optimizers
+from titan_ckpt.components.optimizer import OptimizerState
 from titan_ckpt.components.optimizer_content import steppers
 from titan_ckpt.errors import CheckpointError, LoadMismatchError, SaveError, StateEncodingError
 
@@ -347,8 +348,8 @@ def test_ranks_that_hold_different_state_of_a_parameter_are_refused() -> None:
             optimizer.state[p] = {"step": torch.tensor(step), "exp_avg": p.clone(), "exp_avg_sq": p.clone()}
         of_ranks.append(OptimizerState([optimizer], {p: n for n, p in model.named_parameters()}).split()[1])
     with pytest.raises(SaveError, match=r"different optimizer state of 2 parameters.*weight, ?;? ?bias|weight; bias"):
-        merge_groups(of_ranks)
-    assert merge_groups([of_ranks[0], of_ranks[0]]) == of_ranks[0]
+        Optimizers.merge(of_ranks)
+    assert Optimizers.merge([of_ranks[0], of_ranks[0]]) == of_ranks[0]
 
 
 def test_an_optimizer_of_accelerate_is_the_one_inside(tmp_path: Path) -> None:

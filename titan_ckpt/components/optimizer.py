@@ -22,7 +22,7 @@ from titan_ckpt.components.optimizer_content import OptimizerContent
 from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, placements_unlike, room, room_like
 from titan_ckpt.components.quantized_state import QUANTIZED
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import LoadMismatchError, SaveError, counted, listed
+from titan_ckpt.errors import LoadMismatchError, counted, listed
 from titan_ckpt.geometry.chunks import TensorInfo, info_of, plain
 from titan_ckpt.geometry.nested import address, give_tensors, layouts_of, names_of
 from titan_ckpt.types import StateDict
@@ -327,49 +327,6 @@ def _beside_of(groups: Groups, matched: Sequence[Sequence[Group]]) -> dict[str, 
             f"Build the same optimizers, {_START_AFRESH}"
         )
     return kept[0] if kept else {}
-
-
-def merge_groups(of_ranks: Sequence[Groups]) -> Groups:
-    """Merge the groups of all ranks: a pipeline stage's optimizer lists only its own parameters.
-
-    Groups with the same index, classes, hyperparameters and shared state become one group.
-    Raises: SaveError if ranks hold different state of a parameter, or of none, so that one rank's would be lost.
-    """
-    merged: Groups = []
-    by_key: dict[tuple[int, int, bytes], Group] = {}
-    holders: dict[str, tuple[Group, bool, Any]] = {}
-    faults: dict[str, None] = {}
-    for groups in of_ranks:
-        merged += [[] for _ in groups[len(merged) :]]
-        for o, optimizer in enumerate(groups):
-            for i, group in enumerate(optimizer):
-                key = o, i, typed_json.dumps([group["classes"], group["hyperparameters"], group["shared"]])
-                if key not in by_key:
-                    by_key[key] = {**group, "fqns": [], "stateless": [], "own": {}}
-                    merged[o].append(by_key[key])
-                known = by_key[key]
-                stateless = set(group["stateless"])
-                for fqn in group["fqns"]:
-                    is_new, own = fqn in stateless, group["own"].get(fqn)
-                    holder, was_new, first_own = holders.setdefault(fqn, (known, is_new, own))
-                    if holder is not known or was_new is not is_new or not _same(first_own, own):
-                        faults[fqn] = None
-                if not _same(known.get("beside"), group.get("beside")):
-                    faults[f"what optimizer {o} keeps beside its parameters"] = None
-                for part in ("fqns", "stateless"):
-                    known[part] = list(dict.fromkeys([*known[part], *group[part]]))
-                known["own"] |= group["own"]
-    if faults:
-        raise SaveError(
-            f"the ranks hold different optimizer state of {counted(len(faults), 'parameter')}, and one rank's would "
-            f"be lost: {listed(list(faults))}. Compute such state from reduced gradients, so that it is equal on all "
-            "ranks"
-        )
-    return merged
-
-
-def _same(a: Any, b: Any) -> bool:
-    return a is b or typed_json.dumps(a) == typed_json.dumps(b)
 
 
 def misfit(strangers: Sequence[str]) -> LoadMismatchError:

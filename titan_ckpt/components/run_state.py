@@ -213,6 +213,12 @@ class RunState:
             live = [*self.optimizers, *self._lr_schedulers, *self.states.values(), self._dataloader]
             watch_modules(self.model.parts, allow, self.watch, live)
 
+    def settle(self) -> None:
+        """Make final what waits for other ranks, before a save. Collective."""
+        for item in self.items:
+            if item.is_collective:
+                item.settle()
+
     def check_stepped(self, step: int, allow: Collection[str] = (), *, is_saved: bool) -> None:
         """Check after the first step that the state of the optimizers can be stored, and that no other has changed.
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from titan_ckpt.components.optimizer import OptimizerState, _placed, merge_groups, misfit
+from titan_ckpt.components.items.optimizers import Optimizers
+from titan_ckpt.components.optimizer import OptimizerState, _placed, misfit
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.geometry.chunks import info_of
@@ -214,7 +215,7 @@ def test_groups_of_pipeline_stages_become_one() -> None:
     model(torch.randn(3, 4)).sum().backward()
     for stage in stages:
         stage.step()
-    merged = merge_groups([state_of(model, stage).split()[1] for stage in stages])
+    merged = Optimizers.merge([state_of(model, stage).split()[1] for stage in stages])
     assert [len(groups) for groups in merged] == [1]
     whole = torch.optim.AdamW(model.parameters())
     state_of(model, whole).apply({}, merged)
@@ -229,7 +230,7 @@ def test_stages_with_other_hyperparameters_do_not_become_one() -> None:
     """One group cannot have two learning rates: named, and nothing is changed."""
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     stages = [torch.optim.SGD(model[i].parameters(), lr=0.1 * (i + 1)) for i in (0, 1)]
-    merged = merge_groups([state_of(model, stage).split()[1] for stage in stages])
+    merged = Optimizers.merge([state_of(model, stage).split()[1] for stage in stages])
     whole = torch.optim.SGD(model.parameters(), lr=7.0)
     with pytest.raises(LoadMismatchError, match="in 2 groups with other hyperparameters"):
         state_of(model, whole).apply({}, merged)
@@ -244,7 +245,7 @@ def test_stages_whose_optimizers_are_of_other_classes_do_not_become_one() -> Non
     one, other = (type(name, (torch.optim.SGD,), {}) for name in ("One", "Other"))
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
     stages = [kind(model[i].parameters(), lr=0.1) for i, kind in enumerate([one, other])]
-    merged = merge_groups([state_of(model, stage).split()[1] for stage in stages])
+    merged = Optimizers.merge([state_of(model, stage).split()[1] for stage in stages])
     assert [group["classes"] for group in merged[0]] == [["One", "SGD"], ["Other", "SGD"]]
     assert state_of(model, torch.optim.SGD(model.parameters())).replaced_classes(merged) == []
     [line] = state_of(model, one(model.parameters())).replaced_classes([*merged, *merged])

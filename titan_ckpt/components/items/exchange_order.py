@@ -98,10 +98,7 @@ class ExchangeOrder(OwnItem):
             )
 
     def settle(self) -> None:
-        """Let DDP make its final buckets, as its next forward pass would. Collective over its ranks.
-
-        A save calls it before anything that a single rank may refuse, or the others would wait for that rank.
-        """
+        """Let DDP make its final buckets, as its next forward pass would. Collective over its ranks."""
         for i, ddp in enumerate(self._wrapped):
             if i not in self._found:
                 with still_used(ddp):  # gradients may be views of the buckets

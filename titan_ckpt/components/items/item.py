@@ -81,7 +81,7 @@ class Item:
     is_stepped: ClassVar[bool] = False
     """Whether an optimizer's step alone changes it, as it changes weights; other items may change at any time."""
     is_collective: ClassVar[bool] = False
-    """Whether `restore` waits for other ranks: it is called when all of them have restored the other items."""
+    """Whether `settle` and `restore` wait for other ranks: the last is called when all have restored other items."""
 
     @property
     def key(self) -> str:
@@ -94,6 +94,9 @@ class Item:
         `allow`: full names of classes that may lose what no step holds.
         """
         return []
+
+    def settle(self) -> None:
+        """Make final what `value` returns. A save calls it before anything that a single rank may refuse."""
 
     def value(self, tensors: StateDict) -> Any:
         """Return its state as typed JSON holds it; move its large tensors, which may be live, to `tensors`.

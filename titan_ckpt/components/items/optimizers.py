@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from titan_ckpt.components import optimizer_content, schedules
 from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested, wrong_types
-from titan_ckpt.components.optimizer import PREFIX, Groups, OptimizerState, merge_groups, parameter_of
+from titan_ckpt.components.optimizer import PREFIX, Groups, OptimizerState, parameter_of
 from titan_ckpt.components.optimizer_rehearsal import rehearse
 from titan_ckpt.components.optimizer_split import NOT_STORED, Group
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.errors import ExportError, LoadMismatchError, StateEncodingError
+from titan_ckpt.errors import ExportError, LoadMismatchError, SaveError, StateEncodingError, counted, listed
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
 from titan_ckpt.geometry.nested import tensors_in
 from titan_ckpt.types import StateDict, Stateful
@@ -85,7 +85,44 @@ class Optimizers(Item):
         tensors |= split
         return groups
 
-    merge = staticmethod(merge_groups)
+    @staticmethod
+    def merge(of_ranks: Sequence[Groups]) -> Groups:
+        """Merge the groups of all ranks: a pipeline stage's optimizer lists only its own parameters.
+
+        Groups with the same index, classes, hyperparameters and shared state become one group.
+        Raises: SaveError if ranks hold different state of a parameter, or of none, so that one rank's would be lost.
+        """
+        merged: Groups = []
+        by_key: dict[tuple[int, int, bytes], Group] = {}
+        holders: dict[str, tuple[Group, bool, Any]] = {}
+        faults: dict[str, None] = {}
+        for groups in of_ranks:
+            merged += [[] for _ in groups[len(merged) :]]
+            for o, optimizer in enumerate(groups):
+                for i, group in enumerate(optimizer):
+                    key = o, i, typed_json.dumps([group["classes"], group["hyperparameters"], group["shared"]])
+                    if key not in by_key:
+                        by_key[key] = {**group, "fqns": [], "stateless": [], "own": {}}
+                        merged[o].append(by_key[key])
+                    known = by_key[key]
+                    stateless = set(group["stateless"])
+                    for fqn in group["fqns"]:
+                        is_new, own = fqn in stateless, group["own"].get(fqn)
+                        holder, was_new, first_own = holders.setdefault(fqn, (known, is_new, own))
+                        if holder is not known or was_new is not is_new or not _same(first_own, own):
+                            faults[fqn] = None
+                    if not _same(known.get("beside"), group.get("beside")):
+                        faults[f"what optimizer {o} keeps beside its parameters"] = None
+                    for part in ("fqns", "stateless"):
+                        known[part] = list(dict.fromkeys([*known[part], *group[part]]))
+                    known["own"] |= group["own"]
+        if faults:
+            raise SaveError(
+                f"the ranks hold different optimizer state of {counted(len(faults), 'parameter')}, and one rank's "
+                f"would be lost: {listed(list(faults))}. Compute such state from reduced gradients, so that it is "
+                "equal on all ranks"
+            )
+        return merged
 
     def num_bytes(self) -> int:
         """Estimate this rank's bytes of state: two float32 moments for parameters not yet stepped."""
@@ -266,3 +303,7 @@ class Schedulers(Item):
                 'manager the container that saved it, or checkpoint.resume.exclude = ["lr_scheduler"]'
             )
         return [state] if state else None
+
+
+def _same(a: Any, b: Any) -> bool:
+    return a is b or typed_json.dumps(a) == typed_json.dumps(b)

@@ -93,6 +93,11 @@ class SaveConfig(Checked):
     """A rank that has waited this long for its peers, or for a writer process that does nothing, fails and names
     them."""
 
+    def is_due(self, step: int, last_step: bool) -> bool:
+        """Return whether the state after `step` optimizer steps must be saved."""
+        on_interval = step > 0 and step % self.interval == 0
+        return last_step or on_interval or (self.first_step and step == 1)
+
 
 @dataclass(frozen=True, slots=True)
 class ResumeConfig(Checked):
@@ -228,6 +233,19 @@ class ExportConfig(Checked):
             yield "max_shard_bytes: the base's files have no place for codes and scales; give a size, or leave it out"
         if self.keep is not None and self.interval is None:
             yield "keep: needs an interval; the last step's export stays"
+
+    def is_due(self, step: int, last_step: bool) -> bool:
+        """Return whether the export of the state after `step` optimizer steps must be made."""
+        return last_step or (self.interval is not None and step > 0 and step % self.interval == 0)
+
+    def expired(self, steps: Sequence[int], step: int) -> list[int]:
+        """Return the exported steps to remove after the export of `step`: interval exports up to it, except the newest.
+
+        Later ones were made before an interruption and are valid when the run has come so far again; they stay.
+        """
+        if self.interval is None or self.keep is None:
+            return []
+        return sorted(n for n in set(steps) if 0 < n <= step and n % self.interval == 0)[: -self.keep]
 
     def lands_in(self, step: int | None = None) -> str:
         """Return the folder of a step's export; without a step, its pattern, which two exports must not share."""

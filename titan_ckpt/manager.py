@@ -7,17 +7,14 @@ import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from titan_ckpt import policy
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.items.exchange_order import exchange_faults, wrappers_of
 from titan_ckpt.components.known import peft_adapters
@@ -25,37 +22,29 @@ from titan_ckpt.components.known.loaders import seed_evaluations_apart, stateful
 from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
-from titan_ckpt.components.snapshot import (
-    Mark,
-    Snapshot,
-    as_marked,
-    large_tensors,
-    snapshot_of_mark,
-    take_snapshot,
-)
+from titan_ckpt.components.snapshot import large_tensors
 from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.encoding.strict_json import Json
-from titan_ckpt.errors import CheckpointError, CommitConflictError, ConfigError, listed
+from titan_ckpt.errors import CheckpointError, CommitConflictError, listed, refuse
 from titan_ckpt.exporting.checks import check_exports, check_folders
-from titan_ckpt.exporting.exporter import Exporter, ExportJob
+from titan_ckpt.exporting.exporter import Exporter
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
 from titan_ckpt.saving.saver import SaveHandle, Saver
 from titan_ckpt.saving.step import CompletedStep, DueSave, Failures, ModelContent
-from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.settings import open_location
 from titan_ckpt.stores.store import Place
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import ModelConverter, Stateful
 from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.initialize import initialize_missing
-from titan_ckpt.weights.transforms import StateDictTransforms, casts_to
+from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)
@@ -116,16 +105,14 @@ class CheckpointManager:
         is_judged = hasattr(dataloader, "read_again")  # a PositionedLoader has looked at its stream
         faults = [] if is_judged else [*stream_faults(data, config.allow)]
         faults += stateful_faults(dataloader, config.allow)
-        if faults := [*faults, *exchange_faults(wrappers_of(model_parts), config.allow)]:
-            raise ConfigError(faults)
+        refuse(*faults, *exchange_faults(wrappers_of(model_parts), config.allow))
         self.config = config
         self.base_folder = Path(base_folder)
         self._model = ModelWrapper(model_parts, model_converters)
         if not config.external:
             self._model.check_tensors()
         hooked = steppers(optimizers) or []
-        if faults := [*peft_adapters.faults(model_parts, hooked, config.allow)]:
-            raise ConfigError(faults)
+        refuse(*peft_adapters.faults(model_parts, hooked, config.allow))
         coordinator = self._coordinator = Coordinator.current(config.save.timeout_seconds if config.save else 1800.0)
         self._run = RunState(
             self._model, optimizers, lr_schedulers, dataloader,
@@ -150,8 +137,9 @@ class CheckpointManager:
         )  # fmt: skip
         self._saver = Saver(self._directory, storage_line, config.save, self.telemetry) if config.save else None
         self._exporter = Exporter(
-            self.base_folder, self._run, transforms, coordinator, storage_line, config.initial_load, config.store
-        )
+            self.base_folder, self._run, transforms, coordinator, storage_line, config.initial_load, config.store,
+            self.telemetry,
+        )  # fmt: skip
         check_exports(self._exporter, config.export)
         self._switches = switches(optimizers)
         if self._switches and any(export.interval for export in config.export):
@@ -170,11 +158,10 @@ class CheckpointManager:
 
         The forward pass of an embedding with `max_norm` changes its rows, and PEFT's layers merge unseen by versions.
         """
-        self._gradients = Gradients(self._run.optimizers, modules)
         self._base = TrackedBase(self._model, coordinator)
         self._content = ModelContent(config, self._model, self._base)
         self.completed = CompletedStep(
-            self, self._run, self._content, self._gradients, self._saver, coordinator,
+            self, self._run, self._content, Gradients(self._run.optimizers, modules), self._saver, coordinator,
             is_watched=bool(self._step_hooks),
         )  # fmt: skip
         """The last completed step; RunGuard and the Trainer use it."""
@@ -185,7 +172,7 @@ class CheckpointManager:
         self._failed_exports: BaseException | None = None
         """The error of exports that have ended, until it is raised."""
         self._exported_step: int | None = None
-        self.exported: dict[ExportConfig, Place] = {}
+        self.exported: dict[ExportConfig, Place] = self._exporter.exported
         """The newest export of each kind that this process has made, or found there when it was due."""
         self._knows_folder = False
         self._closed = False
@@ -277,7 +264,8 @@ class CheckpointManager:
         """
         self._check_keepable(f"step {step} is not saved")
         saved = False
-        due = force or policy.is_due(step, self.config.save, last_step)
+        config = self.config.save
+        due = force or (config is not None and config.is_due(step, last_step))
         if self._saver is not None and not self._content.is_settled:
             allow = self.config.allow
             self._coordinator.together("first step", lambda: self._run.check_stepped(step, allow, is_saved=due))
@@ -291,7 +279,7 @@ class CheckpointManager:
         if self._saver is not None and due and step != self.completed.saved:
             finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
             done = last_step and not force  # with both, the run is stopped, and is to be resumed from this step
-            model_only = done and self.config.save is not None and self.config.save.model_only_last
+            model_only = done and config is not None and config.model_only_last
             if model_only:
                 self._evaluate()  # nobody could compute these weights without the state that is left out
             skippable = not (force or last_step)
@@ -302,7 +290,8 @@ class CheckpointManager:
 
     def is_save_due(self, step: int, last_step: bool = False) -> bool:
         """Return whether `save` would save this step without `force`."""
-        return policy.is_due(step, self.config.save, last_step) and step != self.completed.saved
+        save = self.config.save
+        return save is not None and save.is_due(step, last_step) and step != self.completed.saved
 
     def save_seed(self) -> None:
         """Save the model alone as step 0, and wait for it: runs of any layout start from the folder. Collective.
@@ -327,19 +316,21 @@ class CheckpointManager:
         """
         self._check_keepable(f"step {step} is not exported")
         self._note_last(step, last_step)
-        due = policy.due_exports(step, self.config.export, last_step)
+        due = [export for export in self.config.export if export.is_due(step, last_step)]
         is_repeated = bool(due) and step == self._exported_step
         if last_step or is_repeated:
             self.wait()
         self._exported_step = step
-        resumed_from = None if self._resumed_from is None else self._resumed_from["step"]
+        # after a resume steps are replayed with equal weights, so exports that are there are valid; a run that was done
+        # makes only those of its last step that it had not completed
+        before = self._resumed_from
+        may_be_there = before is not None and (not last_step or before["step"] == step)
         todo = due
         try:
             if due and (back := self._exporter.went_back_to) is not None and step > back:
                 self._leave_abandoned_branch()
-            if is_repeated or policy.may_be_there(step, last_step, resumed_from):
+            if is_repeated or may_be_there:
                 todo = [export for export in due if not self._exporter.is_there(export, step)]
-                self.exported |= {export: self._exporter.folder(export, step) for export in due if export not in todo}
         except Exception as error:  # a bucket does not answer
             todo = []
             _raise(self._failures.verdict("exported", step, error, is_last=last_step))
@@ -362,12 +353,12 @@ class CheckpointManager:
         facts: list[Json] = [saver is not None and saver.has_staged(step), saver is not None and saver.busy]
         of_ranks: list[Any] = self._coordinator.gather("export-staged", facts)
         staged, busy = all(has_staged for has_staged, _ in of_ranks), of_ranks[0][1]
-        way = policy.way_to_export(last_step, staged, busy, self.config.save)
-        if way == "background":
+        skips = busy and self.config.save is not None and self.config.save.if_busy == "skip"
+        if staged and not last_step:
             assert saver is not None
             jobs = self._exporter.stage(exports, step, self._base.identity, *saver.staged())
-            saver.export(step, [partial(self._timed_export, job) for job in jobs])
-        elif way == "left out":
+            saver.export(step, [partial(self._exporter.run, job) for job in jobs])
+        elif skips and not last_step:
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)
         else:
             weights = [export for export in exports if not export.training_state]
@@ -390,20 +381,6 @@ class CheckpointManager:
         if self._switches:
             self._run.half_loaded.end()
 
-    def _timed_export(self, job: ExportJob, coordinator: Coordinator) -> None:
-        about = {"step": job.step, "format": job.config.format, "folder": str(job.folder), "background": True}
-        with self.telemetry.event("export", **about) as event:
-            job.run(coordinator)
-            self.exported[job.config] = job.folder
-            event.note(num_bytes=self._bytes_in(job.folder))
-
-    def _bytes_in(self, folder: Place) -> int | None:
-        """Return the bytes of an export for the record, which is rank 0's."""
-        if self._coordinator.rank == 0:
-            with suppress(OSError):
-                return store_of(folder).folder_bytes(folder)
-        return None
-
     def _note_last(self, step: int, last_step: bool) -> None:
         """Note that the save in flight is the last one, which was not known when it began."""
         if last_step and step == self.completed.saved:
@@ -411,12 +388,8 @@ class CheckpointManager:
 
     def _export_now(self, export: ExportConfig, step: int, last_step: bool) -> None:
         error: Exception | None = None
-        folder = self._exporter.folder(export, step)
-        about = {"step": step, "format": export.format, "folder": str(folder), "background": False}
         try:
-            with self.telemetry.event("export", **about) as event:
-                self.exported[export] = self._exporter.export(export, step, self._base.identity)
-                event.note(num_bytes=self._bytes_in(folder))
+            self._exporter.export(export, step, self._base.identity)
         except Exception as e:
             error = e
         _raise(self._failures.verdict("exported", step, error, is_last=last_step))
@@ -450,7 +423,7 @@ class CheckpointManager:
 
     def _start_save(self, due: DueSave, event: Event) -> None:
         assert self._saver is not None and self.config.save is not None
-        step, mark, model_only = due.step, due.mark, due.model_only
+        step = due.step
         self._look_before_saving(step)
         try:
             self._leave_abandoned_branch()
@@ -461,20 +434,20 @@ class CheckpointManager:
         described = partial(
             Manifest,
             step,
-            self._content.kind(model_only),
+            self._content.kind(due.model_only),
             converters=converter.describe() if (converter := self._model.converter) else [],
-            base=None if self.config.external or model_only else self._base.identity,
+            base=None if self.config.external or due.model_only else self._base.identity,
             resumed_from=self._resumed_from,
             metrics=dict(due.metrics),
             allowed=self.config.allow,
         )
 
         self._is_last_save = due.last
-        if mark is None:  # else an exchange may be under way, and the mark has the order
-            self._run.order.settle()
+        if due.mark is None:  # else an exchange may be under way, and the mark has the order
+            self._run.settle()
         with self.telemetry.failing(event), event.phase("blocking"), gc_paused():
-            snapshot = self._coordinator.together("snapshot", lambda: self._snapshot(step, mark, model_only))
-            self._saver.save(step, described, snapshot, event, expire=mark is None)
+            snapshot = self._coordinator.together("snapshot", partial(self.completed.snapshot, due))
+            self._saver.save(step, described, snapshot, event, expire=due.mark is None)
         if self.config.save.async_mode == "disabled":
             self.wait()
         elif not self._may_copy_later:
@@ -489,21 +462,6 @@ class CheckpointManager:
             self._exporter.leave_abandoned_branch(self.config.export)
             if self._saver is not None:
                 self._directory.leave_abandoned_branch()
-
-    def _snapshot(self, step: int, mark: Mark | None, model_only: bool | str) -> Snapshot:
-        if model_only:
-            casts = casts_to(None if model_only is True else getattr(torch, model_only))
-            extra = [*filter(None, [self._run.extra])]
-            return take_snapshot(self._run, step, self._model.state("full"), extra, casts)
-        self._run.refuse_changed(step)
-        unused = self._gradients.unused() if mark is None else mark.unused
-        held = any(getattr(s, "holds_gradients", False) for s in self._run.states.values())
-        if unused.parameters and (unused.unreduced or not held):
-            self._gradients.refuse(unused, step, self._model.parameter_names())
-        if mark is None:
-            return take_snapshot(self._run, step, self._content.state())
-        with as_marked(self._run, mark):
-            return snapshot_of_mark(self._run, mark, self._content.state(room=True))
 
     def _look_before_saving(self, step: int) -> None:
         """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""
@@ -583,7 +541,7 @@ class CheckpointManager:
             if self._saver is not None and (self._saver.in_flight or self._saver.exports_in_flight):
                 raise
             error = e
-        for hook in [*self._step_hooks, *self._gradients.hooks]:
+        for hook in [*self._step_hooks, *self.completed.gradients.hooks]:
             hook.remove()
         if self._saver is not None:
             self._saver.close()

@@ -105,8 +105,9 @@ def test_a8_two_ranks_train_resume_and_export(name: str, tmp_path: Path) -> None
             by_ranks = tmp_path / "run/exports" / folder
             if not by_ranks.exists():
                 continue
-            base_now = alone.manager._base.identity
-            exported = alone.manager._exporter.export(ExportConfig(kind, folder="alone"), 8, base_now)  # type: ignore[arg-type]
+            export = ExportConfig(kind, folder="alone")  # type: ignore[arg-type]
+            alone.manager._exporter.export(export, 8, alone.manager._base.identity)
+            exported = alone.manager.exported[export]
             assert isinstance(exported, Path)
             ours, theirs = read_all(exported), read_all(by_ranks)
             assert list(ours) == list(theirs)

@@ -72,7 +72,8 @@ def the_peers_of_an_export_of_staged_copies(line: Coordinator, folder: Path) -> 
     """Ask an export in the background which ranks exchange bytes for it."""
     module: Any = publishing
     module.row_peers = lambda groups: of_rank_1(line, {})
-    exporter: Any = Exporter(folder, cast("Any", SimpleNamespace(model=None)), cast("Any", None), line, line, (), STORE)
+    nothing: Any = None
+    exporter: Any = Exporter(folder, cast("Any", SimpleNamespace(model=None)), nothing, line, line, (), STORE, nothing)
     export, config = publishing.FolderExport((), cast("Any", None)), ExportConfig("hf", interval=1)
     exporter._tensors = exporter._constant = lambda _: {}
     exporter._stage_of = lambda *_: None

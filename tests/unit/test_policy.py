@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from titan_ckpt.config import KeepConfig, SaveConfig
 from titan_ckpt.directory.retention import StepFacts, expired_steps
-from titan_ckpt.policy import is_due
 
 step_numbers = st.integers(0, 200)
 step_lists = st.lists(step_numbers, max_size=20)
@@ -35,22 +34,21 @@ def histories(draw: st.DrawFn) -> dict[int, StepFacts]:
 
 @given(step_numbers, some, st.booleans())
 def test_the_last_step_is_always_due_where_saving_is_configured(step: int, interval: int, flag: bool) -> None:
-    """A run that ends leaves its end on disk, whatever the interval; a load-only run never saves."""
-    assert is_due(step, SaveConfig(interval, first_step=flag), last_step=True)
-    assert not is_due(step, None, last_step=flag)
+    """A run that ends leaves its end on disk, whatever the interval."""
+    assert SaveConfig(interval, first_step=flag).is_due(step, last_step=True)
 
 
 @given(some, st.integers(0, 100))
 def test_due_steps_are_the_multiples_of_the_interval(interval: int, num_steps: int) -> None:
     """Step 0, before any training, is no multiple; nothing between multiples is due."""
-    due = [s for s in range(num_steps + 1) if is_due(s, SaveConfig(interval), last_step=False)]
+    due = [s for s in range(num_steps + 1) if SaveConfig(interval).is_due(s, last_step=False)]
     assert due == list(range(interval, num_steps + 1, interval))
 
 
 def test_the_first_step_is_due_on_request() -> None:
     """first_step adds step 1 and nothing else."""
     save = SaveConfig(interval=10, first_step=True)
-    assert [s for s in range(21) if is_due(s, save, last_step=False)] == [1, 10, 20]
+    assert [s for s in range(21) if save.is_due(s, last_step=False)] == [1, 10, 20]
 
 
 @given(histories(), keeps, step_sets, st.booleans())

@@ -29,8 +29,10 @@ from titan_ckpt.formats.open import detect_format, locate
 from titan_ckpt.formats.publish.record import Exports, exports_at
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
+from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.settings import StoreConfig, open_location, open_source, split_url
 from titan_ckpt.stores.store import Place
+from titan_ckpt.telemetry.events import Telemetry
 from titan_ckpt.types import ModelConverter, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.live_memory import Watched
@@ -79,11 +81,13 @@ class Exporter:
         background: Coordinator,
         initial_load: Sequence[InitialLoadConfig],
         store: StoreConfig,
+        telemetry: Telemetry,
     ) -> None:
         """Bind to a run.
 
         `background`: the line that exports of staged copies are given. `initial_load`: sources of the base, whose
-        dtypes and file layout exports may take over. `store`: how buckets are reached.
+        dtypes and file layout exports may take over. `store`: how buckets are reached. `telemetry`: gets an event for
+        each export that `export` and `run` make.
         """
         self.coordinator = coordinator
         self.model = run.model
@@ -93,7 +97,10 @@ class Exporter:
         self._background = background
         self._initial_load = initial_load
         self._store = store
+        self._telemetry = telemetry
         self._made: dict[str, Exports] = {}
+        self.exported: dict[ExportConfig, Place] = {}
+        """The newest export of each kind that this process has made, or found there when it was due."""
         self.went_back_to: int | None = None
         """The step that the user told this run to go back to, until the exports made after it are set aside."""
         self.unsaved_in: str | None = None
@@ -151,6 +158,7 @@ class Exporter:
         published = self.coordinator.on_rank_0("export-there", lambda: made.is_there(config.lands_in(step)))
         if published:
             logger.warning("export %s is there already and stays as it is", folder)
+            self.exported[config] = folder
         return published
 
     def folder(self, config: ExportConfig, step: int) -> Place:
@@ -164,8 +172,30 @@ class Exporter:
             self._made[url] = exports_at(open_location(url, self.base_folder, self._store))
         return self._made[url]
 
-    def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> Place:
-        """Write, prove and publish one export of the live weights, and return its folder. Collective.
+    @contextlib.contextmanager
+    def _told(self, config: ExportConfig, step: int, folder: Place, *, background: bool) -> Iterator[None]:
+        """Record the export that the block makes, with its size, which is rank 0's."""
+        about = {"step": step, "format": config.format, "folder": str(folder), "background": background}
+        with self._telemetry.event("export", **about) as event:
+            yield
+            self.exported[config], num_bytes = folder, None
+            if self.coordinator.rank == 0:
+                with contextlib.suppress(OSError):
+                    num_bytes = store_of(folder).folder_bytes(folder)
+            event.note(num_bytes=num_bytes)
+
+    def run(self, job: ExportJob, coordinator: Coordinator) -> None:
+        """Make an export of a staged copy, and record it. Collective. Raises: ExportError."""
+        with self._told(job.config, job.step, job.folder, background=True):
+            job.run(coordinator)
+
+    def export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> None:
+        """Make an export of the live weights, and record it. Collective. Raises: ExportError; KeyMapError."""
+        with self._told(config, step, self.folder(config, step), background=False):
+            self._export(config, step, base)
+
+    def _export(self, config: ExportConfig, step: int, base: dict[str, Any] | None) -> None:
+        """Write, prove and publish one export of the live weights. Collective.
 
         Raises: ExportError, KeyMapError and PeerError; nothing is published then.
         """
@@ -175,9 +205,7 @@ class Exporter:
                 job = self._job(config, step, base, self._tensors(config))
                 return replace(job, unsaved_in=self._unsaved_in(config))
 
-        job = self.coordinator.together("export-plan", plan)
-        job.run(self.coordinator)
-        return job.folder
+        self.coordinator.together("export-plan", plan).run(self.coordinator)
 
     def stage(
         self,
@@ -229,7 +257,7 @@ class Exporter:
         for config, wait in zip(configs, waits, strict=True):
             if not wait:
                 logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
-                self.export(config, step, base)
+                self._export(config, step, base)
         return made
 
     def close(self) -> None:

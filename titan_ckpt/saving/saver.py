@@ -1,7 +1,7 @@
 """Saver: stages, writes, agrees, commits and expires, in this thread or in a helper thread and its process.
 
 Owns the order of a save, who waits for whom, and what is said of a failure that nobody waits for: it is logged when the
-process ends. policy.py decides when a save is due, directory/ what a checkpoint is.
+process ends. The settings say when a save is due, directory/ what a checkpoint is.
 Knows no file format beyond asking the native writer for its files.
 """
 

@@ -14,9 +14,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
+import torch
+
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.run_state import RunState
-from titan_ckpt.components.snapshot import Mark, take_mark
+from titan_ckpt.components.snapshot import Mark, Snapshot, as_marked, snapshot_of_mark, take_mark, take_snapshot
 from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -24,6 +26,7 @@ from titan_ckpt.errors import ConfigError, ExportSettingError, PeerError, counte
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.weights.identity import TrackedBase
+from titan_ckpt.weights.transforms import casts_to
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
 
 logger = logging.getLogger(__name__)
@@ -102,6 +105,25 @@ class CompletedStep:
     def marked(self) -> int | None:
         """Return the step that `save` would save; None if none is, or an optimizer may have changed it."""
         return None if self.mark is None or self.is_changing or not self.is_watched else self.mark.step
+
+    def snapshot(self, due: DueSave) -> Snapshot:
+        """Return the run as a save takes it: now, or at a mark; the model alone if the save is of that.
+
+        Raises: SaveError for what no step can hold, or is gone; StateEncodingError; ExportError.
+        """
+        run, model, mark = self.run, self.run.model, due.mark
+        if due.model_only:
+            casts = casts_to(None if due.model_only is True else getattr(torch, due.model_only))
+            return take_snapshot(run, due.step, model.state("full"), [*filter(None, [run.extra])], casts)
+        run.refuse_changed(due.step)
+        unused = self.gradients.unused() if mark is None else mark.unused
+        held = any(getattr(s, "holds_gradients", False) for s in run.states.values())
+        if unused.parameters and (unused.unreduced or not held):
+            self.gradients.refuse(unused, due.step, model.parameter_names())
+        if mark is None:
+            return take_snapshot(run, due.step, self.content.state())
+        with as_marked(run, mark):
+            return snapshot_of_mark(run, mark, self.content.state(room=True))
 
     def save(self) -> None:
         """Save the marked step as it was at its end, and wait for it; no older step expires. Collective.

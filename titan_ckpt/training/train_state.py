@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
+_GROWTH_STEPS = 2000
+"""Steps without an overflow after which the scale of the loss in float16 is doubled."""
 _COUNTS = ("step", "num_tokens", "seconds")
 _SCALE = ("loss_scale", "finite_steps")
 _SETTINGS = ("optimizer", "schedule", "numerics")
@@ -35,6 +38,22 @@ class TrainState:
         """The settings that the learning rate depends on, to be compared on a resume."""
         self.saved_schedule: dict[str, Any] = {}
         """The schedule of the run that saved the checkpoint; empty before a load and in checkpoints without one."""
+
+    def has_overflowed(self, grad_norm: float) -> bool:
+        """Return whether gradients in float16 have overflowed, so that the step is left out; adjust the loss's scale.
+
+        Where a scale is left to halve; a gradient that is not finite without any stops the run, as in every dtype.
+        Source: torch.amp.GradScaler, with its factors.
+        """
+        is_finite = math.isfinite(grad_norm)
+        if self.loss_scale <= 1 and not is_finite:
+            return False
+        self.finite_steps += 1
+        if not is_finite:
+            self.loss_scale, self.finite_steps = self.loss_scale / 2, 0
+        elif self.finite_steps == _GROWTH_STEPS:
+            self.loss_scale, self.finite_steps = self.loss_scale * 2, 0
+        return not is_finite
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in (*_COUNTS, *_SCALE, *_SETTINGS)}

@@ -24,7 +24,6 @@ from titan_ckpt.errors import ConfigError, DataError, GradientError
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.policy import due_exports
 from titan_ckpt.rng import RandomState
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import Callback, StepMetrics
@@ -50,8 +49,6 @@ from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
 
-_GROWTH_STEPS = 2000
-"""Steps without an overflow after which the scale of the loss in float16 is doubled."""
 _AFRESH = 'restore them, or start the schedule afresh: checkpoint.resume.exclude = ["lr_scheduler"]'
 
 
@@ -363,8 +360,12 @@ class Trainer(BuildSteps):
         if not num_tokens and self.ranks.rank == 0:
             logger.warning("step %d learns nothing: no label of its %d sequences counts", step, self.global_batch_size)
         lr = float(self.optimizer.param_groups[0]["lr"])
-        if self._has_overflowed(step, grad_norm):
+        if self._compute_dtype is torch.float16 and self.state.has_overflowed(grad_norm):
             self.is_measured, loss, grad_norm = False, math.nan, math.nan
+            if self.ranks.rank == 0:
+                what = "gradients overflow in float16, so no weight changes"
+                scale = self.state.loss_scale
+                logger.warning("step %d: %s; the loss is scaled by %g from now on", step, what, scale)
         else:
             self.callbacks.on_pre_optimizer(self, step, grad_norm)
             self.optimizer.step()
@@ -398,29 +399,6 @@ class Trainer(BuildSteps):
     def _loss_scale(self) -> float:
         return self.state.loss_scale if self._compute_dtype is torch.float16 else 1.0
 
-    def _has_overflowed(self, step: int, grad_norm: float) -> bool:
-        """Return whether gradients in float16 have overflowed, so that the step is left out; adjust the loss's scale.
-
-        Where a scale is left to halve; a gradient that is not finite without any stops the run, as in every dtype.
-        Source: torch.amp.GradScaler, with its factors.
-        """
-        state = self.state
-        if self._compute_dtype is not torch.float16 or (state.loss_scale <= 1 and not math.isfinite(grad_norm)):
-            return False
-        state.finite_steps += 1
-        if math.isfinite(grad_norm):
-            if state.finite_steps == _GROWTH_STEPS:
-                state.loss_scale, state.finite_steps = state.loss_scale * 2, 0
-            return False
-        state.loss_scale, state.finite_steps = state.loss_scale / 2, 0
-        if self.ranks.rank == 0:
-            logger.warning(
-                "step %d: gradients overflow in float16, so no weight changes; the loss is scaled by %g from now on",
-                step,
-                state.loss_scale,
-            )
-        return True
-
     def _needs_measures(self, step: int) -> bool:
         """Return whether the loss and the gradients' norm of a step are exchanged: training.check_gradients.
 
@@ -435,7 +413,7 @@ class Trainer(BuildSteps):
             or self.is_log_due(step)
             or (evaluation is not None and step % evaluation.interval == 0)
             or self.manager.is_save_due(step, step == self.num_steps)
-            or bool(due_exports(step, self.manager.config.export, step == self.num_steps))
+            or any(export.is_due(step, step == self.num_steps) for export in self.manager.config.export)
         )
 
     def _broken_weights(self) -> str | None:

@@ -26,8 +26,7 @@ from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.saving.step import DueSave
-from titan_ckpt.training import build_steps
-from titan_ckpt.training import trainer as trainer_module
+from titan_ckpt.training import build_steps, train_state
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.callbacks.console import MetricsFile, read_metrics
 from titan_ckpt.training.data.batch import Batch
@@ -182,7 +181,7 @@ def test_d5_float16_scales_the_loss_and_a_resume_has_its_scale(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Steps that overflow are left out, and the scale grows again: 3 and 5 steps are 8 steps, bit for bit."""
-    monkeypatch.setattr(trainer_module, "_GROWTH_STEPS", 3)
+    monkeypatch.setattr(train_state, "_GROWTH_STEPS", 3)
     whole = in_float16(tmp_path / "whole", 8, 2.0**24)
     left_out = [message for message in caplog.messages if "overflow in float16" in message]
     assert len(left_out) >= 2 and any("loss" in row for row in rows(tmp_path / "whole"))

@@ -23,7 +23,6 @@ from typing import Any, ClassVar
 
 import xxhash
 
-from titan_ckpt import policy
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.unpublished_folder import StagedFolder
@@ -131,7 +130,7 @@ class Exports(ABC):
         if config.keep is None:
             return
         own, leftovers = self._own_steps(config)
-        for expired in [*leftovers, *policy.expired_exports(own, step, config)]:
+        for expired in [*leftovers, *config.expired(own, step)]:
             self._remove(self.name_of(config, expired))
             if expired in own:
                 logger.info("export of step %d removed: the newest %d are kept", expired, config.keep)

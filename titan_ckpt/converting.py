@@ -1,4 +1,4 @@
-"""Offline conversion between Hugging Face, native and DCP folders, in one process and bounded memory.
+"""Offline conversion between Hugging Face, native and DCP folders, and to torch.save: one process, bounded memory.
 
 Turns the tensors of a reader into lazy native ones. Tables, formats and proofs are those of a training run.
 """
@@ -9,13 +9,18 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.serialization import skip_data
 
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.errors import ExportError, KeyMapError, NotACheckpointError
@@ -26,11 +31,12 @@ from titan_ckpt.formats.native.rank_file import write_stream
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.publication import published
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo
+from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, TensorInfo, as_bytes, blocks_of, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.mounted import local_path, store_of
 from titan_ckpt.stores.store import Place
+from titan_ckpt.types import StateDict
 from titan_ckpt.weights.stored_names import MODEL, model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, StateDictTransforms, cast_all
 
@@ -72,7 +78,7 @@ def convert(
     transforms = StateDictTransforms(key_map or KeyMap(identity=True), hf_config)
     with open_reader(source) as reader:
         tensors: dict[str, Any] = native_tensors(reader, transforms.key_map)
-        try:
+        with os_errors_of(f"{source} could not be converted to {target}"):
             if to == "hf":
                 export_huggingface(
                     target,
@@ -86,8 +92,15 @@ def convert(
                 DcpExport(cast_all(tensors, dtype)).write(target, Coordinator.current())
             else:
                 write_native(target, cast_all(tensors, dtype))
-        except OSError as error:
-            raise ExportError(f"{source} could not be converted to {target}: {error}") from error
+
+
+@contextmanager
+def os_errors_of(what: str) -> Iterator[None]:
+    """Raise an OSError of the block as an ExportError. `what`: what could not be done."""
+    try:
+        yield
+    except OSError as error:
+        raise ExportError(f"{what}: {error}") from error
 
 
 def is_taken(target: Place) -> bool:
@@ -220,3 +233,53 @@ def write_native(
             files=(record,),
         )
         store_of(made.path).put_new(made.path / MANIFEST_NAME, manifest.to_bytes())
+
+
+def write_torch_file(place: Place, tensors: StateDict) -> None:
+    """Write a file that `torch.load(weights_only=True)` reads, tensor by tensor in bounded memory, whole or not at all.
+
+    torch reserves the place of every tensor (`skip_data`), and the values are written there afterwards. The checksums
+    of the file's zip entries are then not those of the values; torch does not look at them.
+    The blocks of lazy tensors must be runs of whole rows. Raises: ExportError for a bucket; FileExistsError; OSError.
+    """
+    target = mounted_target(place)
+    staged = StagedFolder.begin(target)
+    try:
+        draft = staged.path / target.name
+        offsets = _reserve(draft, tensors)
+        total = sum(info_of(value).nbytes for value in tensors.values())
+        fd = os.open(draft, os.O_WRONLY | os.O_CLOEXEC)
+        try:
+            with progress.shown(f"writing {target.name}", total) as count:
+                for offset, value in zip(offsets, tensors.values(), strict=True):
+                    _fill(fd, offset, value, count)
+            posix.fsync(fd)
+        finally:
+            posix.close(fd)
+        posix.rename_noreplace(draft, target)
+        posix.fsync_folder(target.parent)
+    finally:
+        staged.abandon()
+
+
+def _reserve(path: Path, tensors: StateDict) -> list[int]:
+    """Write the file without values; return the place of each tensor's values."""
+    infos = {name: info_of(value) for name, value in tensors.items()}
+    with FakeTensorMode():
+        empty = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
+    with skip_data(materialize_fake_tensors=True):
+        torch.save(empty, path)
+    reader: Any = torch._C.PyTorchFileReader(str(path))  # noqa: SLF001 - what torch.load itself uses
+    return [reader.get_record_offset(f"data/{index}") for index in range(len(tensors))]
+
+
+def _fill(fd: int, offset: int, value: torch.Tensor | LazyTensor, count: progress.Count) -> None:
+    info = info_of(value)
+    row_bytes = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
+    for block in blocks_of(value):
+        if not block.data.numel():
+            continue
+        start = block.chunk.offsets[0] * row_bytes if info.shape else 0
+        data = as_bytes(block.data).numpy()
+        posix.pwrite_all(fd, data, offset + start)
+        count(data.nbytes)

@@ -16,13 +16,7 @@ import torch
 from titan_ckpt import progress
 from titan_ckpt.converting import stored_tensor, translated_tensors
 from titan_ckpt.encoding.named import converter_tables
-from titan_ckpt.errors import (
-    ConfigError,
-    KeyMapError,
-    LoadMismatchError,
-    NotACheckpointError,
-    listed,
-)
+from titan_ckpt.errors import ConfigError, KeyMapError, LoadMismatchError, NotACheckpointError, listed
 from titan_ckpt.formats.huggingface.peft import CONFIG, PeftReader, unselected
 from titan_ckpt.formats.huggingface.peft_fields import is_trained_bias
 from titan_ckpt.formats.native.reader import NativeReader

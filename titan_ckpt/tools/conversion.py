@@ -11,17 +11,12 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any, Literal
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.serialization import skip_data
 
-from titan_ckpt import progress
-from titan_ckpt.converting import convert, is_taken, mounted_target, native_tensors, write_native
-from titan_ckpt.disk import posix
-from titan_ckpt.disk.unpublished_folder import StagedFolder
+from titan_ckpt.converting import convert, is_taken, native_tensors, os_errors_of, write_native, write_torch_file
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ExportError, LoadMismatchError, listed
 from titan_ckpt.formats.dcp.writer import DcpExport
@@ -30,7 +25,7 @@ from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish.run import FolderExport
-from titan_ckpt.geometry.chunks import LazyTensor, as_bytes, blocks_of, info_of
+from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import check_named_base, holds_adapter_alone
@@ -39,25 +34,10 @@ from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.models.config import read_config_json
 from titan_ckpt.stores.mounted import local_path, store_of
 from titan_ckpt.stores.store import Place
-from titan_ckpt.tools.adapters import (
-    Adapter,
-    RecordedBase,
-    adapted_weights,
-    attached,
-    open_adapter,
-    with_settings,
-)
-from titan_ckpt.tools.models import (
-    CONFIG,
-    ModelTable,
-    find_config,
-    find_table,
-    own_config,
-    require_config,
-    tables_of,
-)
+from titan_ckpt.tools.adapters import Adapter, RecordedBase, adapted_weights, attached, open_adapter, with_settings
+from titan_ckpt.tools.models import CONFIG, ModelTable, find_config, find_table, own_config, require_config, tables_of
 from titan_ckpt.tools.weights import model_keys
-from titan_ckpt.types import Format, StateDict
+from titan_ckpt.types import Format
 from titan_ckpt.weights.identity import BASE_RECORD, base_settings
 from titan_ckpt.weights.transforms import StateDictTransforms, cast_all
 
@@ -120,10 +100,8 @@ def convert_checkpoint(source: Place, target: Place, to: Target, options: Option
     if to == "torch":
         with open_reader(source) as reader:
             tensors: dict[str, Any] = native_tensors(reader, table.key_map if table else KeyMap(identity=True))
-            try:
+            with os_errors_of(f"{source} could not be converted to {target}"):
                 write_torch_file(target, cast_all(tensors, options.dtype))
-            except OSError as error:
-                raise ExportError(f"{source} could not be converted to {target}: {error}") from error
     else:
         convert(
             source,
@@ -167,7 +145,7 @@ def _convert_adapter(reader: TensorReader, target: Place, to: Target, options: O
     if to in ("native", "peft"):
         adapter = with_settings(adapter, reader.path, options.settings, table)
     tensors: dict[str, Any] = cast_all(dict(adapter.tensors), options.dtype)
-    try:
+    with os_errors_of(f"{reader.path} could not be converted to {target}"):
         if to == "peft":
             assert table is not None
             _write_peft(target, adapter, table, options, str(reader.path))
@@ -177,8 +155,6 @@ def _convert_adapter(reader: TensorReader, target: Place, to: Target, options: O
             DcpExport(tensors).write(target, Coordinator.current())
         else:
             write_torch_file(target, tensors)
-    except OSError as error:
-        raise ExportError(f"{reader.path} could not be converted to {target}: {error}") from error
     return _written(target, to, None if to == reader.format else table, notes=notes)
 
 
@@ -297,7 +273,7 @@ def merge_adapters(base: Place, adapters: Sequence[Place], target: Place, option
         for merge in merges:
             merged |= {fqn: merge.merged(fqn, merged[fqn]) for fqn in merge.changes}
         transforms = StateDictTransforms(table.key_map, table.config)
-        try:
+        with os_errors_of(f"{base} could not be merged into {target}"):
             export_huggingface(
                 target,
                 transforms.to_file(merged, None, options.dtype),
@@ -306,8 +282,6 @@ def merge_adapters(base: Place, adapters: Sequence[Place], target: Place, option
                 max_shard_bytes=options.max_shard_bytes,
                 coordinator=Coordinator.current(),
             )
-        except OSError as error:
-            raise ExportError(f"{base} could not be merged into {target}: {error}") from error
     return _written(target, "hf", table, len(changed), notes)
 
 
@@ -367,53 +341,3 @@ def _opened(
     if faults:
         raise LoadMismatchError(f"{path} does not fit {base}: {listed(faults)}. Is it an adapter of another model?")
     return merge
-
-
-def write_torch_file(place: Place, tensors: StateDict) -> None:
-    """Write a file that `torch.load(weights_only=True)` reads, tensor by tensor in bounded memory, whole or not at all.
-
-    torch reserves the place of every tensor (`skip_data`), and the values are written there afterwards. The checksums
-    of the file's zip entries are then not those of the values; torch does not look at them.
-    The blocks of lazy tensors must be runs of whole rows. Raises: ExportError for a bucket; FileExistsError; OSError.
-    """
-    target = mounted_target(place)
-    staged = StagedFolder.begin(target)
-    try:
-        draft = staged.path / target.name
-        offsets = _reserve(draft, tensors)
-        total = sum(info_of(value).nbytes for value in tensors.values())
-        fd = os.open(draft, os.O_WRONLY | os.O_CLOEXEC)
-        try:
-            with progress.shown(f"writing {target.name}", total) as count:
-                for offset, value in zip(offsets, tensors.values(), strict=True):
-                    _fill(fd, offset, value, count)
-            posix.fsync(fd)
-        finally:
-            posix.close(fd)
-        posix.rename_noreplace(draft, target)
-        posix.fsync_folder(target.parent)
-    finally:
-        staged.abandon()
-
-
-def _reserve(path: Path, tensors: StateDict) -> list[int]:
-    """Write the file without values; return the place of each tensor's values."""
-    infos = {name: info_of(value) for name, value in tensors.items()}
-    with FakeTensorMode():
-        empty = {name: torch.empty(info.shape, dtype=info.dtype) for name, info in infos.items()}
-    with skip_data(materialize_fake_tensors=True):
-        torch.save(empty, path)
-    reader: Any = torch._C.PyTorchFileReader(str(path))  # noqa: SLF001 - what torch.load itself uses
-    return [reader.get_record_offset(f"data/{index}") for index in range(len(tensors))]
-
-
-def _fill(fd: int, offset: int, value: torch.Tensor | LazyTensor, count: progress.Count) -> None:
-    info = info_of(value)
-    row_bytes = info.nbytes // info.shape[0] if info.shape and info.shape[0] else info.nbytes
-    for block in blocks_of(value):
-        if not block.data.numel():
-            continue
-        start = block.chunk.offsets[0] * row_bytes if info.shape else 0
-        data = as_bytes(block.data).numpy()
-        posix.pwrite_all(fd, data, offset + start)
-        count(data.nbytes)

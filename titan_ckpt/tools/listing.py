@@ -11,14 +11,7 @@ from pathlib import Path, PurePath
 
 from titan_ckpt.directory.lease import LEASE_NAME, LEASE_OBJECT
 from titan_ckpt.directory.manifest import MANIFEST_NAME, Manifest
-from titan_ckpt.directory.names import (
-    COMMITS,
-    PIN_NAME,
-    STAGING,
-    CommittedStep,
-    inspect,
-    step_of,
-)
+from titan_ckpt.directory.names import COMMITS, PIN_NAME, STAGING, CommittedStep, inspect, step_of
 from titan_ckpt.directory.steps import steps_at
 from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand

@@ -1,4 +1,4 @@
-"""Select modules of a model by a list of names.
+"""Select modules of a model by a list of names, and name modules so that PEFT selects them.
 
 Owns the matching: by last part of the name, by dotted suffix, by full name or by shell pattern. Changes nothing.
 """
@@ -6,7 +6,8 @@ Owns the matching: by last part of the name, by dotted suffix, by full name or b
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Collection, Iterable, Sequence
 
 from titan_ckpt.errors import ConverterError, listed
 from titan_ckpt.weights.low_rank import matches
@@ -44,3 +45,31 @@ def _near(target: str, fqns: Sequence[str]) -> str:
     last = list(dict.fromkeys(fqn.rsplit(".", 1)[-1] for fqn in fqns))
     more = ", ..." if len(last) > _LISTED else ""
     return f". There are: {', '.join(last[:_LISTED])}{more}"
+
+
+def ends_of(adapted: Collection[str], every: Collection[str]) -> list[str] | str:
+    """Return target_modules that select exactly the adapted modules: PEFT compares the ends of names.
+
+    Last parts of names if these suffice, else full names, else a pattern that must match the full name.
+    """
+    last = {last_part(module) for module in adapted}
+    selected = {module for module in every if last_part(module) in last}
+    if selected == {*adapted} and not any(part.isdigit() for part in last):
+        return sorted(last)
+    if not any(_is_end(module, every) for module in adapted):
+        return sorted(adapted)
+    return "|".join(map(re.escape, sorted(adapted)))
+
+
+def pattern_of(module: str, every: Collection[str]) -> str:
+    """Return the key of a module in rank_pattern and alpha_pattern, which PEFT compares with the ends of names."""
+    return f"^{re.escape(module)}" if _is_end(module, every) else module
+
+
+def last_part(module: str) -> str:
+    """Return the name of a module in the one that holds it."""
+    return module.rpartition(".")[2]
+
+
+def _is_end(module: str, every: Collection[str]) -> bool:
+    return any(other.endswith(f".{module}") for other in every)

@@ -20,14 +20,7 @@ from torch import nn
 
 from titan_ckpt.converters.lora import sites
 from titan_ckpt.converters.lora.config import LoRAConfig
-from titan_ckpt.converters.lora.copies import (
-    SomeCopied,
-    TrainedCopy,
-    attach_copy,
-    copy_parameters,
-    copy_rows,
-    follow,
-)
+from titan_ckpt.converters.lora.copies import SomeCopied, TrainedCopy, attach_copy, copy_parameters, copy_rows, follow
 from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAEmbedding, LowRankPath, attach
 from titan_ckpt.converters.lora.peft import PeftAdapter
 from titan_ckpt.converters.lora.proof import prove
@@ -39,15 +32,7 @@ from titan_ckpt.errors import ConverterError, ExportError, counted, listed
 from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, fill, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import ModelConverter, Stage, StateDict, StateDictAdapter
-from titan_ckpt.weights.low_rank import (
-    BIAS,
-    ROWS,
-    LoRARecord,
-    StoredUpdates,
-    TrainedRows,
-    WeightUpdate,
-    stack_of,
-)
+from titan_ckpt.weights.low_rank import BIAS, ROWS, LoRARecord, StoredUpdates, TrainedRows, WeightUpdate, stack_of
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)

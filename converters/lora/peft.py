@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, chain
 from typing import Any
 
 from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.fused import AlsoTransposed, StackedFactor, Target, modules_of, targets_of
 from titan_ckpt.converters.lora.placement import misplaced
+from titan_ckpt.converters.targets import ends_of, last_part, pattern_of
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.formats.huggingface.peft import BASE_LAYER, BASE_OF_ROWS, PREFIX, ROWS, ModuleNumbers
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter, trained_rows
@@ -191,7 +192,7 @@ class PeftAdapter:
         known = {*chain(*names.values()), *self._other_modules(base)}
         every = {parent for module in known for parent in accumulate(module.split("."), lambda a, b: f"{a}.{b}")}
         named = {m: [*names[m], *([heads[m]] if m in heads else [])] for m in modules}
-        keys = {m: [_pattern(key, every) for n in named[m] for key in (n, by_weight.get(n)) if key] for m in modules}
+        keys = {m: [pattern_of(key, every) for n in named[m] for key in (n, by_weight.get(n)) if key] for m in modules}
         alphas = {module: json_number(t.alpha(config.use_rslora)) for module, t in modules.items()}
         parts = {module: t.ranks for module, t in modules.items() if t.is_fused}
         whole = [fqn for fqn in self.copied.values() if not self._is_by_another_setting(fqn)]
@@ -202,7 +203,7 @@ class PeftAdapter:
             "task_type": "CAUSAL_LM",
             "r": config.rank,
             "lora_alpha": json_number(config.alpha),
-            "target_modules": _targets({*chain(*names.values())} - by_weight.keys(), every - by_weight.keys()),
+            "target_modules": ends_of({*chain(*names.values())} - by_weight.keys(), every - by_weight.keys()),
             **(
                 {"target_parameters": parameters}
                 if (parameters := sorted([*by_weight.values(), *(s.site for s in stacks)]))
@@ -246,13 +247,13 @@ class PeftAdapter:
         Source: peft, utils/transformers_weight_conversion.py _convert_peft_config_moe, which compares last parts.
         """
         adapted = [module for target in targets_of(self.adapted.values(), base) for module in target.modules]
-        experts = {_last(module) for module in (*adapted, *self._other_modules(base)) if _EXPERT.search(module)}
-        return {m: f"{m}.weight" for m in modules if _last(m) in experts and not _EXPERT.search(m)}
+        experts = {last_part(module) for module in (*adapted, *self._other_modules(base)) if _EXPERT.search(module)}
+        return {m: f"{m}.weight" for m in modules if last_part(m) in experts and not _EXPERT.search(m)}
 
     def _halves_of_experts(self, base: KeyMap) -> Iterator[str]:
         """Yield a line if one of two projections of experts is adapted that transformers 5 fuses."""
         modules = [m for t in self._targets(base) for m in t.modules]
-        adapted = {_last(module) for module in modules if _EXPERT.search(module)}
+        adapted = {last_part(module) for module in modules if _EXPERT.search(module)}
         for fused in _FUSED:
             if missing := sorted(fused - adapted) if fused & adapted else []:
                 yield f"PEFT fuses {' and '.join(sorted(fused))} of experts, and {missing[0]} has no adapter"
@@ -383,33 +384,6 @@ def _known(fqn: str, base: KeyMap) -> tuple[str, ...]:
         return base.group_of_fqn(fqn).keys
     except KeyMapError:
         return ()
-
-
-def _targets(adapted: Collection[str], every: Collection[str]) -> list[str] | str:
-    """Return target_modules that select exactly the adapted modules: PEFT compares the ends of names.
-
-    Last parts of names if these suffice, else full names, else a pattern that must match the full name.
-    """
-    last = {_last(module) for module in adapted}
-    selected = {module for module in every if _last(module) in last}
-    if selected == {*adapted} and not any(part.isdigit() for part in last):
-        return sorted(last)
-    if not any(_is_end(module, every) for module in adapted):
-        return sorted(adapted)
-    return "|".join(map(re.escape, sorted(adapted)))
-
-
-def _pattern(module: str, every: Collection[str]) -> str:
-    """Return the key of a module in rank_pattern and alpha_pattern, which PEFT compares with the ends of names."""
-    return f"^{re.escape(module)}" if _is_end(module, every) else module
-
-
-def _last(module: str) -> str:
-    return module.rpartition(".")[2]
-
-
-def _is_end(module: str, every: Collection[str]) -> bool:
-    return any(other.endswith(f".{module}") for other in every)
 
 
 def json_number(value: float) -> float | int:

@@ -13,19 +13,15 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Self
 
 from titan_ckpt.config import StopConfig
-from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, DataError
-from titan_ckpt.guard import outside_request as save_request
 from titan_ckpt.guard.notices import Kind, Notice, NoticeBoard
+from titan_ckpt.guard.requests import Requests
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.saving.saver import SaveHandle
 
 logger = logging.getLogger(__name__)
 
@@ -72,12 +68,13 @@ class RunGuard:
         self._completed = manager.completed
         self._config: StopConfig = manager.config.stop
         self._line = self._completed.coordinator.background()
+        self._requests = Requests(manager, lambda: self._board.post("save", "a request in the run's folder"))
         self._board = NoticeBoard(
             self._completed.coordinator.background(),
             answer_seconds=self._answer_seconds,
             hang_seconds=None if self._config.hang_seconds == "off" else self._config.hang_seconds,
             on_signal=self._signalled,
-            on_idle=self._look_for_requests if self._line.rank == 0 else lambda: None,
+            on_idle=self._requests.look if self._line.rank == 0 else lambda: None,
         )
         self._handlers: dict[signal.Signals, Any] = {}
         self._wakeup_fd = -1
@@ -88,11 +85,6 @@ class RunGuard:
         """The end of the run's time, on this rank's monotonic clock."""
         self._step_seconds: deque[float] = deque(maxlen=8)
         self._step_began = 0.0
-        self._announced = False
-        self._asked: str | None = None
-        self._refused = ""
-        """Why the file `save-request` is no request, as last logged."""
-        self._answering: tuple[str, int, SaveHandle | None] | None = None
         self._save_pending = False
         self._stop: Notice | None = None
 
@@ -118,30 +110,8 @@ class RunGuard:
             self._save_pending = False
             if (fault := self._found_fault()) is None:
                 self._manager.save(step, force=True, metrics=metrics, export=False)
-            if self._line.rank == 0 and self._asked is not None:
-                handle = self._manager.in_flight
-                if fault is None and self._completed.saved != step:  # on_failure is "warn"
-                    fault = "the save has failed: see the log of the run"
-                elif fault is None and self._asked.endswith(save_request.PIN):
-                    fault = self._pin(step, handle)
-                if fault is None:
-                    self._answering = self._asked, step, handle
-                else:
-                    self._answer(save_request.Answer(self._asked, step, fault))
-                self._asked = None
+            self._requests.saved(step, fault)
         return False
-
-    def _pin(self, step: int, save: SaveHandle | None) -> str | None:
-        """Wait until a save is committed and pin its step, before a later save can expire it. Not collective.
-
-        Return why it is not pinned although it is saved, or None.
-        """
-        if save is None or save.succeeded():
-            try:
-                open_steps(self._manager.folder).pin(step)
-            except (CheckpointError, OSError) as error:
-                return f"step {step} is saved, and not pinned: {error}"
-        return None
 
     def check(self) -> None:
         """Raise StopRun if the run must stop. Call it inside long steps, equally often on every rank."""
@@ -206,7 +176,7 @@ class RunGuard:
         most = max(ANSWER_SECONDS, self._config.grace_seconds) if kind == "stop" else ANSWER_SECONDS
         return min(most, self._line.timeout_seconds)
 
-    # signals, time limits and requests
+    # signals and time limits
 
     def _signalled(self, number: int, since: float) -> None:
         """Act on a signal, in the listener's thread, so that it works while the main thread waits in a collective."""
@@ -244,50 +214,6 @@ class RunGuard:
             self._posted = True
             self._board.post("stop", TIME_IS_UP)
 
-    def _announce(self) -> None:
-        """Say in the run's folder that requests are taken; the first save may make the folder."""
-        run = self._manager.base_folder
-        if not self._announced and run.is_dir():
-            self._announced = True
-            with suppress(OSError):  # then no request can be taken either
-                save_request.announce(run)
-
-    def _look_for_requests(self) -> None:
-        """Take a request to save, and answer the previous one when its save has ended; in rank 0's watcher."""
-        run = self._manager.base_folder
-        self._announce()
-        if self._answering is not None:
-            name, step, handle = self._answering
-            if handle is not None and not handle.done:
-                return
-            error = None if handle is None or handle.succeeded() else str(handle.error or "see the log of the run")
-            self._answer(save_request.Answer(name, step, error))
-            self._answering = None
-        elif self._asked is None and (asked := self._take_request(run)) is not None:
-            if self._manager.config.save is None:
-                why = "this run saves nothing: its config has no [checkpoint.save]"
-                self._answer(save_request.Answer(asked, 0, why))
-            else:
-                self._asked = asked
-                self._board.post("save", "a request in the run's folder")
-
-    def _take_request(self, run: Path) -> str | None:
-        """Return the name of the waiting request and remove it; log once what cannot be one, or cannot be removed."""
-        try:
-            return save_request.take(run)
-        except OSError as error:
-            if str(error) != self._refused:
-                logger.warning("no request to save: %s", error)
-            self._refused = str(error)
-            return None
-
-    def _answer(self, value: save_request.Answer) -> None:
-        """Answer a request; a disk that is full then is no reason to end the run."""
-        try:
-            save_request.answer(self._manager.base_folder, value)
-        except OSError as error:
-            logger.warning("the request to save is not answered: %s", error)
-
     # the context manager
 
     def __enter__(self) -> Self:
@@ -297,7 +223,7 @@ class RunGuard:
         left += [int(job_ends) - time.time()] if job_ends.isdecimal() else []
         self._limit = now + min(left) if left else None
         if self._line.rank == 0:
-            self._announce()
+            self._requests.announce()
         self._board.start()
         self._install()
         return self
@@ -320,15 +246,7 @@ class RunGuard:
         finally:
             self._restore()
             self._board.close()
-            if self._announced:
-                save_request.retire(self._manager.base_folder)
-            if self._line.rank == 0 and self._asked is not None:
-                self._answer(save_request.Answer(self._asked, 0, "the run ended before it could save"))
-            elif self._line.rank == 0 and self._answering is not None:
-                handle = self._answering[2]
-                while handle is not None and not handle.done:
-                    time.sleep(0.05)
-                self._look_for_requests()
+            self._requests.close()
         return False
 
     def _is_whole(self, marked: list[Json]) -> bool:

@@ -37,7 +37,7 @@ from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
 from titan_ckpt.saving.saver import SaveHandle, Saver
-from titan_ckpt.saving.step import CompletedStep, DueSave, Failures, ModelContent
+from titan_ckpt.saving.step import CompletedStep, DueSave, Failures, ModelContent, may_be_there, way_to_export
 from titan_ckpt.stores.settings import open_location
 from titan_ckpt.stores.store import Place
 from titan_ckpt.telemetry.events import Event, Telemetry
@@ -321,15 +321,12 @@ class CheckpointManager:
         if last_step or is_repeated:
             self.wait()
         self._exported_step = step
-        # after a resume steps are replayed with equal weights, so exports that are there are valid; a run that was done
-        # makes only those of its last step that it had not completed
-        before = self._resumed_from
-        may_be_there = before is not None and (not last_step or before["step"] == step)
+        resumed_from = None if self._resumed_from is None else self._resumed_from["step"]
         todo = due
         try:
             if due and (back := self._exporter.went_back_to) is not None and step > back:
                 self._leave_abandoned_branch()
-            if is_repeated or may_be_there:
+            if is_repeated or may_be_there(step, last_step, resumed_from):
                 todo = [export for export in due if not self._exporter.is_there(export, step)]
         except Exception as error:  # a bucket does not answer
             todo = []
@@ -353,12 +350,12 @@ class CheckpointManager:
         facts: list[Json] = [saver is not None and saver.has_staged(step), saver is not None and saver.busy]
         of_ranks: list[Any] = self._coordinator.gather("export-staged", facts)
         staged, busy = all(has_staged for has_staged, _ in of_ranks), of_ranks[0][1]
-        skips = busy and self.config.save is not None and self.config.save.if_busy == "skip"
-        if staged and not last_step:
+        way = way_to_export(last_step, staged, busy, self.config.save)
+        if way == "background":
             assert saver is not None
             jobs = self._exporter.stage(exports, step, self._base.identity, *saver.staged())
             saver.export(step, [partial(self._exporter.run, job) for job in jobs])
-        elif skips and not last_step:
+        elif way == "left out":
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)
         else:
             weights = [export for export in exports if not export.training_state]

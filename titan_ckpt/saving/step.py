@@ -1,5 +1,5 @@
 """DueSave: a step to save. ModelContent: what of the model it holds. CompletedStep: the last one, which can be saved.
-Failures: whether a run goes on without what a disk refused.
+Failures: whether a run goes on without what a disk refused. What is decided of a step's exports before they are made.
 
 Owns the decision whether it is the whole model, its adapter alone, the model without training state, or nothing of it,
 and what follows where training changes a base that was to be left out.
@@ -58,6 +58,30 @@ class DueSave:
     """Save the marked state instead of the live one: that of the last completed step."""
     model_only: bool | str = False
     """Save the model alone; a string is the dtype of its floating-point tensors."""
+
+
+ExportWay = Literal["now", "background", "left out"]
+"""At once, while training waits; from a staged copy, while it goes on; not at all, because training must not wait."""
+
+
+def may_be_there(step: int, last_step: bool, resumed_from: int | None) -> bool:
+    """Return whether an earlier run of the same folder may have published the exports of this step.
+
+    After a resume, steps are replayed with identical weights, so exports already on disk are still valid. A finished
+    run makes only the exports that it had not completed.
+    """
+    return resumed_from is not None and (not last_step or resumed_from == step)
+
+
+def way_to_export(last_step: bool, staged: bool, busy: bool, save: SaveConfig | None) -> ExportWay:
+    """Return how exports that are due are made. `staged`: every rank has a copy of the weights. `busy`: a save or
+    exports are in flight.
+    """
+    if last_step:
+        return "now"
+    if staged:
+        return "background"
+    return "left out" if busy and save is not None and save.if_busy == "skip" else "now"
 
 
 class SavesSteps(Protocol):

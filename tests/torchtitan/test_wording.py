@@ -26,7 +26,7 @@ UNREACHABLE = {
     "formats/reading/shared.py:share_reads": "TitanCheckpointer lets ranks share what they read",
     "loading/external.py": "torchtitan's steps hold the model",
     "loading/plan.py:pattern(s)": "TitanCheckpointer sets no initialize and no ignore",
-    "loading/sources.py:set cast": "TitanCheckpointer lets every initial load convert",
+    "loading/misfits.py:set cast": "TitanCheckpointer lets every initial load convert",
     "loading/origin.py:prefix": "TitanCheckpointer sets no prefix",
     "loading/plan.py:model": "torchtitan's steps hold the model",
     "manager.py:save_step": "a method that a subclass of the manager calls",

@@ -24,7 +24,7 @@ from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, LARGE_BYTES, lay_out
+from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, LARGE_BYTES, lay_out, with_digests
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.formats.reading import slices
@@ -235,8 +235,8 @@ def test_a_bucket_is_asked_for_ranges_that_end_where_its_parts_do(part_mib: int)
     info = TensorInfo((num_bytes,), torch.uint8)
     layout = lay_out([("x", info, Chunk.whole(info.shape))], 0, 1)
     small = lay_out([("x", TensorInfo((9,), torch.uint8), Chunk.whole((9,)))], 0, 1)
-    assert (small.data_start, layout.data_start) == (4096, BLOCK_BYTES)
-    raw, _ = layout.seal(["0" * 32] * layout.num_blocks)
+    assert (len(small.header), len(layout.header)) == (4096, BLOCK_BYTES)
+    raw, _ = with_digests(layout.header, ["0" * 32] * -(-(layout.num_bytes - len(layout.header)) // BLOCK_BYTES))
     header = parse_header(raw, layout.num_bytes, "rank-00000.safetensors")
     place = open_location("s3://bucket/rank-00000.safetensors", settings=StoreConfig())
     assert isinstance(place, BucketPath)

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import Replicate
@@ -33,10 +33,13 @@ from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import boxes, hull
-from titan_ckpt.geometry.chunks import Block, Chunk, Sharding, TensorInfo, info_of, require_range, sharding_of
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo, chunks_at, info_of, require_range, sharding_of
 from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.stores.object_writer import no_thread
 from titan_ckpt.weights.transforms import FileGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 _HEAD = struct.Struct("<qqqq")
 """Values begin with the numbers of their tensor and its run, and of their dims and bytes; offsets, sizes, digest."""
@@ -80,7 +83,7 @@ class _Run:
 
 
 class _Page:
-    """Holds what goes to each rank of a group in one round. What this rank keeps comes last, and is not sent."""
+    """What goes to each rank of a group in one round, and what comes. What this rank keeps is last, and is not sent."""
 
     def __init__(self, num_ranks: int, own: int, room: int) -> None:
         self.memory = Buffer.allocate(num_ranks * room)
@@ -89,6 +92,13 @@ class _Page:
             room * (num_ranks - 1 if number == own else number - (number > own)) for number in range(num_ranks)
         ]
         self.own = own
+        self.inbox = Buffer.allocate((num_ranks - 1) * room).tensor
+        self.received = self.inbox[:0]
+        """What the other ranks have sent, one after the other, when `work` has ended."""
+        self.work: Any = None
+        self.slowest = 0
+        """How far the slowest rank was."""
+        self.is_last = False
 
     def joined(self) -> tuple[torch.Tensor, list[int]]:
         """Move what goes to the others together; return all of it, and how much goes to each rank."""
@@ -104,17 +114,6 @@ class _Page:
         """Return what stays on this rank."""
         start = self.starts[self.own]
         return self.memory.tensor[start : start + self.used[self.own]]
-
-
-class _Round(NamedTuple):
-    """A round that is under way."""
-
-    work: Any
-    page: _Page
-    memory: torch.Tensor
-    """Receives what the ranks send, one after the other."""
-    slowest: int
-    is_last: bool
 
 
 def everyone(coordinator: Coordinator) -> Ranks:
@@ -147,15 +146,15 @@ def row_peers(groups: Iterable[FileGroup]) -> dict[str, Ranks]:
     return {key: ranks for key, of_key in peers.items() if len(of_key) == 1 for ranks in of_key if len(ranks) > 1}
 
 
-def _peers_of(group: FileGroup, index: int, sharding: Sharding) -> Ranks:
+def _peers_of(group: FileGroup, index: int, sharding: DTensorSpec) -> Ranks:
     mesh, shape = sharding.mesh, info_of(group.values[index]).shape
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
 
     def bands(at: Sequence[int]) -> set[tuple[str, int, int]]:
-        chunks = sharding.chunks_at(shape, tuple(at))
-        blocks = (Block(chunk, torch.empty(chunk.sizes, device="meta")) for chunk in chunks)
+        chunks = chunks_at(shape, sharding.placements, mesh.shape, tuple(at))
+        blocks = (Block(chunk, torch.empty(chunk.sizes, device="meta")) for chunk, _ in chunks if chunk.numel)
         pieces = (piece for block in blocks for piece in group.cut(index, block) if piece.chunk.sizes)
         return {(piece.key, piece.chunk.offsets[0], piece.chunk.sizes[0]) for piece in pieces}
 
@@ -241,7 +240,6 @@ class Exchange:
         self._lead = lead_bytes
         self._page: _Page | None = None
         self._pages: list[_Page] = []
-        self._memories: list[Buffer] = []
         self._runs: dict[tuple[int, int], _Run] = {}
         self._free: list[Buffer] = []
         self._is_filling = self._is_full = False
@@ -258,10 +256,8 @@ class Exchange:
 
     def start(self) -> str | None:
         """Start the thread, which waits for `begin`; return why there can be no more threads. Raises: OSError."""
-        others = len(self.ranks) - 1
         own = self.ranks.index(self._coordinator.rank)
-        self._page, *self._pages = (_Page(others + 1, own, self._room) for _ in range(2))
-        self._memories = [Buffer.allocate(others * self._room) for _ in range(2)]
+        self._page, *self._pages = (_Page(len(self.ranks), own, self._room) for _ in range(2))
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -407,19 +403,18 @@ class Exchange:
 
     def _filled(self) -> Iterator[_Filled]:
         """Yield what this rank writes while the next round is under way, with memory that is free after that."""
-        waiting: _Round | None = None
-        number = 0
+        waiting: _Page | None = None
         while not (self._is_given_up or (waiting is not None and waiting.is_last)):
-            taken = self._take()
+            page, is_last, position = self._take()
             self._finish(waiting)  # before the ranks agree on sizes, so that this one may fill its page meanwhile
-            started = self._start(*taken, self._memories[number % 2])
-            yield from self._placed(started.page.kept())
+            self._start(page, is_last, position)
+            yield from self._placed(page.kept())
             yield from self._received(waiting)
-            waiting, number = started, number + 1
+            waiting = page
         self._finish(waiting)
         yield from self._received(waiting)
 
-    def _start(self, page: _Page, is_last: bool, position: int, memory: Buffer) -> _Round:
+    def _start(self, page: _Page, is_last: bool, position: int) -> None:
         """Tell all ranks how much each gets, and start to send it."""
         sizes = torch.tensor([[used, is_last, position] for used in page.used], dtype=torch.int64)
         theirs = torch.empty_like(sizes)
@@ -433,9 +428,9 @@ class Exchange:
         sent, of_each = page.joined()
         counts: list[int] = theirs[:, 0].tolist()
         counts[page.own] = 0
-        into = memory.tensor[: sum(counts)]
-        work = self._exchange(sent, of_each, into, counts)
-        return _Round(work, page, into, min(positions), bool(theirs[:, 1].all()))
+        page.slowest, page.is_last = min(positions), bool(theirs[:, 1].all())
+        page.received = page.inbox[: sum(counts)]
+        page.work = self._exchange(sent, of_each, page.received, counts)
 
     def _take(self) -> tuple[_Page, bool, int]:
         """Return what is to be sent, whether nothing will follow, and how far this rank is."""
@@ -469,24 +464,24 @@ class Exchange:
         ranks = ", ".join(map(str, self.ranks))
         return ExchangeBroken(f"the exchange between ranks {ranks} broke off: {error}")
 
-    def _finish(self, waiting: _Round | None) -> None:
+    def _finish(self, waiting: _Page | None) -> None:
         """Wait for a round, and give its page back."""
         if waiting is None:
             return
         self._wait(waiting.work)
-        waiting.page.used = [0] * len(self.ranks)
+        waiting.used = [0] * len(self.ranks)
         with self._lock:
             if self._page is None:
-                self._page = waiting.page
+                self._page = waiting
             else:
-                self._pages.append(waiting.page)
+                self._pages.append(waiting)
             self._changed.notify_all()
 
-    def _received(self, waiting: _Round | None) -> Iterator[_Filled]:
+    def _received(self, waiting: _Page | None) -> Iterator[_Filled]:
         """Put what was received in its place; yield the runs that are whole, and those that can be no more."""
         if waiting is None:
             return
-        yield from self._placed(waiting.memory)
+        yield from self._placed(waiting.received)
         for (key_number, number), run in [*self._runs.items()]:
             if run.position < waiting.slowest:  # all ranks are past it
                 del self._runs[key_number, number]

@@ -40,9 +40,8 @@ from titan_ckpt.formats.publish.plan import ExportPlan, OutputFiles
 from titan_ckpt.formats.publish.proof import Written, differing, digest
 from titan_ckpt.formats.reading.engine import RUN_BYTES
 from titan_ckpt.formats.reading.slices import windows
-from titan_ckpt.formats.safetensors.container import Entry
 from titan_ckpt.geometry.boxes import boxes, element_span, is_run, spans
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, is_plain_memory, run_through
+from titan_ckpt.geometry.chunks import Block, Chunk, Entry, LazyTensor, is_plain_memory, run_through
 from titan_ckpt.geometry.requests import FilePart, TensorReader
 from titan_ckpt.weights.transforms import FileGroup
 
@@ -273,14 +272,14 @@ class ExportWriter:
         if self._queued_bytes >= _QUEUED_BYTES:
             self._write_queued()
 
-    def _entry(self, key: str) -> Entry:
+    def _entry(self, key: str) -> Entry[int]:
         return self._plan.layouts[self._plan.file_of[key]].entries[key]
 
     def _offset(self, key: str, chunk: Chunk | None = None) -> int:
         """Return the byte of the file at which the first element of a tensor, or of a part of it, lies."""
         entry = self._entry(key)
         first = 0 if chunk is None else element_span(entry.info.shape, chunk)[0]
-        return entry.start + first * entry.info.dtype.itemsize
+        return entry.at + first * entry.info.dtype.itemsize
 
     def _position(self, key: str) -> int:
         return self._outputs.starts[self._plan.file_of[key]] + self._offset(key)
@@ -313,7 +312,7 @@ class ExportWriter:
         """
         entry = self._entry(piece.key)
         info, itemsize = entry.info, entry.info.dtype.itemsize
-        assert entry.start % itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
+        assert entry.at % itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
         if not is_run(info.shape, piece.chunk):
             for box in boxes(piece.chunk, RUN_BYTES // itemsize):
                 written = Written(piece.key, box, info, None, 0, box.numel * itemsize)
@@ -362,7 +361,7 @@ class ExportWriter:
         data, at = bytes_at(rows.data_ptr(), rows.nbytes), 0
         for start, stop in spans(entry.info.shape, chunk, 0):
             num_bytes = (stop - start) * itemsize
-            file.write(data[at : at + num_bytes], entry.start + start * itemsize)
+            file.write(data[at : at + num_bytes], entry.at + start * itemsize)
             at += num_bytes
 
     def _output(self, key: str) -> Writer:
@@ -399,7 +398,7 @@ def _run_windows(view: torch.Tensor, offset: int, itemsize: int) -> Iterator[tor
         start = stop
 
 
-def _store_rows(file: Writer, entry: Entry, chunk: Chunk, values: torch.Tensor) -> None:
+def _store_rows(file: Writer, entry: Entry[int], chunk: Chunk, values: torch.Tensor) -> None:
     """Copy a box's values, of its shape, to mappings of the file, which are aligned as its elements are."""
     shape, dtype = entry.info.shape, entry.info.dtype
     strides = torch.empty(shape, device="meta").stride()
@@ -407,7 +406,7 @@ def _store_rows(file: Writer, entry: Entry, chunk: Chunk, values: torch.Tensor) 
     for row in range(0, chunk.sizes[0], step):
         part = values[row : row + step]
         first, stop = element_span(shape, Chunk((chunk.offsets[0] + row, *chunk.offsets[1:]), tuple(part.shape)))
-        begin = entry.start + first * dtype.itemsize
+        begin = entry.at + first * dtype.itemsize
         skipped = begin % mmap.ALLOCATIONGRANULARITY
         mapping = file.map(begin - skipped, skipped + (stop - first) * dtype.itemsize)
         rows = torch.frombuffer(mapping, dtype=torch.uint8)[skipped:].view(dtype)

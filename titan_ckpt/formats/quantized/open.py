@@ -25,7 +25,7 @@ from titan_ckpt.formats.quantized import bitsandbytes, compressed_tensors, fp8_b
 from titan_ckpt.formats.quantized.folder import Findings, QuantizedFolder
 from titan_ckpt.formats.quantized.values import Values
 from titan_ckpt.formats.reading.slices import put
-from titan_ckpt.formats.safetensors.container import Entry, SafetensorsFiles, SafetensorsHeader
+from titan_ckpt.formats.safetensors.container import Layout, SafetensorsFiles
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
@@ -51,9 +51,7 @@ _SCALES_OF = {
 """End of the name of codes -> ends of the names of their scales, over all methods."""
 
 
-def open_quantized(
-    path: Place, config: Mapping[str, Any], headers: Sequence[SafetensorsHeader]
-) -> DequantizedFiles | None:
+def open_quantized(path: Place, config: Mapping[str, Any], headers: Sequence[Layout]) -> DequantizedFiles | None:
     """Return the folder's tensors as floats; None if config.json does not mention quantization.
 
     Raises: LoadMismatchError for an unknown method or variant, and for codes with scales without any method;
@@ -113,7 +111,7 @@ def _method(settings: Mapping[str, Any]) -> str:
 
 
 def _read_whole(
-    headers: Sequence[SafetensorsHeader], infos: Mapping[str, TensorInfo], keys: Sequence[str]
+    headers: Sequence[Layout], infos: Mapping[str, TensorInfo], keys: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     tensors = {key: torch.empty(infos[key].shape, dtype=infos[key].dtype) for key in keys}
     with contextlib.closing(SafetensorsFiles(headers)) as files:
@@ -134,7 +132,7 @@ _Wanted = tuple[FilePart, Chunk]
 class DequantizedFiles:
     """Open safetensors files, some of whose tensors are computed from several stored ones."""
 
-    def __init__(self, headers: Sequence[SafetensorsHeader], values: Mapping[str, Values], hidden: Set[str]) -> None:
+    def __init__(self, headers: Sequence[Layout], values: Mapping[str, Values], hidden: Set[str]) -> None:
         """Open the files. `hidden`: stored tensors that are not listed, because they mean nothing by themselves."""
         self._values = values
         seen_as = {leaf.key: leaf.stored for value in values.values() for leaf in value.leaves()}
@@ -204,11 +202,11 @@ def cut(box: Chunk, max_elements: int, order: tuple[int, ...]) -> Iterator[Chunk
         yield Chunk(tuple(part.offsets[dim] for dim in back), tuple(part.sizes[dim] for dim in back))
 
 
-def _looked_at(header: SafetensorsHeader, seen_as: Mapping[str, TensorInfo]) -> SafetensorsHeader:
+def _looked_at(header: Layout, seen_as: Mapping[str, TensorInfo]) -> Layout:
     """Return the header with stored tensors described as the expressions view their bytes."""
     entries = {}
     for key, entry in header.entries.items():
         info = seen_as.get(key, entry.info)
         assert info.nbytes == entry.info.nbytes, (key, info, entry.info)
-        entries[key] = Entry(info, entry.start)
+        entries[key] = entry._replace(info=info)
     return replace(header, entries=entries)

@@ -42,7 +42,7 @@ def test_neighbours_in_file_and_memory_are_one_direct_read(tmp_path: Path, monke
     value = torch.randint(0, 100, (301, 1000), dtype=torch.int32)
     path = tmp_path / "a.safetensors"
     save_file({"x": value}, path)
-    start = read_header(path).entries["x"].start + 4 * 500
+    start = read_header(path).entries["x"].at + 4 * 500
     buffer = Buffer.allocate(2 << 20)
     boxes = [Chunk((0, 500), (1, 500)), Chunk((1, 0), (299, 1000)), Chunk((300, 0), (1, 7))]
     requests, at = [], start % 4096

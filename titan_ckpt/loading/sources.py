@@ -253,7 +253,9 @@ def _plan_merge(
     base = {fqn: value for fqn, value in wanted.items() if not wrapper.owns(fqn)}
     modules = {clean_fqn(name): module for part in wrapper.parts for name, module in part.named_modules()}
     merge = prepare_merge(reader, base, wrapper.tied, transforms.key_map, modules, transforms.hf_config or {})
-    return _Opened(source, reader, ReadPlan([], merge.report), merge)
+    plan = ReadPlan({}, cast=False)
+    plan.report = merge.report
+    return _Opened(source, reader, plan, merge)
 
 
 def _plan(
@@ -304,7 +306,7 @@ def _plan(
     if source.adapter or wrapper.converter is not None or (manifest is not None and manifest.converters):
         check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
     plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
-    plan = replace(plan, requests=names.to_file_names(plan.requests))
+    plan.requests = names.to_file_names(plan.requests)
     return _Opened(source, reader, plan, partial=replace(partial, requests=names.to_file_names(partial.requests)))
 
 
@@ -345,7 +347,8 @@ def _plan_partly(
     available = {key: info for key, info in available.items() if key not in partial.passed_by}
     plan = transforms.from_file(wanted, available, converter, cast=source.cast)
     partial = replace(partial, nameless=frozenset(plan.report.initialized))
-    return replace(plan, requests=[*plan.requests, *partial.requests]), partial
+    plan.requests += partial.requests
+    return plan, partial
 
 
 def _quantizes(wrapper: ModelWrapper) -> bool:
@@ -401,7 +404,7 @@ def _verdict(
         {fqn: rows for o in opened for fqn, rows in o.partial.grown.items()},
         tuple(key for o in opened for key in (*o.plan.report.ignored, *sorted(o.partial.passed_by))),
     )
-    prefix = _prefix(strangers[0], opened[0].plan.absent_keys) if len(opened) == 1 else ""
+    prefix = _prefix(strangers[0], [*opened[0].plan.absent]) if len(opened) == 1 else ""
     return report, strangers, twice, prefix
 
 
@@ -443,7 +446,7 @@ def _problems_of(opened: _Opened, strangers: Sequence[str], prefix: str, *, resu
     if prefix:
         yield (
             f"all {len(strangers)} names begin with {prefix!r}, and the model's do not: save the state dict of the "
-            f"module inside its wrapper, or name the tensors anew, such as {plan.absent_keys[0]}"
+            f"module inside its wrapper, or name the tensors anew, such as {next(iter(plan.absent))}"
         )
     elif strangers:
         near = {key: plan.near(key) for key in strangers[:_LISTED]}

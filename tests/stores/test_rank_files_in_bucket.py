@@ -29,8 +29,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.reading.engine import SliceReader
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.stores.object_writer import PartMemory
@@ -126,7 +125,7 @@ def test_memory_of_a_part_is_lent_again_when_the_last_view_of_it_is_gone() -> No
 
 def read(folder: BucketPath, **targets: torch.Tensor) -> None:
     with NativeReader(folder) as reader:
-        requests = [FilePart(fqn, Chunk.whole(into.shape), into) for fqn, into in targets.items()]
+        requests = [Block(Chunk.whole(into.shape), into, fqn) for fqn, into in targets.items()]
         reader.plan(requests)()
 
 

@@ -95,10 +95,16 @@ class Entry(NamedTuple, Generic[At]):
 
 
 class Block(NamedTuple):  # made by the ten thousand, and a frozen dataclass takes twice as long to make
-    """This rank's values of one chunk. `data.shape == chunk.sizes`; aliases the owner's memory where it can."""
+    """This rank's values of one chunk. `data.shape == chunk.sizes`; aliases the owner's memory where it can.
+
+    With the `key` of a file tensor: memory that a load fills with its values, or an export writes there. `data` may
+    then be any strided view; in row-major order its elements are those of the chunk. Values whose dtype is not the
+    file's are cast; the planner has decided before whether they may be.
+    """
 
     chunk: Chunk
     data: torch.Tensor
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)

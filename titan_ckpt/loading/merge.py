@@ -20,7 +20,7 @@ from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, blocks_of, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Transpose
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import check_mergeable, updates_in
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
 from titan_ckpt.weights.low_rank import AddedBias, LowRank, TrainedRows, WeightUpdate, is_conv1d
@@ -123,7 +123,7 @@ class AdapterMerge:
         shapes = [info_of(base[fqn]).shape for fqn in group.fqns]
         for i, fqn in enumerate(group.fqns):
             for block in blocks_of(base[fqn]):
-                for key, chunk, view in group.op.pieces(i, shapes, block, group.keys):
+                for chunk, view, key in group.op.pieces(i, shapes, block, group.keys):
                     if key == weight:
                         yield view, chunk
 
@@ -175,8 +175,8 @@ class AdapterMerge:
                 self.updates.insert(0, replace(update, weight=alias))  # pairs act on the table that has these rows
                 self.groups[alias] = group
 
-    def _part(self, name: str, chunk: Chunk, into: torch.Tensor) -> FilePart:
-        return FilePart(self.prefix + self.sources.get(name, name), chunk, into)
+    def _part(self, name: str, chunk: Chunk, into: torch.Tensor) -> Block:
+        return Block(chunk, into, self.prefix + self.sources.get(name, name))
 
 
 def prepare_merge(

@@ -21,9 +21,9 @@ from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Shape, TensorInfo, blocks_of, info_of
+from titan_ckpt.geometry.chunks import Block, Shape, TensorInfo, blocks_of, info_of
 from titan_ckpt.geometry.keymap import KeyGroup, KeyMap, selected
-from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
+from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.loading.adapters import check_fits, check_model_config, check_named_base, check_settings
 from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.plan import LoadSource, Partial, partial_of, refuse_unmatched
@@ -99,10 +99,10 @@ class PreparedLoad:
             return False
         for index, value in enumerate(live):
             for block in blocks_of(value):
-                for other, chunk, view in group.op.pieces(index, shapes, block, group.keys):
+                for chunk, view, other in group.op.pieces(index, shapes, block, group.keys):
                     if other == key:
                         theirs = torch.empty_like(view)
-                        opened.reader.read([FilePart(key, chunk, theirs)])
+                        opened.reader.read([Block(chunk, theirs, key)])
                         if not torch.equal(theirs, view):
                             return False
         return True

@@ -25,7 +25,6 @@ from titan_ckpt.errors import ConverterError, KeyMapError, counted
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, cast, dtype_name, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, KeyRule, TensorOp
-from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.types import LoadReport, Mismatch, ModelConverter, StateDict
 
 logger = logging.getLogger(__name__)
@@ -83,18 +82,18 @@ class FileGroup:
         cuts = (block.chunk.intersect(share) for share in shares)
         return [Block(cut, block.data[cut.within(block.chunk)]) for cut in cuts if cut is not None]
 
-    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePart]:
+    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[Block]:
         """Cut the parts of a block of native tensor `index` that lie in `shares` into pieces of file tensors."""
         for part in self.parts_of(block, shares):
             yield from self.cut(index, part)
 
-    def cut(self, index: int, block: Block) -> Iterator[FilePart]:
+    def cut(self, index: int, block: Block) -> Iterator[Block]:
         """Cut a block of native tensor `index`, or any part of it, into pieces of file tensors, zeros beside it too."""
         keys = tuple(self.infos)
         shapes = [info_of(value).shape for value in self.values]
         yield from self.op.pieces(index, shapes, block, keys)
         for file_index, region in self.op.zeros(index, block.chunk):
-            yield FilePart(keys[file_index], region, block.data.new_zeros(()).expand(region.sizes))
+            yield Block(region, block.data.new_zeros(()).expand(region.sizes), keys[file_index])
 
 
 def file_group(group: KeyGroup, values: Sequence[torch.Tensor | LazyTensor], dtype: FileDtype) -> FileGroup:
@@ -127,7 +126,7 @@ class ReadPlan:
     def __init__(self, available: Mapping[str, TensorInfo], *, cast: bool) -> None:
         self.available = available
         self.may_cast = cast
-        self.requests: list[FilePart] = []
+        self.requests: list[Block] = []
         self.loaded: list[str] = []
         self.missing: list[str] = []
         self.mismatched: list[Mismatch] = []
@@ -154,7 +153,7 @@ class ReadPlan:
             return
         expected = info_of(value)
         if op is IDENTITY and self.available[keys[0]] == expected:  # the usual case, and a hot path
-            self.requests += [FilePart(keys[0], block.chunk, block.data) for block in blocks_of(value)]
+            self.requests += [Block(block.chunk, block.data, keys[0]) for block in blocks_of(value)]
             self.loaded.append(fqn)
             return
         if absent:

@@ -28,8 +28,8 @@ from titan_ckpt.formats.dcp.filling import ByChunk, ChunkSource, DcpFill, Stored
 from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table
 from titan_ckpt.formats.reading.slices import put
 from titan_ckpt.geometry.boxes import overlap
-from titan_ckpt.geometry.chunks import Chunk, Entry, TensorInfo, info_of
-from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
+from titan_ckpt.geometry.chunks import Block, Chunk, Entry, TensorInfo, info_of
+from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
@@ -87,7 +87,7 @@ class DcpReader(TensorReader):
         """Return an item that is no tensor. Raises: CorruptCheckpointError if it is more than plain data; KeyError."""
         return self._load(self.items[name])
 
-    def plan(self, requests: Sequence[FilePart]) -> Fill:
+    def plan(self, requests: Sequence[Block]) -> Fill:
         """Find the stored chunks of every request, and look at the sizes of their files.
 
         Raises: CorruptCheckpointError for chunks that overlap, leave a hole or are cut off. The function that fills
@@ -95,7 +95,7 @@ class DcpReader(TensorReader):
         """
         for key in {request.key for request in requests} - self._checked:
             self._require_disjoint(key)
-        by_chunk: dict[Stored, list[FilePart]] = {}
+        by_chunk: dict[Stored, list[Block]] = {}
         for request in requests:
             covered = 0
             for stored in self._chunks.get(request.key, []):
@@ -139,7 +139,7 @@ class DcpReader(TensorReader):
             count(data.nbytes)
             del data
 
-    def put_from(self, memory: memoryview, stored: Stored, wanting: Sequence[FilePart]) -> None:
+    def put_from(self, memory: memoryview, stored: Stored, wanting: Sequence[Block]) -> None:
         """Fill requests from a stored chunk in memory of `Buffer`, whose pages are freed while torch copies the values.
 
         Raises: CorruptCheckpointError.
@@ -161,7 +161,7 @@ class DcpReader(TensorReader):
             data = _loaded(_Part(read_into, 0, stored.at[2]))
         self._put(stored, data, wanting)
 
-    def _put(self, stored: Stored, data: Any, wanting: Sequence[FilePart]) -> None:
+    def _put(self, stored: Stored, data: Any, wanting: Sequence[Block]) -> None:
         plain = type(data) is torch.Tensor and data.layout is torch.strided and data.device.type == "cpu"
         expected = TensorInfo(stored.chunk.sizes, stored.info.dtype)
         if not plain or info_of(data) != expected:
@@ -170,7 +170,7 @@ class DcpReader(TensorReader):
         for request in wanting:
             part = stored.chunk.intersect(request.chunk)
             assert part is not None
-            put(request.view, request.chunk, part, data[part.within(stored.chunk)])
+            put(request.data, request.chunk, part, data[part.within(stored.chunk)])
 
     def close(self) -> None:
         """Release the last chunk; no file stays open."""

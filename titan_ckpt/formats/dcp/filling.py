@@ -19,8 +19,7 @@ import xxhash
 from titan_ckpt import progress
 from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.formats.reading.shared import Deal, Run, warn_of
-from titan_ckpt.geometry.chunks import Entry, cut, joined
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Entry, cut, joined
 
 if TYPE_CHECKING:
     from titan_ckpt.formats.dcp.dcp import DcpReader
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 Stored = Entry[tuple[str, int, int]]
 """A chunk or an item; its file, the first byte there, and the bytes that torch.save has made of it."""
 
-ByChunk = Mapping[Stored, Sequence[FilePart]]
+ByChunk = Mapping[Stored, Sequence[Block]]
 """Stored chunk -> the requests that want a part of it."""
 
 

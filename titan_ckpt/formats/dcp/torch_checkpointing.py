@@ -28,8 +28,8 @@ from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.filling import ByChunk, Stored
 from titan_ckpt.formats.dcp.metadata import MAX_METADATA_BYTES, unpickle
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Chunk, Entry, Shape, TensorInfo, chunks_at, local_tensor
-from titan_ckpt.geometry.requests import FilePart, Fill
+from titan_ckpt.geometry.chunks import Block, Chunk, Entry, Shape, TensorInfo, chunks_at, local_tensor
+from titan_ckpt.geometry.requests import Fill
 
 METADATA = "metadata.pkl"
 _MALFORMED = (
@@ -72,7 +72,7 @@ class TorchCheckpointingReader(DcpReader):
             self._open.clear()
             self._unread = None
 
-    def plan(self, requests: Sequence[FilePart]) -> Fill:
+    def plan(self, requests: Sequence[Block]) -> Fill:
         """Do as for DCP. What is mapped is not read together with other ranks, nor counted."""
         planned: Fill = super().plan(requests)
 

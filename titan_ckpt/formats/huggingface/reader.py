@@ -27,9 +27,9 @@ from titan_ckpt.errors import (
 from titan_ckpt.formats.quantized.open import open_quantized
 from titan_ckpt.formats.safetensors.container import Layout, SafetensorsFiles, read_header
 from titan_ckpt.geometry.boxes import boxes
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import selected
-from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
+from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
@@ -99,12 +99,12 @@ class HuggingFaceReader(TensorReader):
         """Return whether two tensors are equal byte by byte; compares some MiB at a time."""
         for box in boxes(Chunk.whole(info.shape), IO_BYTES // info.dtype.itemsize):
             values = [torch.empty(box.sizes, dtype=info.dtype) for _ in keys]
-            self.read([FilePart(key, box, into) for key, into in zip(keys, values, strict=True)])
+            self.read([Block(box, into, key) for key, into in zip(keys, values, strict=True)])
             if not torch.equal(*(value.view(torch.uint8) for value in values)):
                 return False
         return True
 
-    def plan(self, requests: Sequence[FilePart]) -> Fill:
+    def plan(self, requests: Sequence[Block]) -> Fill:
         """Open the files of every request. Raises: CorruptCheckpointError if one has changed since; OSError.
 
         The function that fills them raises CorruptCheckpointError if a file was cut short since it was opened.

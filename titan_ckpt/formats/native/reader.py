@@ -23,8 +23,8 @@ from titan_ckpt.formats.reading.engine import SliceFill, SliceReader, execute
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
-from titan_ckpt.geometry.chunks import Chunk, Entry, Shape, TensorInfo
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.chunks import Block, Chunk, Entry, Shape, TensorInfo
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
@@ -136,7 +136,7 @@ class NativeReader(TensorReader):
                 header.path,
             )
 
-    def plan(self, requests: Sequence[FilePart]) -> SliceFill:
+    def plan(self, requests: Sequence[Block]) -> SliceFill:
         """Find the blocks of every request; return the function that fills them, and verifies each as it is read.
 
         Raises: CorruptCheckpointError for a file whose header is damaged, and for a tensor whose stored chunks do not
@@ -203,12 +203,12 @@ class NativeReader(TensorReader):
                 chunks.setdefault(entry.name, []).append(entry.chunk)
         return chunks
 
-    def _slices(self, requests: Sequence[FilePart]) -> dict[int, list[Slice]]:
+    def _slices(self, requests: Sequence[Block]) -> dict[int, list[Slice]]:
         """Return the slices of each rank's file."""
         own: list[Slice] = []
         header = self._own
         slices = {header.rank: own}
-        for key, chunk, into in requests:
+        for chunk, into, key in requests:
             entire = header.entire(key, chunk)
             if entire is not None and (header.rank == 0 or entire[2] is self.tensors[key].dtype):
                 start, sizes, dtype = entire

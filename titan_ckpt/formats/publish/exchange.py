@@ -34,7 +34,6 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import boxes, hull
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo, chunks_at, info_of, require_range, sharding_of
-from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.stores.object_writer import no_thread
 from titan_ckpt.weights.transforms import FileGroup
 
@@ -57,7 +56,7 @@ AT_THE_END = 1 << 62
 
 Marks = Sequence[tuple[Chunk, bytes]]
 """(Box, digest) of each rank's part of values."""
-_Filled = tuple[FilePart, Marks, Buffer | None]
+_Filled = tuple[Block, Marks, Buffer | None]
 """What this rank writes, in host memory and in the file's dtype; its marks; memory that is free after that."""
 
 
@@ -178,12 +177,12 @@ def runs_of(info: TensorInfo) -> tuple[Chunk, ...]:
     return tuple(boxes(Chunk.whole(info.shape), most)) if 0 not in info.shape else ()
 
 
-def part_of(piece: FilePart, box: Chunk) -> torch.Tensor:
+def part_of(piece: Block, box: Chunk) -> torch.Tensor:
     """Return the values of a box in a piece, in the order of the box's elements.
 
     A view may have a row per head. Of one whose rows are no rows of the file, all values are copied for each box.
     """
-    view, sizes = piece.view, piece.chunk.sizes
+    view, sizes = piece.data, piece.chunk.sizes
     if view.shape == sizes or not (view.dim() and sizes) or sizes[0] % len(view):
         return view.reshape(sizes)[box.within(piece.chunk)]
     start = box.offsets[0] - piece.chunk.offsets[0]
@@ -216,7 +215,7 @@ class Exchange:
         infos: Mapping[str, TensorInfo],
         place_of: Callable[[str, Chunk], tuple[int, int]],
         owner_of: Callable[[str, int], int],
-        write: Callable[[FilePart, Marks], None],
+        write: Callable[[Block, Marks], None],
         round_bytes: int,
         lead_bytes: int,
     ) -> None:
@@ -295,13 +294,13 @@ class Exchange:
         """Wait until the slowest rank is elsewhere, or the exchange is broken; return whether either happened."""
         return bool(self._changed.wait_for(lambda: self._error or self._slowest != position, seconds))
 
-    def runs_in(self, piece: FilePart) -> Iterator[tuple[int, int]]:
+    def runs_in(self, piece: Block) -> Iterator[tuple[int, int]]:
         """Yield (position, number) of the runs that a piece has values of."""
         for number, run in enumerate(runs_of(self._infos[piece.key])):
             if piece.chunk.intersect(run) is not None:
                 yield self._place_of(piece.key, run)[0], number
 
-    def put(self, piece: FilePart, number: int) -> None:
+    def put(self, piece: Block, number: int) -> None:
         """Send a copy of a piece's part of a run to the rank that writes it. For one thread.
 
         Raises: the error of the exchange.
@@ -503,7 +502,7 @@ class Exchange:
             try:
                 run = self._runs.get((key_number, number)) or self._begin(key, number)
                 if not run.takes(box):
-                    yield FilePart(key, box, values.clone()), [part], None
+                    yield Block(box, values.clone(), key), [part], None
                     continue
                 _place(run.values, box, run.chunk).copy_(values)
                 run.parts.append(part)
@@ -512,16 +511,16 @@ class Exchange:
                 return
             if run.is_whole:
                 del self._runs[key_number, number]
-                yield FilePart(key, run.chunk, run.values), run.parts, run.memory
+                yield Block(run.chunk, run.values, key), run.parts, run.memory
 
     def _incomplete(self, key: str, run: _Run) -> Iterator[_Filled]:
         """Yield what is there of a run of which other ranks write the rest, as those that have other rows of it."""
         around = hull([box for box, _ in run.parts])
         if around.numel == sum(box.numel for box, _ in run.parts):
-            yield FilePart(key, around, _place(run.values, around, run.chunk)), run.parts, run.memory
+            yield Block(around, _place(run.values, around, run.chunk), key), run.parts, run.memory
             return
         for box, mark in run.parts:
-            yield FilePart(key, box, _place(run.values, box, run.chunk).clone()), [(box, mark)], None
+            yield Block(box, _place(run.values, box, run.chunk).clone(), key), [(box, mark)], None
         self._give_back(run.memory)
 
     def _begin(self, key: str, number: int) -> _Run:

@@ -42,7 +42,7 @@ from titan_ckpt.formats.reading.engine import RUN_BYTES
 from titan_ckpt.formats.reading.slices import windows
 from titan_ckpt.geometry.boxes import boxes, element_span, is_run, spans
 from titan_ckpt.geometry.chunks import Block, Chunk, Entry, LazyTensor, is_plain_memory, run_through
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.transforms import FileGroup
 
 _QUEUED_BYTES = 256 << 20
@@ -61,7 +61,7 @@ _LEAD_ROUNDS = 4
 
 _Blocks = Iterator[tuple[int, Block]]
 _Source = tuple[FileGroup, _Blocks]
-_Item = tuple[int, FilePart, int]
+_Item = tuple[int, Block, int]
 """(Position among all files, piece, number of the run of which it is a part if it is exchanged)."""
 
 
@@ -81,7 +81,7 @@ class ExportWriter:
         self._exchange_of: dict[str, Exchange] = {}
         """By key. On a disk a rank writes what has none itself."""
         self._written: list[Written] = []
-        self._queue: list[FilePart] = []
+        self._queue: list[Block] = []
         self._queued_bytes = 0
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each written part, for tensors that the plan does not divide among the ranks."""
@@ -174,7 +174,7 @@ class ExportWriter:
         """Send values to the ranks that write them. However that ends, no other rank waits for this one afterwards."""
         exchanges = self._exchanges.values()
 
-        def runs_of(piece: FilePart) -> Iterator[_Item]:
+        def runs_of(piece: Block) -> Iterator[_Item]:
             return ((at, piece, number) for at, number in self._exchange_of[piece.key].runs_in(piece))
 
         try:
@@ -205,7 +205,7 @@ class ExportWriter:
         def position(key: str, chunk: Chunk | None = None) -> int:
             return (turns[self._plan.file_of[key]] << 48) + self._offset(key, chunk)
 
-        def whole(piece: FilePart) -> Iterator[_Item]:
+        def whole(piece: Block) -> Iterator[_Item]:
             yield position(piece.key, piece.chunk), piece, 0
 
         for _, items, is_computed in self._in_order(groups, position, whole):
@@ -219,7 +219,7 @@ class ExportWriter:
         self,
         groups: Sequence[_Source],
         position: Callable[[str], int],
-        cut: Callable[[FilePart], Iterator[_Item]],
+        cut: Callable[[Block], Iterator[_Item]],
     ) -> Iterator[tuple[int, Sequence[_Item], bool]]:
         """Yield this rank's pieces in the order of the files, with their position and whether they are computed.
 
@@ -257,7 +257,7 @@ class ExportWriter:
             listed = ", ".join(key + tied.get(key, "") for key in wrong)
             raise ExportError(f"{number} region(s) read back differ from what was written, of {listed}")
 
-    def _cut(self, group: FileGroup, index: int, block: Block) -> Iterator[FilePart]:
+    def _cut(self, group: FileGroup, index: int, block: Block) -> Iterator[Block]:
         """Cut a block into this rank's pieces."""
         for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
             if not self._plan.is_divided(group):
@@ -265,10 +265,10 @@ class ExportWriter:
                 chunks.append([piece.chunk.offsets, piece.chunk.sizes])
             yield piece
 
-    def _queue_piece(self, piece: FilePart) -> None:
+    def _queue_piece(self, piece: Block) -> None:
         """Queue a piece. Values of a live tensor need no memory while they are queued."""
         self._queue.append(piece)
-        self._queued_bytes += piece.view.nbytes
+        self._queued_bytes += piece.data.nbytes
         if self._queued_bytes >= _QUEUED_BYTES:
             self._write_queued()
 
@@ -289,9 +289,9 @@ class ExportWriter:
         offset = self._offset(key, chunk)
         return self._outputs.starts[self._plan.file_of[key]] + offset, offset
 
-    def _write_exchanged(self, part: FilePart, parts: Sequence[tuple[Chunk, bytes]]) -> None:
+    def _write_exchanged(self, part: Block, parts: Sequence[tuple[Chunk, bytes]]) -> None:
         """Write what came through the exchange: a run that is whole, or a box; `parts` are its ranks' digests."""
-        key, chunk, values = part
+        chunk, values, key = part
         info = self._entry(key).info
         offset = self._offset(key, chunk) if is_run(info.shape, chunk) else None
         written = Written(key, chunk, info, offset, 0, values.nbytes, tuple(parts))
@@ -305,7 +305,7 @@ class ExportWriter:
         blocks = (block for piece in queue for block in self._blocks(piece))
         run_workers(blocks, self._write_block, 1 if few else NUM_WORKERS)
 
-    def _blocks(self, piece: FilePart) -> Iterator[tuple[Written, torch.Tensor]]:
+    def _blocks(self, piece: Block) -> Iterator[tuple[Written, torch.Tensor]]:
         """Cut a piece into what fits a bounce buffer, in row-major order; one run is cut at blocks of the file.
 
         Not thread-safe: one worker at a time asks for the next block.
@@ -321,7 +321,7 @@ class ExportWriter:
             return
         start = self._offset(piece.key, piece.chunk)
         first = 0
-        for window in _run_windows(piece.view, start, itemsize):
+        for window in _run_windows(piece.data, start, itemsize):
             written = Written(piece.key, piece.chunk, info, start + first, first, window.numel() * itemsize)
             self._written.append(written)
             yield written, window

@@ -26,8 +26,7 @@ from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Chunk, Entry, TensorInfo
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk, Entry, TensorInfo
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
@@ -210,19 +209,19 @@ class SafetensorsFiles:
     def entries(self) -> Mapping[str, Entry[int]]:
         return {key: entry for key, (_, entry) in self._places.items()}
 
-    def read(self, requests: Sequence[FilePart]) -> None:
+    def read(self, requests: Sequence[Block]) -> None:
         """Fill every request. Several threads may call it. Raises: as `plan`, and as the function that it returns."""
         self.plan(requests)()
 
     @gc_paused()
-    def plan(self, requests: Sequence[FilePart]) -> SliceFill:
+    def plan(self, requests: Sequence[Block]) -> SliceFill:
         """Open the files of all requests; return the function that fills them.
 
         Raises: CorruptCheckpointError if a file has changed since its header was read; OSError. The function raises
         CorruptCheckpointError if a file ends early; OSError.
         """
         slices: dict[Place, list[Slice]] = {}
-        for key, chunk, into in requests:
+        for chunk, into, key in requests:
             header, entry = self._places[key]
             if chunk.numel:
                 box = None if chunk.sizes == entry.info.shape else chunk

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -90,21 +91,19 @@ def read_header(path: Place) -> Layout:
     assert isinstance(header, dict)  # it starts with a brace
     metadata = _metadata(header.pop("__metadata__", {}), path)
     start = 8 + len(raw)
-    entries = sorted((_entry(key, value, start, path) for key, value in header.items()), key=lambda e: (e[0].at, e[1]))
+    entries = sorted((_entry(key, value, start, path) for key, value in header.items()), key=itemgetter(0, 1))
     position = start
-    for entry, stop in entries:
-        if entry.at != position:
-            raise _corrupt(
-                path, f"tensor {entry.name!r} starts at byte {entry.at}, expected {position}: a hole or an overlap"
-            )
-        if stop - entry.at != entry.info.nbytes:
-            what = f"{entry.info}, {entry.info.nbytes} bytes, but has {stop - entry.at}"
-            raise _corrupt(path, f"tensor {entry.name!r} is {what}")
+    for first, stop, entry in entries:
+        key, info = entry.name, entry.info
+        if first != position:
+            raise _corrupt(path, f"tensor {key!r} starts at byte {first}, expected {position}: a hole or an overlap")
+        if stop - first != info.nbytes:
+            raise _corrupt(path, f"tensor {key!r} is {info}, {info.nbytes} bytes, but has {stop - first}")
         position = stop
     if position != num_bytes:
         what = "it is cut short" if num_bytes < position else "something was appended"
         raise _corrupt(path, f"expected {position} bytes from the header, found {num_bytes}; {what}")
-    return Layout(b"", {entry.name: entry for entry, _ in entries}, num_bytes, metadata, path)
+    return Layout(b"", {entry.name: entry for _, _, entry in entries}, num_bytes, metadata, path)
 
 
 def _header_bytes(prefix: bytes, num_bytes: int, path: Place) -> int:
@@ -161,8 +160,8 @@ def _metadata(value: strict_json.Json, path: Place) -> dict[str, str]:
     return {name: str(text) for name, text in value.items()}
 
 
-def _entry(key: str, value: object, base: int, path: Place) -> tuple[Entry[int], int]:
-    """Check one header row; return the entry and the byte of the file after its last one."""
+def _entry(key: str, value: object, base: int, path: Place) -> tuple[int, int, Entry[int]]:
+    """Check one header row; return the first byte of its values in the file, the byte after the last, and the entry."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise _corrupt(path, f"tensor {key!r} does not have exactly dtype, shape and data_offsets")
     name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -175,7 +174,8 @@ def _entry(key: str, value: object, base: int, path: Place) -> tuple[Entry[int],
     if math.prod(shape) >= 2**63:
         raise _corrupt(path, f"tensor {key!r} has shape {shape}: more elements than a file can hold")
     info = TensorInfo(tuple(shape), DTYPES[name])
-    return Entry(key, info, Chunk.whole(info.shape), base + offsets[0]), base + offsets[1]
+    first, stop = base + offsets[0], base + offsets[1]
+    return first, stop, Entry(key, info, Chunk.whole(info.shape), first)
 
 
 def _counts(value: object) -> bool:

@@ -56,6 +56,7 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """In upstream's order. Tensors lie in a file in the reverse order of their dtypes."""
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def _metadata(value: strict_json.Json, path: Place) -> dict[str, str]:
 
 def _entry(key: str, value: object, base: int, path: Place) -> tuple[int, int, Entry[int]]:
     """Check one header row; return the first byte of its values in the file, the byte after the last, and the entry."""
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise _corrupt(path, f"tensor {key!r} does not have exactly dtype, shape and data_offsets")
     name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(name, str) or name not in DTYPES:

@@ -467,7 +467,8 @@ class Exchange:
         """Wait for a round, and give its page back."""
         if waiting is None:
             return
-        self._wait(waiting.work)
+        work, waiting.work = waiting.work, None  # it would hold the connections open
+        self._wait(work)
         waiting.used = [0] * len(self.ranks)
         with self._lock:
             if self._page is None:

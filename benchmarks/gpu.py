@@ -40,8 +40,7 @@ from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.segments import lay_end_to_end
 from titan_ckpt.formats.native.writer import WritePlan
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -278,7 +277,7 @@ def load(bench: Bench) -> None:
             if cache == "cold":
                 drop_from_page_cache(folder)
             with NativeReader(folder) as reader:
-                wanted = [FilePart(fqn, Chunk.whole(value.shape), value) for fqn, value in tensors.items()]
+                wanted = [Block(Chunk.whole(value.shape), value, fqn) for fqn, value in tensors.items()]
                 rates[cache] = num_bytes_of(tensors) / 1e9 / bench.seconds(partial(reader.read, wanted))
         drop_from_page_cache(folder)
         disk = num_bytes_of(tensors) / 1e9 / bench.seconds(lambda: raw.read(folder / record.name, buffers, True))

@@ -51,8 +51,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.reading import engine
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, blocks_of
 
 OURS, DCP = "titan_ckpt", "dcp.load"
 WHOLE = "titan_ckpt, the whole of CheckpointManager.load"
@@ -234,7 +233,7 @@ def _cases(folder: Path, state: StateDict) -> dict[str, Case]:
 def _load(folder: Path, state: StateDict, coordinator: Coordinator) -> None:
     """Load in one pass, which verifies what it reads."""
     with gc_paused(), NativeReader(folder) as reader:
-        requests = [FilePart(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)]
+        requests = [Block(b.chunk, b.data, fqn) for fqn, tensor in state.items() for b in blocks_of(tensor)]
         fill = reader.plan(requests)
         coordinator.barrier("planned")
         fill()

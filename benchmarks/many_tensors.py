@@ -46,8 +46,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, blocks_of
 
 OURS, DCP = "titan_ckpt", "dcp"
 FIRST, AGAIN = "titan_ckpt, first", "titan_ckpt, plan kept"
@@ -141,7 +140,7 @@ def _load(options: Options, state: StateDict, folder: Path) -> dict[str, float |
 
     def ours() -> None:
         with gc_paused(), NativeReader(folder / "native") as reader:
-            requests = [FilePart(fqn, b.chunk, b.data) for fqn, tensor in state.items() for b in blocks_of(tensor)]
+            requests = [Block(b.chunk, b.data, fqn) for fqn, tensor in state.items() for b in blocks_of(tensor)]
             reader.read(requests)
 
     def safetensors_load() -> None:

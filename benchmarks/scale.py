@@ -31,7 +31,7 @@ from titan_ckpt.distributed import sharing as ownership
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.dcp.writer import gather_tables
 from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.rank_file import lay_out
+from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, lay_out, with_digests
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
 Shapes = dict[str, tuple[tuple[int, ...], list[Placement]]]
@@ -226,8 +226,8 @@ def measure(run: Run) -> dict[str, Any]:
         before = _memory("VmRSS")
         begin = time.perf_counter()
         shares, infos, _ = ownership.divide(state, gathered)
-        here = {share.fqn for share in shares}
-        chunks = [(share.fqn, share.info, share.chunk) for share in shares]
+        here = {share.name for share in shares}
+        chunks = [share[:3] for share in shares]
         chunks.sort(key=lambda chunk: -chunk[1].dtype.itemsize)
         elsewhere = {fqn: info for fqn, info in infos.items() if fqn not in here}
         layout = lay_out(chunks, 0, run.world_size, elsewhere)
@@ -240,7 +240,7 @@ def measure(run: Run) -> dict[str, Any]:
             rows = [(name, of_stage[kind]) for name, kind in zip(*gathered.names_and_kinds, strict=True)]
             gather_tables(gathered, tag, lambda rows=rows: {"rows": rows})  # type: ignore[misc]
         exchanged = time.perf_counter()
-        header, _ = layout.seal(["0" * 32] * layout.num_blocks)
+        header, _ = with_digests(layout.header, ["0" * 32] * -(-(layout.num_bytes - len(layout.header)) // BLOCK_BYTES))
         begin_open = time.perf_counter()
         parsed = parse_header(header, layout.num_bytes, "rank-00000.safetensors")
         names = len({**parsed.infos(), **parsed.elsewhere})

@@ -31,8 +31,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.reading.shared import _PIECE_BYTES, share_reads
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk
 
 HOST_RATE = 200e6
 """Bytes per second that a host gets of the store."""
@@ -51,7 +50,7 @@ def main(options: Options) -> dict[str, Any]:
 
     def load(*, is_on: bool) -> None:
         with NativeReader(folder) as reader:
-            requests = [FilePart(name, Chunk.whole(value.shape), value) for name, value in state.items()]
+            requests = [Block(Chunk.whole(value.shape), value, name) for name, value in state.items()]
             (fill,) = share_reads("read", [reader.plan(requests)], line, is_on=is_on)
             line.together("filled", fill)
             line.peers.discard()

@@ -41,8 +41,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.segments import Segments
 from titan_ckpt.formats.publish.exchange import Exchange
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.settings import open_location
@@ -337,7 +336,7 @@ def put(place: BucketPath) -> Any:
     made = Exchange(line, (0,), {"x": info}, lambda *_: (0, 0), lambda *_: 0, lambda *_: None, 1 << 20, 1 << 20)
     made.start()
     made.begin()
-    return made, lambda: made.put(FilePart("x", Chunk((0,), (4,)), torch.ones(4)), 0)
+    return made, lambda: made.put(Block(Chunk((0,), (4,)), torch.ones(4), "x"), 0)
 
 
 def upload(place: BucketPath) -> Any:

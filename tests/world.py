@@ -30,9 +30,8 @@ from titan_ckpt.config import CheckpointConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk, as_bytes, blocks_of, local_tensor
+from titan_ckpt.geometry.chunks import Block, Chunk, as_bytes, blocks_of, local_tensor
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
@@ -314,7 +313,7 @@ def read_all(folder: Any) -> dict[str, torch.Tensor]:
     """Read every tensor of a folder of any format through its reader."""
     with open_reader(folder) as reader:
         values = {key: torch.empty(info.shape, dtype=info.dtype) for key, info in reader.tensors.items()}
-        reader.read([FilePart(key, Chunk.whole(value.shape), value) for key, value in values.items()])
+        reader.read([Block(Chunk.whole(value.shape), value, key) for key, value in values.items()])
     return values
 
 

@@ -16,7 +16,6 @@ from itertools import accumulate
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.chunks import Block, Chunk, Shape, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyGroup, KeyMap, Shared, TensorOp
-from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.weights.low_rank import LowRank
 
 
@@ -41,10 +40,10 @@ class BlockDiagonal(TensorOp):
             raise KeyMapError(f"{list(shapes[0])} is not {list(whole)}, blocks of ranks {list(self.columns)}")
         return [block.sizes for block in self._blocks]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        chunk, block = part
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        chunk, block, _ = part
         row, column = (a + b for a, b in zip(self._blocks[index].offsets, chunk.offsets, strict=True))
-        yield FilePart(keys[0], Chunk((row, column), chunk.sizes), block)
+        yield Block(Chunk((row, column), chunk.sizes), block, keys[0])
 
     def zeros(self, index: int, chunk: Chunk) -> Iterator[tuple[int, Chunk]]:
         """Yield what is left and right of a chunk, and of rows without a matrix those above it, below the last one."""
@@ -97,19 +96,17 @@ class StackedFactor(TensorOp):
         inner = tuple(size // self.experts if i == dim else size for i, size in enumerate(shapes[0]))
         return [(self.experts, *self._inner(inner))]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        chunk, block = part
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        chunk, block, _ = part
         rank = self._inner(shapes[0][1:])[0 if self.by_rows else 1]
         (row, column), (rows, columns) = self._inner(chunk.offsets[1:]), self._inner(chunk.sizes[1:])
         for i in range(chunk.sizes[0]):
             expert, view = chunk.offsets[0] + i, block[i].t() if self.transpose else block[i]
             if self.by_rows:
-                yield FilePart(keys[0], Chunk((expert * rank + row, column), (rows, columns)), view)
+                yield Block(Chunk((expert * rank + row, column), (rows, columns)), view, keys[0])
                 continue
             for j in range(columns):
-                yield FilePart(
-                    keys[0], Chunk((row, (column + j) * self.experts + expert), (rows, 1)), view[:, j : j + 1]
-                )
+                yield Block(Chunk((row, (column + j) * self.experts + expert), (rows, 1)), view[:, j : j + 1], keys[0])
 
     def _inner(self, sizes: Shape) -> Shape:
         return sizes[::-1] if self.transpose else sizes
@@ -126,9 +123,9 @@ class AlsoTransposed(TensorOp):
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [shapes[0]]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        yield FilePart(keys[0], *part)
-        yield FilePart(keys[1], Chunk(part.chunk.offsets[::-1], part.chunk.sizes[::-1]), part.data.t())
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        yield Block(part.chunk, part.data, keys[0])
+        yield Block(Chunk(part.chunk.offsets[::-1], part.chunk.sizes[::-1]), part.data.t(), keys[1])
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,8 +27,8 @@ from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.geometry.chunks import Block
 from titan_ckpt.geometry.keymap import Identity, KeyMap, KeyRule
-from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.testing import distributed
 
@@ -49,7 +49,7 @@ class Gate(Identity):
         self.changed = threading.Event()
         self.threads: set[str] = set()
 
-    def pieces(self, *arguments: Any) -> Iterator[FilePart]:
+    def pieces(self, *arguments: Any) -> Iterator[Block]:
         name = threading.current_thread().name
         self.threads.add(name)
         if name.startswith("titan_ckpt export"):

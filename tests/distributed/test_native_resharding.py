@@ -18,8 +18,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import PeerError, StateEncodingError
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
-from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, blocks_of
 from titan_ckpt.testing import distributed
 
 
@@ -35,7 +34,7 @@ def save(folder: Path, tensors: Mapping[str, torch.Tensor]) -> WritePlan:
 def load(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill the tensors' own memory."""
     with NativeReader(folder) as reader:
-        reader.read([FilePart(fqn, b.chunk, b.data) for fqn, v in tensors.items() for b in blocks_of(v)])
+        reader.read([Block(b.chunk, b.data, fqn) for fqn, v in tensors.items() for b in blocks_of(v)])
 
 
 def every_layout_into_every_other(root: Path) -> None:

@@ -49,9 +49,8 @@ from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.reading import shared
 from titan_ckpt.formats.reading.engine import SliceReader
-from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -320,7 +319,7 @@ def test_an_adapter_of_peft_is_read_once(tmp_path: Path) -> None:
         line.barrier("written")
         state = {name: torch.zeros_like(value) for name, value in values.items()}
         with together() as reads, PeftReader(tmp_path) as reader:
-            requests = [FilePart(name, Chunk.whole(value.shape), value) for name, value in state.items()]
+            requests = [Block(Chunk.whole(value.shape), value, name) for name, value in state.items()]
             (fill,) = shared.share_reads("read", [reader.plan(requests)], line, is_on=True)
             with nullcontext() if is_finite else pytest.raises(CorruptCheckpointError, match="not finite"):
                 fill()

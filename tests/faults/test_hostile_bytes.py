@@ -29,7 +29,7 @@ from titan_ckpt.encoding.toml import read_toml
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.huggingface.reader import read_config
 from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.rank_file import lay_out
+from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, lay_out, with_digests
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.tools.listing import list_run
@@ -129,11 +129,11 @@ def rank_header(folder: Path) -> tuple[Any, Callable[[bytes], object]]:
     info, split = TensorInfo((8, 4), torch.float32), TensorInfo((16, 4), torch.bfloat16)
     chunks = [("a.weight", info, Chunk.whole((8, 4))), ("b", split, Chunk((8, 0), (8, 4)))]
     layout = lay_out(chunks, 0, 2, {"other": info})
-    header, _ = layout.seal(["0" * 32] * layout.num_blocks)
+    header, _ = with_digests(layout.header, ["0" * 32] * -(-(layout.num_bytes - len(layout.header)) // BLOCK_BYTES))
 
     def read(data: bytes) -> object:
         raw = sealed(data)
-        return parse_header(raw, len(raw) + layout.data_bytes, "rank-00000.safetensors").infos()
+        return parse_header(raw, len(raw) + layout.num_bytes - len(layout.header), "rank-00000.safetensors").infos()
 
     return json.loads(header[8:]), read
 

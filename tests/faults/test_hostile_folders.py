@@ -27,8 +27,7 @@ from titan_ckpt.disk import unpublished_folder
 from titan_ckpt.disk.kernel import Holder
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.tools.retention import prune
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "native-1"
@@ -177,7 +176,7 @@ def test_ranks_that_disagree_about_a_tensor_are_named(tmp_path: Path) -> None:
     into = torch.zeros(7, 4)
     cause = r"rank-00001\.safetensors: model\.rows\.weight is int32\[7, 4\], rank 0's file says float32\[7, 4\]"
     with open_reader(folder) as reader, pytest.raises(CorruptCheckpointError, match=cause):
-        reader.read([FilePart("model.rows.weight", Chunk.whole((7, 4)), into)])
+        reader.read([Block(Chunk.whole((7, 4)), into, "model.rows.weight")])
     assert not into.any()
 
 

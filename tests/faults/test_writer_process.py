@@ -89,7 +89,7 @@ def test_a_stopped_writer_process_holds_nobody_without_a_bound(tmp_path: Path) -
     """It is named and killed after the timeout, and at the end without one. One that is busy has all the time."""
     shared = SharedBuffer.allocate(1 << 20)
     layout = lay_out([("w", TensorInfo((1024,), torch.float32), Chunk.whole((1024,)))], 0, 1)
-    shared.buffer.view[4096 : 4096 + len(layout.template)] = layout.template
+    shared.buffer.view[4096 : 4096 + len(layout.header)] = layout.header
     writer = WriterProcess(shared, timeout_seconds=2.0)
     assert len(writer.write(tmp_path / "first", layout, 4096)) == 32, "its start takes longer than the timeout"
     os.kill(pid := writer._process.pid, signal.SIGSTOP)

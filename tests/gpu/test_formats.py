@@ -14,8 +14,7 @@ from titan_ckpt import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.weights.digest import logical_digests
 
@@ -55,8 +54,8 @@ def test_a_file_written_from_a_device_is_that_of_the_host_and_loads_into_both(
     half = torch.zeros(1501, 700, device=device, dtype=torch.bfloat16)
     whole = Chunk.whole((1501, 700))
     with NativeReader(tmp_path / "device") as reader:
-        reader.read([FilePart("x", whole, transposed), FilePart("x", Chunk((0, 9), (1501, 5)), columns)])
-        reader.read([FilePart("x", whole, half)])
+        reader.read([Block(whole, transposed, "x"), Block(Chunk((0, 9), (1501, 5)), columns, "x")])
+        reader.read([Block(whole, half, "x")])
     assert torch.equal(transposed.cpu(), value) and torch.equal(columns.cpu(), value[:, 9:14])
     assert torch.equal(half.cpu(), value.bfloat16())
 

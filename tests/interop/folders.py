@@ -15,9 +15,9 @@ from torch import nn
 from tests import world
 from tests.world import TOKENS, fill, part, write_hf
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk
+from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 
@@ -107,7 +107,7 @@ def read(reader: TensorReader, key: str = "a.weight", chunk: Chunk | None = None
     info = reader.tensors[key]
     chunk = chunk or Chunk.whole(info.shape)
     into = torch.full(chunk.sizes, float("nan"), dtype=dtype or info.dtype)
-    reader.read([FilePart(key, chunk, into)])
+    reader.read([Block(chunk, into, key)])
     return into
 
 

@@ -14,8 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.dcp.dcp import DcpReader
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
 
@@ -75,7 +74,7 @@ def test_a_hostile_tensor_executes_nothing(tmp_path: Path) -> None:
         path.write_bytes(path.read_bytes() + payload.getvalue())
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(CorruptCheckpointError):
-        DcpReader(folder).read([FilePart("w", Chunk.whole((3,)), torch.zeros(3))])
+        DcpReader(folder).read([Block(Chunk.whole((3,)), torch.zeros(3), "w")])
     assert not marker.exists()
 
 
@@ -98,7 +97,7 @@ def test_cut_files_and_missing_files_are_named(tmp_path: Path) -> None:
     """A truncated or missing data file is an error that names it."""
     dcp.save({"w": torch.ones(300)}, checkpoint_id=tmp_path)
     [data] = tmp_path.glob("*.distcp")
-    request = FilePart("w", Chunk.whole((300,)), torch.zeros(300))
+    request = Block(Chunk.whole((300,)), torch.zeros(300), "w")
     data.write_bytes(data.read_bytes()[:-10])
     with pytest.raises(CorruptCheckpointError, match=rf"{data.name}.*is cut off"):
         DcpReader(tmp_path).read([request])

@@ -23,7 +23,6 @@ from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, ExportErr
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.writer import DcpExport, DigestedFile, StoredValue
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
-from titan_ckpt.geometry.requests import FilePart
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # dcp in one process, as meant here
 
@@ -37,7 +36,7 @@ def saved(folder: Path) -> Any:
 def read(folder: Path, metadata: Any) -> torch.Tensor:
     (folder / ".metadata").write_bytes(pickle.dumps(metadata))
     out = torch.full((4, 3), -1.0)
-    DcpReader(folder).read([FilePart("w", Chunk.whole((4, 3)), out)])
+    DcpReader(folder).read([Block(Chunk.whole((4, 3)), out, "w")])
     return out
 
 
@@ -185,7 +184,7 @@ def test_every_kind_of_tensor_goes_round(tmp_path: Path, name: str, writer: str)
     else:
         dcp.save({"model.w": value}, checkpoint_id=folder)
     found = torch.zeros(value.numel(), dtype=value.dtype).view(value.shape)
-    DcpReader(folder).read([FilePart("model.w", Chunk.whole(value.shape), found)])
+    DcpReader(folder).read([Block(Chunk.whole(value.shape), found, "model.w")])
     assert same(found, value)
     loaded = {"model.w": torch.zeros(value.numel(), dtype=value.dtype).view(value.shape)}
     dcp.load(loaded, checkpoint_id=folder)

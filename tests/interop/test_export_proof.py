@@ -59,7 +59,7 @@ def test_a_flipped_bit_in_any_tensor_is_found(
         for file in path.glob("*.safetensors") if not damaged else ():
             data = bytearray(file.read_bytes())
             for key, entry in read_header(file).entries.items():
-                data[entry.start + entry.info.nbytes - 1] ^= 1
+                data[entry.at + entry.info.nbytes - 1] ^= 1
                 damaged.append(key)
             file.write_bytes(data)
         return HuggingFaceReader(path, **how)

@@ -39,9 +39,9 @@ from titan_ckpt.formats.publish.exchange import Exchange, Marks
 from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.record import RECORDS
 from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.object_writer import ObjectWriter
@@ -107,8 +107,8 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server) -> None:
         assert line.peers.connect(line, lambda: {ranks}) == [ranks]
         writer = ObjectWriter(place / "f", 40 << 20)
 
-        def write(part: FilePart, _: Marks) -> None:
-            writer.write(part.view.numpy().data, part.chunk.offsets[0])
+        def write(part: Block, _: Marks) -> None:
+            writer.write(part.data.numpy().data, part.chunk.offsets[0])
 
         made = Exchange(
             line, ranks, {"f": info}, lambda _, c: (c.offsets[0], c.offsets[0]), lambda *_: 0, write, 5 << 19, 10 << 20
@@ -125,7 +125,7 @@ def test_a_rank_that_is_far_ahead_waits_for_the_slowest(s3: Server) -> None:
                 assert go_on.wait(30)
             if rank == 0 and number == 8:
                 threading.Timer(0.5, look).start()
-            piece = FilePart("f", Chunk(((number << 20) + (rank << 19),), (1 << 19,)), half)
+            piece = Block(Chunk(((number << 20) + (rank << 19),), (1 << 19,)), half, "f")
             for position, part in made.runs_in(piece):
                 made.reach(position)
                 made.put(piece, part)
@@ -497,7 +497,7 @@ def test_exports_of_a_branch_that_was_given_up_are_replaced_by_the_new_branchs(s
         assert (place / "step-4" / ".metadata.abandoned").read() == before[".metadata"]
         with open_reader(get_folder(place / "step-3", tmp_path / "copy")) as reader:
             loaded = torch.empty(2, 2)
-            reader.read([FilePart("weight", Chunk.whole((2, 2)), loaded)])
+            reader.read([Block(Chunk.whole((2, 2)), loaded, "weight")])
         assert loaded.unique().tolist() == [103.0]
         manager.save(4)
     assert names(place / "step-4") == [".metadata", "__0_0.distcp"]

@@ -24,13 +24,12 @@ from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, LARGE_BYTES, lay_out
+from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, LARGE_BYTES, lay_out, with_digests
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
 from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.reading.engine import SliceReader
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.stores.object_writer import PartMemory
@@ -126,7 +125,7 @@ def test_memory_of_a_part_is_lent_again_when_the_last_view_of_it_is_gone() -> No
 
 def read(folder: BucketPath, **targets: torch.Tensor) -> None:
     with NativeReader(folder) as reader:
-        requests = [FilePart(fqn, Chunk.whole(into.shape), into) for fqn, into in targets.items()]
+        requests = [Block(Chunk.whole(into.shape), into, fqn) for fqn, into in targets.items()]
         reader.plan(requests)()
 
 
@@ -235,8 +234,8 @@ def test_a_bucket_is_asked_for_ranges_that_end_where_its_parts_do(part_mib: int)
     info = TensorInfo((num_bytes,), torch.uint8)
     layout = lay_out([("x", info, Chunk.whole(info.shape))], 0, 1)
     small = lay_out([("x", TensorInfo((9,), torch.uint8), Chunk.whole((9,)))], 0, 1)
-    assert (small.data_start, layout.data_start) == (4096, BLOCK_BYTES)
-    raw, _ = layout.seal(["0" * 32] * layout.num_blocks)
+    assert (len(small.header), len(layout.header)) == (4096, BLOCK_BYTES)
+    raw, _ = with_digests(layout.header, ["0" * 32] * -(-(layout.num_bytes - len(layout.header)) // BLOCK_BYTES))
     header = parse_header(raw, layout.num_bytes, "rank-00000.safetensors")
     place = open_location("s3://bucket/rank-00000.safetensors", settings=StoreConfig())
     assert isinstance(place, BucketPath)

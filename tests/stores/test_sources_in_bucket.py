@@ -71,8 +71,7 @@ def test_a_hugging_face_folder_is_read_by_few_requests(server: Server, tmp_path:
 def test_a_shard_of_columns_and_one_file_alone(s3: Server, tmp_path: Path) -> None:
     """A strided region is cut from the rows that hold it; a file is named without its folder, which may be large."""
     from titan_ckpt.formats.open import open_reader
-    from titan_ckpt.geometry.chunks import Chunk
-    from titan_ckpt.geometry.requests import FilePart
+    from titan_ckpt.geometry.chunks import Block, Chunk
 
     theirs: Any = LlamaForCausalLM(LlamaConfig.from_dict(CONFIG.to_hf()))
     theirs.save_pretrained(tmp_path / "base")
@@ -81,7 +80,7 @@ def test_a_shard_of_columns_and_one_file_alone(s3: Server, tmp_path: Path) -> No
     weight = theirs.state_dict()["model.embed_tokens.weight"]
     into = torch.empty(weight.shape[0], 5)
     with counted(place, s3) as (seen, proxy), open_reader(seen / "model.safetensors") as reader:
-        reader.read([FilePart("model.embed_tokens.weight", Chunk((0, 3), (weight.shape[0], 5)), into)])
+        reader.read([Block(Chunk((0, 3), (weight.shape[0], 5)), into, "model.embed_tokens.weight")])
         assert reader.format == "hf" and reader.metadata()["model_type"] == "llama"
     assert torch.equal(into, weight[:, 3:8])
     assert "delimiter" in [path for _, path in proxy.requests if "list-type" in path][-1]

@@ -214,7 +214,7 @@ def test_tensors_in_memory_are_written_in_the_order_of_the_files() -> None:
     writer = writer_of(groups, lambda view, offset: written.append(offset))
     writer.write(groups)
     (layout,) = writer._plan.layouts.values()
-    at = {entry.start: key for key, entry in layout.entries.items()}
+    at = {entry.at: key for key, entry in layout.entries.items()}
     assert [at[offset] for offset in written] == [
         *("attention.q", "attention.v", "attention.k", "attention.o"),
         *(f"e.{i}.{name}" for i in range(3) for name in ("down", "up")),

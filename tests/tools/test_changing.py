@@ -365,9 +365,9 @@ def test_a_stored_chunk_that_is_read_in_parts_is_loaded_once(root: Path, monkeyp
     loads: list[str] = []
     load = DcpReader._load
 
-    def counted(self: DcpReader, name: str, stored: Any) -> Any:
-        loads.append(name)
-        return load(self, name, stored)
+    def counted(self: DcpReader, stored: Any) -> Any:
+        loads.append(stored.name)
+        return load(self, stored)
 
     monkeypatch.setattr(DcpReader, "_load", counted)
     monkeypatch.setattr("titan_ckpt.converting._BLOCK_BYTES", 1024)

@@ -91,7 +91,7 @@ def _is_its_table(adapter: Any, shapes: dict[str, tuple[int, ...]], tied: dict[s
     made = {key: torch.full(info.shape, -1) for group in groups for key, info in group.infos.items()}
     for piece in (p for group in groups for index, block in group.blocks() for p in group.cut(index, block)):
         region = piece.chunk.within(Chunk.whole(made[piece.key].shape))
-        made[piece.key][region] = piece.view.reshape(piece.chunk.sizes)
+        made[piece.key][region] = piece.data.reshape(piece.chunk.sizes)
     same_tensors(made, adapter.to_hf(whole))
 
 

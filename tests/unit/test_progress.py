@@ -16,8 +16,7 @@ from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.writer import DcpExport
 from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 CONFIG = {"model_type": "x", "architectures": ["X"]}
@@ -31,7 +30,7 @@ def export_and_load(folder: Path) -> None:
         folder, groups, config=CONFIG, assets=None, max_shard_bytes=10**9, coordinator=Coordinator.current()
     )
     with HuggingFaceReader(folder) as reader:
-        reader.read([FilePart("w", Chunk.whole((2000, 3000)), torch.empty(2000, 3000))])
+        reader.read([Block(Chunk.whole((2000, 3000)), torch.empty(2000, 3000), "w")])
 
 
 def watch(monkeypatch: pytest.MonkeyPatch, *, terminal: bool, delay: float) -> io.StringIO:

@@ -109,13 +109,30 @@ def round_up(num_bytes: int, multiple: int = ALIGNMENT) -> int:
     return -(-num_bytes // multiple) * multiple
 
 
-@dataclass(frozen=True, slots=True)
 class Buffer:
-    """Aligned memory; `view`, `tensor` (uint8) and `address` name the same bytes."""
+    """Memory, which is aligned if it is our own; `view`, `tensor` (uint8) and `address` name the same bytes."""
 
-    view: memoryview
-    tensor: torch.Tensor
-    address: int
+    __slots__ = ("_tensor", "address", "is_own", "view")
+
+    def __init__(self, view: memoryview, tensor: torch.Tensor | None, address: int) -> None:
+        self.view, self._tensor, self.address, self.is_own = view, tensor, address, tensor is not None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """Made when it is asked for, if memory is another's: with several threads, each call of torch costs a wait."""
+        if self._tensor is None:
+            import torch  # the commands that show a folder do not wait for it
+
+            self._tensor = torch.frombuffer(bytes_at(self.address, len(self.view)), dtype=torch.uint8)
+        return self._tensor
+
+    @staticmethod
+    def over(memory: memoryview) -> Buffer:
+        """Take a mapping, or a client's answer, which nobody may write to. The caller keeps `memory`."""
+        import numpy as np
+
+        address = np.frombuffer(memory, np.uint8).ctypes.data if memory.readonly else address_of(memory)
+        return Buffer(memory, None, address)
 
     @staticmethod
     def allocate(num_bytes: int) -> Buffer:

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, describe, local_chunks
+from titan_ckpt.geometry.chunks import Chunk, Entry, Shape, TensorInfo, describe, local_chunks
 
 MIN_PART_BYTES = 1 << 20
 """Replicas divide a chunk into parts of at least this many bytes; one rank writes a smaller chunk alone."""
@@ -31,16 +31,8 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 Index = tuple[slice, ...]
 
-
-@dataclass(frozen=True, slots=True)
-class Share:
-    """A chunk that this rank writes. `index` selects it in the local tensor; None selects all of it."""
-
-    fqn: str
-    info: TensorInfo
-    chunk: Chunk
-    index: Index | None
-
+Share = Entry[Index | None]
+"""A chunk that this rank writes, and its index in the local tensor; None selects all of it."""
 
 Replicas = Mapping[tuple[int, ...], tuple[str, ...]]
 """Ranks that hold the same values, this rank included -> the names of these tensors."""
@@ -77,7 +69,7 @@ def divide(
         shares = sharing.shares(tensors, own_list["kind_of"])
         replicas = {ranks: tuple(sorted(names)) for ranks, names in sharing.replicated.items()}
         infos = {fqn: h.info for fqn, h in holders.items()}
-        return (shares, infos, replicas), tally((s.fqn, s.info, s.chunk) for s in shares)
+        return (shares, infos, replicas), tally(share[:3] for share in shares)
 
     division, of_ranks = coordinator.exchange("plan/tally", sums)
     actual = [sum(num_bytes for num_bytes, _ in of_ranks), sum(marks for _, marks in of_ranks) % _PRIME]
@@ -177,7 +169,7 @@ class _Sharing:
                 alone[key] = self._alone(value, holders)
             if (chunks := alone[key]) is None:
                 divided.append(fqn)
-            shares[fqn] = [Share(fqn, holders.info, chunk, index) for chunk, index in chunks or ()]
+            shares[fqn] = [Entry(fqn, holders.info, chunk, index) for chunk, index in chunks or ()]
         for fqn in sorted(divided):
             shares[fqn] = list(self._shares_of(fqn, tensors[fqn]))
         return [share for of_tensor in shares.values() for share in of_tensor]
@@ -196,7 +188,7 @@ class _Sharing:
             return
         if not value.numel():
             if self._rank == min(holders.ranks):
-                yield Share(fqn, holders.info, Chunk.whole(value.shape), None)
+                yield Entry(fqn, holders.info, Chunk.whole(value.shape), None)
             return
         replicas = self._replicas_of(value, holders)
         self.replicated.setdefault(replicas, []).append(fqn)
@@ -206,9 +198,9 @@ class _Sharing:
             most_parts = 1 if fqn in self._buffers or not chunk.sizes else chunk.sizes[dim]
             writers = self._hand_out(replicas, nbytes, most_parts, to_first=fqn in self._buffers)
             if len(writers) > 1 and self._rank in writers:
-                yield Share(fqn, holders.info, *_part(chunk, index, dim, writers.index(self._rank), len(writers)))
+                yield Entry(fqn, holders.info, *_part(chunk, index, dim, writers.index(self._rank), len(writers)))
             elif self._rank in writers:
-                yield Share(fqn, holders.info, chunk, index)
+                yield Entry(fqn, holders.info, chunk, index)
 
     def _hand_out(self, ranks: tuple[int, ...], nbytes: int, max_parts: int, *, to_first: bool) -> list[int]:
         """Return the ranks that write a chunk, one per equal part: the least loaded ones, lower ranks first.

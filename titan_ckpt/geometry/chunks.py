@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add, le, sub
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -21,7 +21,11 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from titan_ckpt.errors import ExportError
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
+
 Shape = tuple[int, ...]
+At = TypeVar("At")
 _BEYOND_FLOAT16 = 65520.0
 """The smallest number that float16 rounds to infinity."""
 
@@ -81,11 +85,26 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+class Entry(NamedTuple, Generic[At]):
+    """A chunk of a tensor, and where its values are: from which byte of a file on, or by which index in memory."""
+
+    name: str
+    info: TensorInfo
+    chunk: Chunk
+    at: At
+
+
 class Block(NamedTuple):  # made by the ten thousand, and a frozen dataclass takes twice as long to make
-    """This rank's values of one chunk. `data.shape == chunk.sizes`; aliases the owner's memory where it can."""
+    """This rank's values of one chunk. `data.shape == chunk.sizes`; aliases the owner's memory where it can.
+
+    With the `key` of a file tensor: memory that a load fills with its values, or an export writes there. `data` may
+    then be any strided view; in row-major order its elements are those of the chunk. Values whose dtype is not the
+    file's are cast; the planner has decided before whether they may be.
+    """
 
     chunk: Chunk
     data: torch.Tensor
+    key: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,18 +128,7 @@ class LazyTensor:
     like: torch.Tensor | tuple[Chunk, ...] | None = None
     freeze: Callable[[Stage], LazyTensor] | None = None
     in_memory: bool = False
-    sharding: Sharding | None = None
-
-
-class Sharding(NamedTuple):
-    """The mesh of a DTensor and its placements."""
-
-    mesh: DeviceMesh
-    placements: tuple[Placement, ...]
-
-    def chunks_at(self, shape: Shape, coordinate: Shape) -> list[Chunk]:
-        """Return the chunks of a tensor of this shape at one coordinate of the mesh."""
-        return [chunk for chunk, _ in chunks_at(shape, self.placements, self.mesh.shape, coordinate) if chunk.numel]
+    sharding: DTensorSpec | None = None
 
 
 Stage = Callable[[torch.Tensor], torch.Tensor | LazyTensor]
@@ -132,10 +140,10 @@ def info_of(value: torch.Tensor | LazyTensor) -> TensorInfo:
     return value.info if isinstance(value, LazyTensor) else TensorInfo(tuple(value.shape), value.dtype)
 
 
-def sharding_of(value: torch.Tensor | LazyTensor) -> Sharding | None:
+def sharding_of(value: torch.Tensor | LazyTensor) -> DTensorSpec | None:
     """Return the mesh over which a tensor is sharded; None if it is not, or its blocks are computed."""
     if isinstance(value, DTensor):
-        return Sharding(value.device_mesh, tuple(value.placements))
+        return value._spec  # noqa: SLF001 - as local_chunks
     return value.sharding if isinstance(value, LazyTensor) else None
 
 

@@ -22,7 +22,6 @@ import torch
 
 from titan_ckpt.errors import KeyMapError
 from titan_ckpt.geometry.chunks import Block, Chunk, Shape
-from titan_ckpt.geometry.requests import FilePart
 
 
 class TensorOp(ABC):
@@ -40,7 +39,7 @@ class TensorOp(ABC):
         """Return the native global shapes for these file shapes."""
 
     @abstractmethod
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
         """Cut `part`, a block of native tensor `index` of `shapes`, into views of it, one per file region.
 
         `keys`: the names of the file tensors.
@@ -62,8 +61,8 @@ class Identity(TensorOp):
 
     native_shapes = file_shapes
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        yield FilePart(keys[0], *part)
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        yield Block(part.chunk, part.data, keys[0])
 
 
 @dataclass(frozen=True)
@@ -83,8 +82,8 @@ class PermuteRotary(TensorOp):
 
     native_shapes = file_shapes
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        chunk, block = part
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        chunk, block, _ = part
         head_dim = shapes[0][0] // self.num_heads
         half = head_dim // 2
         start, rest, rest_sizes = chunk.offsets[0], chunk.offsets[1:], chunk.sizes[1:]
@@ -93,7 +92,7 @@ class PermuteRotary(TensorOp):
         if first < last:  # whole heads stay contiguous in the file
             rows = block[first * head_dim - start : last * head_dim - start]
             view = rows.view(last - first, half, 2, *rest_sizes).transpose(1, 2)
-            yield FilePart(keys[0], Chunk((first * head_dim, *rest), (rows.shape[0], *rest_sizes)), view)
+            yield Block(Chunk((first * head_dim, *rest), (rows.shape[0], *rest_sizes)), view, keys[0])
         ragged = [(start, stop)] if first > last else [(start, first * head_dim), (last * head_dim, stop)]
         for a, b in ragged:
             for parity in (0, 1):  # rows of one parity are together in one half of their head
@@ -103,7 +102,7 @@ class PermuteRotary(TensorOp):
                 view = block[row - start : b - start : 2]
                 head = row // head_dim * head_dim
                 offset = head + parity * half + (row - head) // 2
-                yield FilePart(keys[0], Chunk((offset, *rest), (view.shape[0], *rest_sizes)), view)
+                yield Block(Chunk((offset, *rest), (view.shape[0], *rest_sizes)), view, keys[0])
 
 
 @dataclass(frozen=True)
@@ -119,8 +118,8 @@ class PermuteRows(TensorOp):
 
     native_shapes = file_shapes
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        chunk, block = part
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        chunk, block, _ = part
         start, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
         held = [(i, row) for i, row in enumerate(self.order) if start <= row < stop]
         while held:
@@ -129,7 +128,7 @@ class PermuteRows(TensorOp):
             (first, row), (_, last) = run[0], run[-1]
             step = run[1][1] - row if len(run) > 1 else 1
             view = block[row - start : last - start + 1 : step]
-            yield FilePart(keys[0], Chunk((first, *chunk.offsets[1:]), (len(run), *chunk.sizes[1:])), view)
+            yield Block(Chunk((first, *chunk.offsets[1:]), (len(run), *chunk.sizes[1:])), view, keys[0])
 
     @staticmethod
     def _run(held: Sequence[tuple[int, int]]) -> Sequence[tuple[int, int]]:
@@ -169,14 +168,14 @@ class Unstack(TensorOp):
             raise KeyMapError(f"experts differ in shape: {list(expert)} and {differing[0]}")
         return [(self.num_file, *(expert[::-1] if self.transpose else expert))]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        chunk, block = part
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        chunk, block, _ = part
         inner = Chunk(chunk.offsets[1:], chunk.sizes[1:])
         if self.transpose:
             inner = Chunk(inner.offsets[::-1], inner.sizes[::-1])
         for i in range(chunk.sizes[0]):
             view = block[i].transpose(-1, -2) if self.transpose else block[i]
-            yield FilePart(keys[chunk.offsets[0] + i], inner, view)
+            yield Block(inner, view, keys[chunk.offsets[0] + i])
 
 
 class Transpose(TensorOp):
@@ -189,9 +188,9 @@ class Transpose(TensorOp):
 
     native_shapes = file_shapes
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        chunk, block = part
-        yield FilePart(keys[0], Chunk(_turned(chunk.offsets), _turned(chunk.sizes)), block.transpose(-1, -2))
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        chunk, block, _ = part
+        yield Block(Chunk(_turned(chunk.offsets), _turned(chunk.sizes)), block.transpose(-1, -2), keys[0])
 
 
 def _turned(values: Shape) -> Shape:
@@ -218,10 +217,10 @@ class Concat(TensorOp):
             raise KeyMapError(f"{list(shapes[0])} cannot be split into rows {list(self.rows)}")
         return [(n, *shapes[0][1:]) for n in self.rows]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        chunk, block = part
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        chunk, block, _ = part
         row = sum(self.rows[:index]) + chunk.offsets[0]
-        yield FilePart(keys[0], Chunk((row, *chunk.offsets[1:]), chunk.sizes), block)
+        yield Block(Chunk((row, *chunk.offsets[1:]), chunk.sizes), block, keys[0])
 
 
 @dataclass(frozen=True)
@@ -240,14 +239,14 @@ class Split(TensorOp):
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return Concat(self.rows).file_shapes(shapes)
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        chunk, block = part
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        chunk, block, _ = part
         start = 0
         for i, n in enumerate(self.rows):
             rows = chunk.intersect(Chunk((start, *chunk.offsets[1:]), (n, *chunk.sizes[1:])))
             if rows is not None:
                 region = Chunk((rows.offsets[0] - start, *rows.offsets[1:]), rows.sizes)
-                yield FilePart(keys[i], region, block[rows.within(chunk)])
+                yield Block(region, block[rows.within(chunk)], keys[i])
             start += n
 
 
@@ -266,9 +265,9 @@ class Repeat(TensorOp):
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [shapes[0]]
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
         for key in keys:
-            yield FilePart(key, *part)
+            yield Block(part.chunk, part.data, key)
 
 
 @dataclass(frozen=True)
@@ -301,12 +300,12 @@ class Chain(TensorOp):
         runs = [shapes[i : i + step] for i in range(0, len(shapes), step)]
         return self.first.native_shapes([self.then.native_shapes(run)[0] for run in runs])
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
         step, between = self.then.num_file, self.first.file_shapes(shapes)
         runs = {keys[i * step]: i for i in range(len(between))}
-        for first, chunk, view in self.first.pieces(index, shapes, part, [*runs]):
-            i = runs[first]
-            yield from self.then.pieces(0, [between[i]], Block(chunk, view), keys[i * step : (i + 1) * step])
+        for piece in self.first.pieces(index, shapes, part, [*runs]):
+            i = runs[piece.key]
+            yield from self.then.pieces(0, [between[i]], piece, keys[i * step : (i + 1) * step])
 
 
 @dataclass(frozen=True)
@@ -326,8 +325,8 @@ class Shared(TensorOp):
     def native_shapes(self, shapes: Sequence[Shape]) -> list[Shape]:
         return [shapes[0]] * self.num_native
 
-    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[FilePart]:
-        yield FilePart(keys[0], *part)
+    def pieces(self, index: int, shapes: Sequence[Shape], part: Block, keys: Sequence[str]) -> Iterator[Block]:
+        yield Block(part.chunk, part.data, keys[0])
 
 
 class Tie(Shared):

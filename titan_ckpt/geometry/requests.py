@@ -8,24 +8,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import torch
 
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-
-
-class FilePart(NamedTuple):
-    """A chunk of the file tensor `key`, and the memory that a load fills with its values, or an export writes there.
-
-    `view` may be any strided view; in row-major order its elements are those of the chunk. Values whose dtype is not
-    the file's are cast; the planner has decided before whether they may be.
-    """
-
-    key: str
-    chunk: Chunk
-    view: torch.Tensor
-
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 
 Fill = Callable[[], tuple[int, int] | None]
 """Fills the memory of requests that are planned already. Returns the bytes that this rank has read, and those that came
@@ -47,14 +34,14 @@ class TensorReader(ABC):
         return self._tensors
 
     @abstractmethod
-    def plan(self, requests: Sequence[FilePart]) -> Fill:
+    def plan(self, requests: Sequence[Block]) -> Fill:
         """Check all that can be checked without reading a tensor; return the function that fills every request.
 
         The function fills in any order, and verifies the bytes if the format has digests.
         Raises: CorruptCheckpointError naming the file; OSError; the function too, and the memory is undefined then.
         """
 
-    def read(self, requests: Sequence[FilePart]) -> None:
+    def read(self, requests: Sequence[Block]) -> None:
         """Fill every request's memory. Raises: as `plan`, and as the function that it returns."""
         self.plan(requests)()
 
@@ -62,7 +49,7 @@ class TensorReader(ABC):
         """Return all values of a tensor. Raises: as `read`."""
         info = self.tensors[key]
         value = torch.empty(info.shape, dtype=info.dtype)
-        self.read([FilePart(key, Chunk.whole(info.shape), value)])
+        self.read([Block(Chunk.whole(info.shape), value, key)])
         return value
 
     def metadata(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from titan_ckpt.formats.huggingface.peft_fields import targets_parameter
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, Shape, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, Transpose
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.adapters import check_mergeable, updates_in
 from titan_ckpt.loading.tables import is_other, shape_of, views_of
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
@@ -135,7 +135,7 @@ class AdapterMerge:
 
     def _apply_to(self, base: StateDict, updates: Sequence[WeightUpdate], copies: Mapping[str, str]) -> None:
         of_copies = [(name, *place) for name, weight in copies.items() for place in self.views(weight, base)]
-        self.reader.read([FilePart(self._key(name), chunk, view) for name, view, chunk in of_copies])
+        self.reader.read([Block(chunk, view, self._key(name)) for name, view, chunk in of_copies])
         for update in updates:
             factors = update.factors(*self.values(update))
             for view, chunk in self.views(update.weight, base):

@@ -34,8 +34,8 @@ from titan_ckpt.errors import (
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
+from titan_ckpt.geometry.chunks import Block, blocks_of
+from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.loading.adapters import is_adapter
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
 from titan_ckpt.loading.sources import PreparedLoad
@@ -77,7 +77,7 @@ def plan_state(run_state: RunState, coordinator: Coordinator, read: Callable[[],
         run_state.check(stored)
         available = {ours: reader.tensors[theirs] for ours, theirs in names.items()}
         tensors, strangers = run_state.destinations(stored, available)
-        requests = [FilePart(names[key], b.chunk, b.data) for key, t in tensors.items() for b in blocks_of(t)]
+        requests = [Block(b.chunk, b.data, names[key]) for key, t in tensors.items() for b in blocks_of(t)]
         facts = {"trains": bool(run_state.optimizers), "strangers": sorted({*strangers, *without_place})}
         return ResumeState(stored, tensors, reader.plan(requests)), {"facts": facts}
 

@@ -17,9 +17,8 @@ from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.encoding.paths import snapshot_of
 from titan_ckpt.errors import CheckpointNotFoundError, LoadMismatchError, counted, listed
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo, blocks_of, info_of
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo, blocks_of, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, selected
-from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import Format, StateDict
 from titan_ckpt.weights.transforms import CASTABLE
@@ -158,7 +157,7 @@ class Partial:
     """Keys of the source that are not read, or of which only rows are read."""
     grown: Mapping[str, int] = field(default_factory=dict)
     """Native name of a table that has more rows than the source's -> number of rows that are loaded."""
-    requests: Sequence[FilePart] = ()
+    requests: Sequence[Block] = ()
     """The requests for these rows, to be made again after the whole table was initialized."""
     unmatched: Sequence[str] = ()
     """Patterns of `initialize` that match no tensor of this rank."""
@@ -190,7 +189,7 @@ def partial_of(source: LoadSource, wanted: StateDict, available: Mapping[str, Te
     passed_by = set(selected(available, source.ignore))
     offered = {key: info for key, info in available.items() if key not in passed_by}
     grown: dict[str, int] = {}
-    requests: list[FilePart] = []
+    requests: list[Block] = []
     for fqn in wanted:
         if fqn not in fresh:
             continue
@@ -237,8 +236,8 @@ def _first_rows(
     return Chunk.whole(info.shape)
 
 
-def _requests(value: torch.Tensor, key: str, rows: Chunk) -> Iterator[FilePart]:
+def _requests(value: torch.Tensor, key: str, rows: Chunk) -> Iterator[Block]:
     """Yield the requests for this rank's part of the rows that the source has."""
     for block in blocks_of(value):
         if (cut := block.chunk.intersect(rows)) is not None:
-            yield FilePart(key, cut, block.data[cut.within(block.chunk)])
+            yield Block(cut, block.data[cut.within(block.chunk)], key)

@@ -245,7 +245,9 @@ def _plan_merge(
     base = {fqn: value for fqn, value in wanted.items() if not wrapper.owns(fqn)}
     modules = {clean_fqn(name): module for part in wrapper.parts for name, module in part.named_modules()}
     merge = prepare_merge(reader, base, wrapper.tied, transforms.key_map, modules, transforms.hf_config or {})
-    return _Opened(source, reader, ReadPlan([], merge.report), merge)
+    plan = ReadPlan({}, cast=False)
+    plan.report = merge.report
+    return _Opened(source, reader, plan, merge)
 
 
 def _plan(
@@ -296,7 +298,7 @@ def _plan(
     if source.adapter or wrapper.converter is not None or (manifest is not None and manifest.converters):
         check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
     plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
-    plan = replace(plan, requests=names.to_file_names(plan.requests))
+    plan.requests = names.to_file_names(plan.requests)
     return _Opened(source, reader, plan, partial=replace(partial, requests=names.to_file_names(partial.requests)))
 
 
@@ -316,7 +318,8 @@ def _plan_partly(
     available = {key: info for key, info in available.items() if key not in partial.passed_by}
     plan = transforms.from_file(wanted, available, converter, cast=source.cast)
     partial = replace(partial, nameless=frozenset(plan.report.initialized))
-    return replace(plan, requests=[*plan.requests, *partial.requests]), partial
+    plan.requests += partial.requests
+    return plan, partial
 
 
 def _unused(opened: _Opened) -> Iterator[str]:

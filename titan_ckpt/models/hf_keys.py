@@ -185,7 +185,7 @@ def makes(op: TensorOp, natives: Sequence[torch.Tensor], wanted: Sequence[torch.
         return False
     left, files = sum(value.numel() for value in wanted), {str(i): value for i, value in enumerate(wanted)}
     for index, native in enumerate(natives):
-        for file, chunk, view in op.pieces(index, shapes, Block(Chunk.whole(native.shape), native), [*files]):
+        for chunk, view, file in op.pieces(index, shapes, Block(Chunk.whole(native.shape), native), [*files]):
             region = files[file][chunk.within(Chunk.whole(files[file].shape))]
             if not torch.equal(*unrepeated(view.reshape(region.shape), region)):
                 return False

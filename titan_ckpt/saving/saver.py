@@ -187,7 +187,7 @@ class Saver:
             self._plan = WritePlan.of(snapshot.tensors, self._coordinator, buffers=snapshot.buffers)
             with suppress(OSError, MemoryError, RuntimeError):  # the save will meet it again, and raise on all ranks
                 # the states that are asked for at a save alone may hold tensors, too
-                self._file_for(self._plan, snapshot.tensors, room=(1 << 20) + self._plan.layout.data_bytes // 64)
+                self._file_for(self._plan, snapshot.tensors, room=(1 << 20) + self._plan.data_bytes // 64)
 
     def _file_for(self, plan: WritePlan, tensors: StateDict, room: int = 0) -> StagedFile:
         """Return the memory for a copy; that of the last save, if it is large enough. `room`: as of StagedFile."""

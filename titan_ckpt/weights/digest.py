@@ -45,9 +45,9 @@ def logical_digests(tensors: Mapping[str, torch.Tensor], coordinator: Coordinato
     def partial_sums() -> dict[str, Partial]:
         sums: dict[str, Partial] = {}
         for share in shares:
-            local = local_tensor(tensors[share.fqn]).detach()
-            block = local if share.index is None else local[share.index]
-            sums[share.fqn] = add(sums.get(share.fqn, (0, 0)), partial_digest(share.info, share.chunk, block))
+            local = local_tensor(tensors[share.name]).detach()
+            block = local if share.at is None else local[share.at]
+            sums[share.name] = add(sums.get(share.name, (0, 0)), partial_digest(share.info, share.chunk, block))
         return sums
 
     sums: dict[str, Partial] = dict.fromkeys(infos, (0, 0))

@@ -20,7 +20,7 @@ from titan_ckpt.distributed.replicas import digest_of
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, computed, info_of, layout_of
 from titan_ckpt.geometry.keymap import Identity, PermuteRotary, Split
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.transforms import FileGroup
 
 _RUN_ELEMENTS = 1 << 22
@@ -77,11 +77,11 @@ class QuantizedGroup(FileGroup):
         """Return the description of each file tensor that is stored as parts."""
         return {key: weight.description for key, weight in self.weights.items()}
 
-    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePart]:
+    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[Block]:
         """Quantize this rank's part of a block: its own rows, or its share of a tensor that every rank has whole."""
         shapes, keys = [info_of(value).shape for value in self.values], [*self.weights]
         for part in self.parts_of(block, shares) if self.by_rows else [block]:
-            for key, chunk, view in self.op.pieces(index, shapes, part, keys):
+            for chunk, view, key in self.op.pieces(index, shapes, part, keys):
                 values = view.reshape(chunk.sizes)
                 start, stop = chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]
                 unit = self.weights[key].row_unit
@@ -89,7 +89,7 @@ class QuantizedGroup(FileGroup):
                 for first, last in runs:
                     yield from self._encoded(key, first, values[first - start : last - start])
 
-    def _encoded(self, key: str, row: int, values: torch.Tensor) -> Iterator[FilePart]:
+    def _encoded(self, key: str, row: int, values: torch.Tensor) -> Iterator[Block]:
         """Quantize a run of whole rows, a few at a time."""
         weight = self.weights[key]
         shapes = self.op.file_shapes([info_of(value).shape for value in self.values])
@@ -107,7 +107,7 @@ class QuantizedGroup(FileGroup):
                 by_row = weight.parts[name].shape[:1] == num_rows
                 offset = first_row if by_row else first_row // weight.row_unit
                 start = (offset, *(0 for _ in data.shape[1:]))[: data.dim()]
-                yield FilePart(name, Chunk(start, tuple(data.shape)), data)
+                yield Block(Chunk(start, tuple(data.shape)), data, name)
 
 
 def quantized(groups: Sequence[FileGroup], quantizer: WeightQuantizer) -> list[FileGroup]:
@@ -142,7 +142,7 @@ def check_quantized(groups: Sequence[FileGroup], reader: TensorReader) -> None:
     for group in groups:
         for key, chunk, digest in group.written if isinstance(group, QuantizedGroup) else ():
             into = torch.empty(chunk.sizes, dtype=torch.float32)
-            reader.read([FilePart(key, chunk, into)])
+            reader.read([Block(chunk, into, key)])
             if digest_of(into) != digest:
                 wrong[key] = None
     if wrong:

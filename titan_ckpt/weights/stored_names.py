@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import torch
 
 from titan_ckpt.errors import LoadMismatchError, listed
-from titan_ckpt.geometry.chunks import TensorInfo, blocks_of
+from titan_ckpt.geometry.chunks import Block, TensorInfo, blocks_of
 from titan_ckpt.geometry.keymap import selected
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import is_same
 
@@ -68,9 +68,9 @@ class StoredNames:
         once |= {alias: available[alias] for alias, _ in differing}  # another model's is listed with all that differs
         return found
 
-    def to_file_names(self, requests: Sequence[FilePart]) -> list[FilePart]:
+    def to_file_names(self, requests: Sequence[Block]) -> list[Block]:
         """Return the requests by the names in the folder."""
-        return [FilePart(self._key(key), chunk, into) for key, chunk, into in requests]
+        return [Block(chunk, into, self._key(key)) for chunk, into, key in requests]
 
     def _key(self, name: str) -> str:
         return self._prefix + self._theirs.get(name, (name,))[0]
@@ -83,7 +83,7 @@ class StoredNames:
         for block in blocks_of(live):
             parts = [torch.empty(block.chunk.sizes, dtype=second.dtype) for _ in range(2)]
             keys = (self._key(fqn), self._prefix + alias)
-            reader.read([FilePart(key, block.chunk, part) for key, part in zip(keys, parts, strict=True)])
+            reader.read([Block(block.chunk, part, key) for key, part in zip(keys, parts, strict=True)])
             if not is_same(*parts):
                 return False
         return True

@@ -25,7 +25,6 @@ from titan_ckpt.errors import ConverterError, KeyMapError, counted
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, cast, dtype_name, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, KeyRule, TensorOp
-from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.types import LoadReport, Mismatch, ModelConverter, StateDict
 
 logger = logging.getLogger(__name__)
@@ -83,18 +82,18 @@ class FileGroup:
         cuts = (block.chunk.intersect(share) for share in shares)
         return [Block(cut, block.data[cut.within(block.chunk)]) for cut in cuts if cut is not None]
 
-    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[FilePart]:
+    def cut_shares(self, index: int, block: Block, shares: Sequence[Chunk] | None) -> Iterator[Block]:
         """Cut the parts of a block of native tensor `index` that lie in `shares` into pieces of file tensors."""
         for part in self.parts_of(block, shares):
             yield from self.cut(index, part)
 
-    def cut(self, index: int, block: Block) -> Iterator[FilePart]:
+    def cut(self, index: int, block: Block) -> Iterator[Block]:
         """Cut a block of native tensor `index`, or any part of it, into pieces of file tensors, zeros beside it too."""
         keys = tuple(self.infos)
         shapes = [info_of(value).shape for value in self.values]
         yield from self.op.pieces(index, shapes, block, keys)
         for file_index, region in self.op.zeros(index, block.chunk):
-            yield FilePart(keys[file_index], region, block.data.new_zeros(()).expand(region.sizes))
+            yield Block(region, block.data.new_zeros(()).expand(region.sizes), keys[file_index])
 
 
 def file_group(group: KeyGroup, values: Sequence[torch.Tensor | LazyTensor], dtype: FileDtype) -> FileGroup:
@@ -114,39 +113,33 @@ def file_group(group: KeyGroup, values: Sequence[torch.Tensor | LazyTensor], dty
     return FileGroup(group.fqns, tuple(values), file_infos, group.op)
 
 
-@dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """The requests for the wanted tensors, and a report on every key.
+    """The requests for the wanted tensors, added one by one, and a report on every key.
 
     Under pipeline parallelism the report also lists other ranks' keys as unexpected; only keys that every rank reports
     are.
     """
 
-    requests: list[FilePart]
     report: LoadReport
-    absent_keys: tuple[str, ...] = ()
-    """File keys that the wanted tensors would come from and that the source does not have."""
+    """Made by `end`."""
 
-    def near(self, key: str) -> list[str]:
-        """Return the absent keys most similar to an unexpected one, such as a misspelt or wrongly prefixed name."""
-        if len(key) > _MAX_COMPARED_CHARS:
-            return []
-        return difflib.get_close_matches(key, self.absent_keys, n=2, cutoff=0.6)
-
-
-class ReadPlanner:
-    """Collects the requests and verdicts of one load, tensor by tensor."""
-
-    def __init__(self, available: Mapping[str, TensorInfo], cast: bool) -> None:
+    def __init__(self, available: Mapping[str, TensorInfo], *, cast: bool) -> None:
         self.available = available
         self.may_cast = cast
-        self.requests: list[FilePart] = []
+        self.requests: list[Block] = []
         self.loaded: list[str] = []
         self.missing: list[str] = []
         self.mismatched: list[Mismatch] = []
         self.cast: dict[str, str] = {}
         self.known: set[str] = set()
         self.absent: dict[str, None] = {}
+        """File keys that the wanted tensors would come from and that the source does not have."""
+
+    def near(self, key: str) -> list[str]:
+        """Return the absent keys most similar to an unexpected one, such as a misspelt or wrongly prefixed name."""
+        if len(key) > _MAX_COMPARED_CHARS:
+            return []
+        return difflib.get_close_matches(key, self.absent, n=2, cutoff=0.6)
 
     def add(self, fqn: str, value: torch.Tensor, group: KeyGroup | None) -> None:
         """Plan one tensor. `group`: its names in the file; None if it has the same one there."""
@@ -160,7 +153,7 @@ class ReadPlanner:
             return
         expected = info_of(value)
         if op is IDENTITY and self.available[keys[0]] == expected:  # the usual case, and a hot path
-            self.requests += [FilePart(keys[0], block.chunk, block.data) for block in blocks_of(value)]
+            self.requests += [Block(block.chunk, block.data, keys[0]) for block in blocks_of(value)]
             self.loaded.append(fqn)
             return
         if absent:
@@ -199,14 +192,14 @@ class ReadPlanner:
             return Mismatch(fqn, str(expected), in_file, "dtype")
         return None
 
-    def result(self, key_map: KeyMap) -> ReadPlan:
-        """Return the plan after every wanted tensor was added."""
+    def end(self, key_map: KeyMap) -> None:
+        """Make the report, after every wanted tensor was added."""
         unknown = [key for key in self.available if key not in self.known]
         ignored = [key for key in unknown if key_map.ignores(key)]
         if ignored:
             what = counted(len(ignored), "key is", "keys are")
             logger.info("load: %s ignored, which the model does not use, such as %s", what, ignored[0])
-        report = LoadReport(
+        self.report = LoadReport(
             loaded=tuple(self.loaded),
             missing=tuple(fqn for fqn in self.missing if fqn not in key_map.nameless),
             unexpected=tuple(key for key in unknown if not key_map.ignores(key)),
@@ -215,7 +208,6 @@ class ReadPlanner:
             cast=self.cast,
             ignored=tuple(ignored),
         )
-        return ReadPlan(self.requests, report, tuple(self.absent))
 
 
 @dataclass(frozen=True)
@@ -309,7 +301,7 @@ class StateDictTransforms:
         """
         names = _Names(self.key_map, converter, available)
         are_equal = converter is None and self.key_map.identity and not self.key_map.rules
-        plan = ReadPlanner(available, cast)
+        plan = ReadPlan(available, cast=cast)
         unknown: list[str] = []
         problems: list[str] = []
         for fqn, value in wanted.items():
@@ -323,7 +315,8 @@ class StateDictTransforms:
                 unknown.append(fqn)
         if problems:
             raise KeyMapError(f"{len(problems)} problem(s) with the model's names\n  " + "\n  ".join(problems), unknown)
-        return plan.result(self.key_map)
+        plan.end(self.key_map)
+        return plan
 
 
 def with_tied_names(

@@ -397,7 +397,7 @@ def test_factors_change_places_where_the_file_has_experts_transposed() -> None:
     randomise(model, converters)
     tensors = ModelWrapper([model], converters).owned_state_dict()
     groups = StateDictTransforms(table).to_file(tensors, converters, None)
-    pieces = {p.key: p.view for group in groups for i, block in group.blocks() for p in group.cut(i, block)}
+    pieces = {p.key: p.data for group in groups for i, block in group.blocks() for p in group.cut(i, block)}
     merged = resolved(ModelWrapper([model], converters).state_dict("export"))["experts.down"]
     names = (f"base_model.model.experts.1.down.lora_{factor}.weight" for factor in "BA")
     left, right = (pieces[name].reshape(-1, 2) if "_B" in name else pieces[name].reshape(2, -1) for name in names)

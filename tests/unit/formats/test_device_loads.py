@@ -22,8 +22,7 @@ from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk
 
 
 @pytest.fixture
@@ -67,11 +66,11 @@ def test_a_native_load_verifies_a_block_and_then_copies_it_to_the_device(tmp_pat
     WritePlan.of(tensors, Coordinator.current()).write(tmp_path, tensors)
     into = {key: on_device(torch.zeros(3)) for key in small}
     with NativeReader(tmp_path) as native:
-        native.read([FilePart(key, Chunk.whole(value.shape), value) for key, value in into.items()])
+        native.read([Block(Chunk.whole(value.shape), value, key) for key, value in into.items()])
         assert all(torch.equal(into[key], small[key]) for key in small)
         assert len(uploads) <= 2
         for target, chunk in requests(value):
-            native.read([FilePart("x", chunk, target)])
+            native.read([Block(chunk, target, "x")])
             assert torch.equal(target, value[chunk.within(Chunk.whole(value.shape))].to(target.dtype))
     file = next(tmp_path.iterdir())
     data = bytearray(file.read_bytes())
@@ -79,7 +78,7 @@ def test_a_native_load_verifies_a_block_and_then_copies_it_to_the_device(tmp_pat
     file.write_bytes(data)
     uploads.clear()
     with NativeReader(tmp_path) as native, pytest.raises(CorruptCheckpointError, match="no tensor"):
-        native.read([FilePart("small.99", Chunk.whole((3,)), into["small.99"])])
+        native.read([Block(Chunk.whole((3,)), into["small.99"], "small.99")])
     assert not uploads
 
 
@@ -103,9 +102,7 @@ def test_columns_leave_the_upload_before_them_with_its_own_buffer(
     workers._bounces.clear()
     into = {"a": on_device(torch.zeros(1000)), "b": on_device(torch.zeros(100, 50))}
     with NativeReader(tmp_path) as native:
-        native.read(
-            [FilePart("a", Chunk.whole((1000,)), into["a"]), FilePart("b", Chunk((0, 3), (100, 50)), into["b"])]
-        )
+        native.read([Block(Chunk.whole((1000,)), into["a"], "a"), Block(Chunk((0, 3), (100, 50)), into["b"], "b")])
     assert torch.equal(into["a"], tensors["a"]) and torch.equal(into["b"], tensors["b"][:, 3:53])
     copies = {bounce.buffer.address: bounce.copies for bounce in workers._bounces}
     assert len(sources) == 2 and all(event in copies[address] for address, event in sources.items())
@@ -124,7 +121,7 @@ def test_a_safetensors_file_is_read_into_a_device(
     save_file({"odd": torch.zeros(3, dtype=torch.uint8), "x": value}, path)
     files = SafetensorsFiles([read_header(path)])
     for target, chunk in requests(value):
-        files.read([FilePart("x", chunk, target)])
+        files.read([Block(chunk, target, "x")])
         assert torch.equal(target, value[chunk.within(Chunk.whole(value.shape))].to(target.dtype))
     files.close()
     assert max(uploads) <= IO_BYTES
@@ -142,6 +139,6 @@ def test_folders_of_other_kinds_pass_the_same_buffers(tmp_path: Path, uploads: l
     for path, expected in ((folder, value), (quantized, computed)):
         for target, chunk in requests(value):
             with open_reader(path) as opened:
-                opened.read([FilePart("a.weight", chunk, target)])
+                opened.read([Block(chunk, target, "a.weight")])
             assert torch.equal(target, expected[chunk.within(Chunk.whole(value.shape))].to(target.dtype))
     assert uploads and max(uploads) <= IO_BYTES

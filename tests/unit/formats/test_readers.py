@@ -21,8 +21,8 @@ from tests.unit.formats.native.test_native import save as save_native
 from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.types import Format
 
 Tensors = dict[str, torch.Tensor]
@@ -69,7 +69,7 @@ class ReaderTests(ABC):
         into = memory(sizes, data.draw(st.sampled_from([dtype, torch.float64])), kind)
         tensors = {"before": torch.zeros(3, dtype=torch.uint8), "x": value, "z after": torch.ones(100)}
         with self.opened(tmp_path_factory.mktemp("box"), tensors) as reader:
-            reader.read([FilePart("x", chunk, into)])
+            reader.read([Block(chunk, into, "x")])
         assert torch.equal(into, value[chunk.within(Chunk.whole(shape))].to(into.dtype))
 
     @pytest.mark.parametrize("cold", [False, True], ids=["cached", "cold"])
@@ -83,10 +83,10 @@ class ReaderTests(ABC):
         columns = [torch.zeros(rows, 3, dtype=dtype) for dtype in (torch.int32, torch.int64)]
         ends, small = torch.zeros(2, 2, 7).int(), torch.zeros(10)
         with self.opened(tmp_path, {"x": value, "y": torch.arange(1000.0)}, cold=cold) as reader:
-            requests = [FilePart("x", Chunk.whole(value.shape), into) for into in (whole, cast, strided)]
-            requests += [FilePart("x", Chunk((0, 2), (rows, 3)), into) for into in columns]
-            requests += [FilePart("x", Chunk((start, 0), (2, 7)), ends[i]) for i, start in enumerate((0, rows - 2))]
-            reader.read([*requests, FilePart("y", Chunk((990,), (10,)), small)])
+            requests = [Block(Chunk.whole(value.shape), into, "x") for into in (whole, cast, strided)]
+            requests += [Block(Chunk((0, 2), (rows, 3)), into, "x") for into in columns]
+            requests += [Block(Chunk((start, 0), (2, 7)), ends[i], "x") for i, start in enumerate((0, rows - 2))]
+            reader.read([*requests, Block(Chunk((990,), (10,)), small, "y")])
         assert torch.equal(whole, value) and torch.equal(cast, value.double()) and torch.equal(strided, value)
         assert all(torch.equal(found, value[:, 2:5].to(found.dtype)) for found in columns)
         assert torch.equal(small, torch.arange(990.0, 1000.0))
@@ -97,13 +97,13 @@ class ReaderTests(ABC):
         value = torch.arange(24.0).view(4, 6)
         viewed, arranged = torch.zeros(2, 2, 6), torch.zeros(6, 2, 2).permute(1, 2, 0)
         with self.opened(tmp_path, {"x": value}) as reader:
-            reader.read([FilePart("x", Chunk.whole((4, 6)), into) for into in (viewed, arranged)])
+            reader.read([Block(Chunk.whole((4, 6)), into, "x") for into in (viewed, arranged)])
         assert torch.equal(viewed.reshape(4, 6), value) and torch.equal(arranged.reshape(4, 6), value)
 
     def test_a_name_that_is_not_stored_is_an_error(self, tmp_path: Path) -> None:
         """Planning should have found it; it is never skipped in silence."""
         with self.opened(tmp_path, {"a": torch.ones(3)}) as reader, pytest.raises((KeyError, CorruptCheckpointError)):
-            reader.read([FilePart("b", Chunk.whole((3,)), torch.zeros(3))])
+            reader.read([Block(Chunk.whole((3,)), torch.zeros(3), "b")])
 
     def test_a_file_that_is_cut_short_is_refused_and_close_can_be_called_again(self, tmp_path: Path) -> None:
         """When it is opened or when it is read; no value of it is taken."""
@@ -122,7 +122,7 @@ class SafetensorsTests(ReaderTests):
         """Strided or contiguous, cast or not, without autograd noticing."""
         a, b = torch.nn.Parameter(torch.zeros(4, 4)), torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.float64).t())
         with self.opened(tmp_path, {"a": torch.ones(4, 4), "b": torch.ones(4, 4)}) as reader:
-            reader.read([FilePart(name, Chunk.whole((4, 4)), into) for name, into in (("a", a), ("b", b))])
+            reader.read([Block(Chunk.whole((4, 4)), into, name) for name, into in (("a", a), ("b", b))])
         assert torch.equal(a.detach(), torch.ones(4, 4)) and torch.equal(b.detach(), torch.ones(4, 4).double())
         assert a.grad_fn is None and b.grad_fn is None
 

@@ -134,12 +134,12 @@ def test_every_value_lands_once_where_it_belongs_and_comes_back(data: st.DataObj
         for chunk in boxes(data, tuple(native.shape)):
             where = chunk.within(Chunk.whole(native.shape))
             block, target = native[where], back[where]
-            for key, region, view in op.pieces(index, shapes, Block(chunk, block), keys):
+            for region, view, key in op.pieces(index, shapes, Block(chunk, block), keys):
                 spot = region.within(Chunk.whole(file_shapes[int(key)]))
                 assert view.untyped_storage().data_ptr() == block.untyped_storage().data_ptr()
                 files[int(key)][spot] = view.reshape(region.sizes)
                 times[int(key)][spot] += 1
-            for key, region, view in op.pieces(index, shapes, Block(chunk, target), keys):
+            for region, view, key in op.pieces(index, shapes, Block(chunk, target), keys):
                 spot = region.within(Chunk.whole(file_shapes[int(key)]))
                 view.copy_(expected[int(key)][spot].reshape(view.shape))
     assert all(bool((t == 1).all()) for t in times)
@@ -295,6 +295,6 @@ def test_tied_names_share_a_file_tensor_and_each_goes_its_own_way() -> None:
     assert Tie(2).native_shapes(Tie(2).file_shapes([(4, 3), (4, 3)])) == [(4, 3), (4, 3)]
     for index in (0, 1):
         (piece,) = Tie(2).pieces(index, [(4, 3), (4, 3)], Block(Chunk((1, 0), (2, 3)), native[1:3]), "x")
-        assert (piece.chunk, piece.view.data_ptr()) == (Chunk((1, 0), (2, 3)), native[1:3].data_ptr())
+        assert (piece.chunk, piece.data.data_ptr()) == (Chunk((1, 0), (2, 3)), native[1:3].data_ptr())
     with pytest.raises(KeyMapError, match=r"tensors that are one in the file differ in shape: \[4, 3\] and \[4, 2\]"):
         Tie(2).file_shapes([(4, 3), (4, 2)])

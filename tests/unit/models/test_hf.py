@@ -95,7 +95,7 @@ def placed(table: KeyMap, natives: dict[str, torch.Tensor]) -> dict[str, torch.T
         for key, shape in zip(group.keys, group.op.file_shapes(shapes), strict=True):
             files.setdefault(key, torch.full(shape, -1, dtype=value.dtype))
         block = Block(Chunk.whole(value.shape), value)
-        for key, chunk, view in group.op.pieces(group.fqns.index(fqn), shapes, block, group.keys):
+        for chunk, view, key in group.op.pieces(group.fqns.index(fqn), shapes, block, group.keys):
             files[key][chunk.within(Chunk.whole(files[key].shape))] = view.reshape(chunk.sizes)
     return files
 

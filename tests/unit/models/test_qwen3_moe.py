@@ -144,7 +144,7 @@ def test_two_ranks_of_fsdp_fill_and_write_five_experts() -> None:
     assert not (plan.report.missing or plan.report.unexpected or plan.report.mismatched)
     for request in plan.requests:
         source = files[request.key]
-        request.view.copy_(source[request.chunk.within(Chunk.whole(source.shape))].reshape(request.view.shape))
+        request.data.copy_(source[request.chunk.within(Chunk.whole(source.shape))].reshape(request.data.shape))
     for fqn, value in ModelWrapper([model]).state_dict().items():
         for block in blocks_of(value):
             assert torch.equal(block.data, natives[fqn][block.chunk.within(Chunk.whole(info_of(value).shape))])
@@ -154,7 +154,7 @@ def test_two_ranks_of_fsdp_fill_and_write_five_experts() -> None:
     for group in transforms.to_file(ModelWrapper([model]).state_dict(), None, None):
         for piece in (p for index, block in group.blocks() for p in group.cut(index, block)):
             expected = files[piece.key][piece.chunk.within(Chunk.whole(files[piece.key].shape))]
-            assert torch.equal(piece.view.reshape(expected.shape), expected)
+            assert torch.equal(piece.data.reshape(expected.shape), expected)
 
     tokens = torch.randint(0, 64, (2, 9), generator=torch.Generator().manual_seed(0))
     whole = initialized(TINY)

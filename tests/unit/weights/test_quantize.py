@@ -30,7 +30,7 @@ def cut(value: torch.Tensor, op: TensorOp, shares: list[Chunk] | None) -> dict[s
     found: dict[str, list[tuple[Chunk, torch.Tensor]]] = {name: [] for name in group.infos}
     for index, block in group.blocks():
         for piece in group.cut_shares(index, block, shares):
-            found[piece.key].append((piece.chunk, piece.view))
+            found[piece.key].append((piece.chunk, piece.data))
     return found
 
 

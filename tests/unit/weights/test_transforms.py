@@ -49,14 +49,14 @@ def assembled(groups: list[FileGroup]) -> dict[str, torch.Tensor]:
             files[key] = torch.zeros(info.shape, dtype=info.dtype)
         for piece in (p for index, block in group.blocks() for p in group.cut(index, block)):
             where = piece.chunk.within(Chunk.whole(files[piece.key].shape))
-            files[piece.key][where] = piece.view.reshape(piece.chunk.sizes).to(files[piece.key].dtype)
+            files[piece.key][where] = piece.data.reshape(piece.chunk.sizes).to(files[piece.key].dtype)
     return files
 
 
 def fill(plan: ReadPlan, files: dict[str, torch.Tensor]) -> None:
     """Carry out a plan's requests on tensors in memory."""
     for r in plan.requests:
-        r.view.copy_(files[r.key][r.chunk.within(Chunk.whole(files[r.key].shape))].reshape(r.view.shape))
+        r.data.copy_(files[r.key][r.chunk.within(Chunk.whole(files[r.key].shape))].reshape(r.data.shape))
 
 
 def infos_of(files: dict[str, torch.Tensor]) -> dict[str, TensorInfo]:
@@ -93,8 +93,8 @@ def test_the_true_shapes_are_laid_out_on_meta() -> None:
     assert sum(info.nbytes for info in infos.values()) == 16_060_522_496, "the index of the published folder says so"
     for group in groups:
         pieces = [p for index, block in group.blocks() for p in group.cut(index, block)]
-        assert all(piece.view.is_meta for piece in pieces)
-        assert sum(piece.chunk.numel for piece in pieces) == sum(piece.view.numel() for piece in pieces)
+        assert all(piece.data.is_meta for piece in pieces)
+        assert sum(piece.chunk.numel for piece in pieces) == sum(piece.data.numel() for piece in pieces)
         assert {p.key for p in pieces} == set(group.infos)
 
 

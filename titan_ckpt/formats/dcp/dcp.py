@@ -12,7 +12,7 @@ import mmap
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import PurePosixPath
 from typing import IO, Any, cast
 
@@ -24,24 +24,17 @@ from titan_ckpt import progress
 from titan_ckpt.disk.files import IO_BYTES, Reader
 from titan_ckpt.disk.kernel import ALIGNMENT, advise, round_up
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.formats.dcp.filling import ByChunk, ChunkSource, DcpFill
+from titan_ckpt.formats.dcp.filling import ByChunk, ChunkSource, DcpFill, Stored
 from titan_ckpt.formats.dcp.metadata import METADATA, read_metadata, saved_paths, storage_table
 from titan_ckpt.formats.reading.slices import put
 from titan_ckpt.geometry.boxes import overlap
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo, info_of
-from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
+from titan_ckpt.geometry.chunks import Block, Chunk, Entry, TensorInfo, info_of
+from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The place of a chunk or an item in a file."""
-
-    chunk: Chunk
-    file: str
-    offset: int
-    num_bytes: int
+_ITEM = TensorInfo((), torch.uint8)
+"""In place of the shape and dtype of what is no tensor."""
 
 
 class DcpReader(TensorReader):
@@ -92,9 +85,9 @@ class DcpReader(TensorReader):
 
     def item(self, name: str) -> Any:
         """Return an item that is no tensor. Raises: CorruptCheckpointError if it is more than plain data; KeyError."""
-        return self._load(name, self.items[name])
+        return self._load(self.items[name])
 
-    def plan(self, requests: Sequence[FilePart]) -> Fill:
+    def plan(self, requests: Sequence[Block]) -> Fill:
         """Find the stored chunks of every request, and look at the sizes of their files.
 
         Raises: CorruptCheckpointError for chunks that overlap, leave a hole or are cut off. The function that fills
@@ -102,13 +95,13 @@ class DcpReader(TensorReader):
         """
         for key in {request.key for request in requests} - self._checked:
             self._require_disjoint(key)
-        by_chunk: dict[tuple[str, int], list[FilePart]] = {}
+        by_chunk: dict[Stored, list[Block]] = {}
         for request in requests:
             covered = 0
-            for i, stored in enumerate(self._chunks.get(request.key, [])):
+            for stored in self._chunks.get(request.key, []):
                 part = stored.chunk.intersect(request.chunk)
                 if part is not None:
-                    by_chunk.setdefault((request.key, i), []).append(request)
+                    by_chunk.setdefault(stored, []).append(request)
                     covered += part.numel
             if covered != request.chunk.numel:
                 raise CorruptCheckpointError(
@@ -118,39 +111,35 @@ class DcpReader(TensorReader):
                 )
         self._require_whole(by_chunk)
         # in the order of the files: where reads are requests, one of them gets items near each other
-        stored_at = {(key, i): self._chunks[key][i] for key, i in by_chunk}
-        in_order = sorted(by_chunk, key=lambda chunk: (stored_at[chunk].file, stored_at[chunk].offset))
-        return DcpFill(self, {chunk: by_chunk[chunk] for chunk in in_order})
+        return DcpFill(self, {stored: by_chunk[stored] for stored in sorted(by_chunk, key=attrgetter("at"))})
 
     def shared(self, by_chunk: ByChunk) -> list[ChunkSource]:
         """Return what of each file several ranks may read together."""
-        of_files: dict[str, dict[tuple[str, int], Stored]] = {}
-        for key, i in by_chunk:
-            stored = self._chunks[key][i]
-            of_files.setdefault(stored.file, {})[key, i] = stored
+        of_files: dict[str, list[Stored]] = {}
+        for stored in by_chunk:
+            of_files.setdefault(stored.at[0], []).append(stored)
         return [ChunkSource(self, name, chunks, by_chunk) for name, chunks in of_files.items()]
 
     def fill(self, by_chunk: ByChunk) -> int:
         """Fill requests, one stored chunk at a time; return the bytes of the chunks in their files."""
-        total = sum(TensorInfo(self._chunks[k][i].chunk.sizes, self._tensors[k].dtype).nbytes for k, i in by_chunk)
+        total = sum(stored.chunk.numel * stored.info.dtype.itemsize for stored in by_chunk)
         with progress.shown(f"loading {self.path.name}", total) as count:
             self._fill_each(by_chunk, count)
-        return sum(self._chunks[key][i].num_bytes for key, i in by_chunk)
+        return sum(num_bytes for _, _, num_bytes in map(attrgetter("at"), by_chunk))
 
     def _fill_each(self, by_chunk: ByChunk, count: progress.Count) -> None:
-        for (key, i), wanting in by_chunk.items():
-            stored = self._chunks[key][i]
+        for stored, wanting in by_chunk.items():
             if self._unread is None or self._unread[0] is not stored:
                 self._unread = None  # before the next chunk is loaded
-                self._unread = stored, self._load(key, stored)
+                self._unread = stored, self._load(stored)
             data = self._unread[1]
-            self._put(key, stored, data, wanting)
+            self._put(stored, data, wanting)
             if sum(part.numel for r in wanting if (part := stored.chunk.intersect(r.chunk))) >= stored.chunk.numel:
                 self._unread = None
             count(data.nbytes)
             del data
 
-    def put_from(self, memory: memoryview, key: str, stored: Stored, wanting: Sequence[FilePart]) -> None:
+    def put_from(self, memory: memoryview, stored: Stored, wanting: Sequence[Block]) -> None:
         """Fill requests from a stored chunk in memory of `Buffer`, whose pages are freed while torch copies the values.
 
         Raises: CorruptCheckpointError.
@@ -168,20 +157,20 @@ class DcpReader(TensorReader):
                     freed.append((round_up(start), stop - stop % ALIGNMENT))
                     advise(memory[slice(*freed[-1])], mmap.MADV_DONTNEED)
 
-        with self.reading(stored, key):
-            data = _loaded(_Part(read_into, 0, stored.num_bytes))
-        self._put(key, stored, data, wanting)
+        with self.reading(stored):
+            data = _loaded(_Part(read_into, 0, stored.at[2]))
+        self._put(stored, data, wanting)
 
-    def _put(self, key: str, stored: Stored, data: Any, wanting: Sequence[FilePart]) -> None:
+    def _put(self, stored: Stored, data: Any, wanting: Sequence[Block]) -> None:
         plain = type(data) is torch.Tensor and data.layout is torch.strided and data.device.type == "cpu"
-        expected = TensorInfo(stored.chunk.sizes, self._tensors[key].dtype)
+        expected = TensorInfo(stored.chunk.sizes, stored.info.dtype)
         if not plain or info_of(data) != expected:
             found = str(info_of(data)) if plain else f"a {type(data).__name__} that is not plain data"
-            raise self._corrupt(stored, key, f"holds {found}, its metadata says {expected}")
+            raise self._corrupt(stored, f"holds {found}, its metadata says {expected}")
         for request in wanting:
             part = stored.chunk.intersect(request.chunk)
             assert part is not None
-            put(request.view, request.chunk, part, data[part.within(stored.chunk)])
+            put(request.data, request.chunk, part, data[part.within(stored.chunk)])
 
     def close(self) -> None:
         """Release the last chunk; no file stays open."""
@@ -216,7 +205,7 @@ class DcpReader(TensorReader):
                 "supported: save it again without stream transforms",
                 str(self.path),
             )
-        chunk = Chunk((), ())
+        tensor, chunk = self._tensors.get(index.fqn, _ITEM), Chunk((), ())
         if index.fqn in self._tensors:
             offsets = tuple(index.offset or (0,) * len(self._tensors[index.fqn].shape))
             if (index.fqn, offsets) not in self._sizes:
@@ -224,28 +213,29 @@ class DcpReader(TensorReader):
                     f"{self._table}: {index.fqn} at {offsets} is stored but not described", str(self.path)
                 )
             chunk = Chunk(offsets, self._sizes[index.fqn, offsets])
-        return Stored(chunk, str(PurePosixPath(info.relative_path)), info.offset, info.length)
+        return Entry(index.fqn, tensor, chunk, (str(PurePosixPath(info.relative_path)), info.offset, info.length))
 
-    def _load(self, name: str, stored: Stored) -> Any:
-        with self.reading(stored, name), self.opened(stored.file) as file:
-            if file.num_bytes < stored.offset + stored.num_bytes:
-                raise self._corrupt(stored, name, "is cut off")
+    def _load(self, stored: Stored) -> Any:
+        name, start, num_bytes = stored.at
+        with self.reading(stored), self.opened(name) as file:
+            if file.num_bytes < start + num_bytes:
+                raise self._corrupt(stored, "is cut off")
             if file.is_remote:  # torch asks for a few bytes at a time
-                file.fetch(stored.offset, stored.num_bytes)
-            return _loaded(_Part(file.read_into, stored.offset, stored.num_bytes))
+                file.fetch(start, num_bytes)
+            return _loaded(_Part(file.read_into, start, num_bytes))
 
     @contextmanager
-    def reading(self, stored: Stored, name: str) -> Iterator[None]:
+    def reading(self, stored: Stored) -> Iterator[None]:
         """Say of an error which file could not be read, and for what. Raises: CorruptCheckpointError; OSError."""
         try:
             yield
         except FileNotFoundError as error:
-            raise self._corrupt(stored, name, "is missing") from error
+            raise self._corrupt(stored, "is missing") from error
         except (OSError, CorruptCheckpointError):
             raise
         except Exception as error:  # a pickle can fail in any way
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise self._corrupt(stored, name, f"cannot be read as plain data: {reason}") from error
+            raise self._corrupt(stored, f"cannot be read as plain data: {reason}") from error
 
     @contextmanager
     def opened(self, name: str) -> Iterator[Reader]:
@@ -259,22 +249,22 @@ class DcpReader(TensorReader):
             if not file.is_remote:
                 file.close()
 
-    def _require_whole(self, chunks: Collection[tuple[str, int]]) -> None:
+    def _require_whole(self, chunks: Collection[Stored]) -> None:
         """Refuse chunks whose files are missing or too short, before any of them is read."""
         sizes: dict[str, int] = {}
-        for key, i in chunks:
-            stored = self._chunks[key][i]
-            if stored.file not in sizes:
+        for stored in chunks:
+            name, start, num_bytes = stored.at
+            if name not in sizes:
                 try:
-                    sizes[stored.file] = store_of(self.path).size(self.path / stored.file)
+                    sizes[name] = store_of(self.path).size(self.path / name)
                 except FileNotFoundError as error:
-                    raise self._corrupt(stored, key, "is missing") from error
-            if sizes[stored.file] < stored.offset + stored.num_bytes:
-                raise self._corrupt(stored, key, "is cut off")
+                    raise self._corrupt(stored, "is missing") from error
+            if sizes[name] < start + num_bytes:
+                raise self._corrupt(stored, "is cut off")
 
-    def _corrupt(self, stored: Stored, name: str, what: str) -> CorruptCheckpointError:
-        path = self.path / stored.file
-        return CorruptCheckpointError(f"{path}, needed for {name}, {what}. Take another checkpoint", str(path))
+    def _corrupt(self, stored: Stored, what: str) -> CorruptCheckpointError:
+        path = self.path / stored.at[0]
+        return CorruptCheckpointError(f"{path}, needed for {stored.name}, {what}. Take another checkpoint", str(path))
 
 
 def _loaded(part: _Part) -> Any:

@@ -10,6 +10,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,14 +19,16 @@ import xxhash
 from titan_ckpt import progress
 from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.formats.reading.shared import Deal, Run, warn_of
-from titan_ckpt.geometry.chunks import cut, joined
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Entry, cut, joined
 
 if TYPE_CHECKING:
-    from titan_ckpt.formats.dcp.dcp import DcpReader, Stored
+    from titan_ckpt.formats.dcp.dcp import DcpReader
 
-ByChunk = Mapping[tuple[str, int], Sequence[FilePart]]
-"""Tensor and number of a stored chunk -> the requests that want a part of it."""
+Stored = Entry[tuple[str, int, int]]
+"""A chunk or an item; its file, the first byte there, and the bytes that torch.save has made of it."""
+
+ByChunk = Mapping[Stored, Sequence[Block]]
+"""Stored chunk -> the requests that want a part of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +50,8 @@ class DcpFill:
         if num_bytes:
             with progress.shown(f"loading {self.reader.path.name}", num_bytes) as count:
                 deal.run(count)
-        together = {chunk for source in sources for chunk in source.together()}
-        self.reader.fill({chunk: wanting for chunk, wanting in self.by_chunk.items() if chunk not in together})
+        together = {stored for source in sources for stored in source.together()}
+        self.reader.fill({stored: wanting for stored, wanting in self.by_chunk.items() if stored not in together})
         return num_bytes + sum(stop - start for source in sources for start, stop in source.windows)
 
 
@@ -57,18 +60,16 @@ class ChunkSource:
 
     is_verified = False
 
-    def __init__(
-        self, reader: DcpReader, name: str, chunks: Mapping[tuple[str, int], Stored], by_chunk: ByChunk
-    ) -> None:
+    def __init__(self, reader: DcpReader, name: str, chunks: Sequence[Stored], by_chunk: ByChunk) -> None:
         self._reader, self._name, self._by_chunk = reader, name, by_chunk
         self._path = str(reader.path / name)
-        self._chunks = sorted(chunks.items(), key=lambda chunk: chunk[1].offset)
-        extents = [(stored.offset, stored.offset + stored.num_bytes) for _, stored in self._chunks]
+        self._chunks = sorted(chunks, key=attrgetter("at"))
+        extents = [(start, start + num_bytes) for _, start, num_bytes in map(attrgetter("at"), self._chunks)]
         self._firsts = [start for start, _ in extents]
         self._reach = [*accumulate((stop for _, stop in extents), max)]
         self.runs = self.windows = joined((start, stop) for start, stop in extents if stop > start)
-        self._memories: dict[tuple[str, int], Buffer] = {}
-        self._missing = {chunk: stored.num_bytes for chunk, stored in chunks.items()}
+        self._memories: dict[Stored, Buffer] = {}
+        self._missing = {stored: stored.at[2] for stored in chunks}
         self._lock = threading.Lock()
         with reader.opened(name) as file:
             self.is_remote, self.is_networked = file.is_remote, file.is_networked
@@ -81,9 +82,9 @@ class ChunkSource:
     def keep(self, runs: Sequence[Run]) -> None:
         self.windows = [*runs]
 
-    def together(self) -> set[tuple[str, int]]:
+    def together(self) -> set[Stored]:
         """Return the chunks that are filled from what ranks have read together."""
-        return {chunk for chunk, stored in self._chunks if stored.num_bytes and not self._missing[chunk]}
+        return {stored for stored in self._chunks if stored.at[2] and not self._missing[stored]}
 
     def cut(self, run: Run, most: int) -> Iterator[Run]:
         return cut(*run, most)
@@ -100,31 +101,32 @@ class ChunkSource:
             self._place(window, data)
 
     def read(self, window: Run) -> None:
-        chunk, stored = next(self._within(window))
+        stored = next(self._within(window))
         data = Buffer.allocate(window[1] - window[0]).view
-        with self._reader.reading(stored, chunk[0]):
+        with self._reader.reading(stored):
             self.fetch(window, data)
         self._place(window, data)
 
-    def _within(self, window: Run) -> Iterator[tuple[tuple[str, int], Stored]]:
+    def _within(self, window: Run) -> Iterator[Stored]:
         """Yield the chunks of which a window has a part."""
         start, stop = window
         first, last = bisect_right(self._reach, start), bisect_left(self._firsts, stop)
-        return ((chunk, s) for chunk, s in self._chunks[first:last] if s.offset + s.num_bytes > start and s.num_bytes)
+        return (stored for stored in self._chunks[first:last] if sum(stored.at[1:]) > start and stored.at[2])
 
     def _place(self, window: Run, data: memoryview) -> None:
         """Keep bytes until their chunks are whole, then fill the requests of these."""
         start, stop = window
-        for chunk, stored in self._within(window):
-            first, last = max(start, stored.offset), min(stop, stored.offset + stored.num_bytes)
+        for stored in self._within(window):
+            _, begin, num_bytes = stored.at
+            first, last = max(start, begin), min(stop, begin + num_bytes)
             with self._lock:
-                if chunk not in self._memories:
-                    self._memories[chunk] = Buffer.allocate(stored.num_bytes)
-                memory = self._memories[chunk].view
-            into = memory[first - stored.offset : last - stored.offset]
+                if stored not in self._memories:
+                    self._memories[stored] = Buffer.allocate(num_bytes)
+                memory = self._memories[stored].view
+            into = memory[first - begin : last - begin]
             np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(data[first - start : last - start], np.uint8))
             with self._lock:
-                self._missing[chunk] -= last - first
-                is_whole = not self._missing[chunk]
+                self._missing[stored] -= last - first
+                is_whole = not self._missing[stored]
             if is_whole:
-                self._reader.put_from(self._memories.pop(chunk).view, chunk[0], stored, self._by_chunk[chunk])
+                self._reader.put_from(self._memories.pop(stored).view, stored, self._by_chunk[stored])

@@ -24,12 +24,12 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.files import FileReader
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, NotACheckpointError
-from titan_ckpt.formats.dcp.dcp import DcpReader, Stored
-from titan_ckpt.formats.dcp.filling import ByChunk
+from titan_ckpt.formats.dcp.dcp import DcpReader
+from titan_ckpt.formats.dcp.filling import ByChunk, Stored
 from titan_ckpt.formats.dcp.metadata import MAX_METADATA_BYTES, unpickle
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, chunks_at, local_tensor
-from titan_ckpt.geometry.requests import FilePart, Fill
+from titan_ckpt.geometry.chunks import Block, Chunk, Entry, Shape, TensorInfo, chunks_at, local_tensor
+from titan_ckpt.geometry.requests import Fill
 
 METADATA = "metadata.pkl"
 _MALFORMED = (
@@ -61,7 +61,7 @@ class TorchCheckpointingReader(DcpReader):
                 f"{str(error) or type(error).__name__:.200}. Nothing was executed. Take another checkpoint",
                 str(path),
             ) from error
-        for file in {stored.file for chunks in self._chunks.values() for stored in chunks}:
+        for file in {stored.at[0] for chunks in self._chunks.values() for stored in chunks}:
             self._require_contained(file)
 
     def fill(self, by_chunk: ByChunk) -> int:
@@ -72,7 +72,7 @@ class TorchCheckpointingReader(DcpReader):
             self._open.clear()
             self._unread = None
 
-    def plan(self, requests: Sequence[FilePart]) -> Fill:
+    def plan(self, requests: Sequence[Block]) -> Fill:
         """Do as for DCP. What is mapped is not read together with other ranks, nor counted."""
         planned: Fill = super().plan(requests)
 
@@ -96,7 +96,8 @@ class TorchCheckpointingReader(DcpReader):
         for group in groups:
             about = group["sharding_metadata"]
             shape, dtype = _numbers(about["data"]["global_shape"]), _dtype(about["data"]["dtype"])
-            if self._tensors.setdefault(name, TensorInfo(shape, dtype)) != TensorInfo(shape, dtype):
+            info = TensorInfo(shape, dtype)
+            if self._tensors.setdefault(name, info) != info:
                 raise UnpicklingError(f"{name!r:.200} has several shapes or dtypes")
             for rank in _numbers(group["ranks"]):
                 file = self._file(item, rank, layouts)
@@ -104,7 +105,7 @@ class TorchCheckpointingReader(DcpReader):
                 self._places[name, file] = path, held
                 for chunk, _ in held:  # replicas are read from the first rank that holds them
                     if chunk.numel:
-                        chunks.setdefault(chunk, Stored(chunk, file, 0, 0))
+                        chunks.setdefault(chunk, Entry(name, info, chunk, (file, 0, 0)))
         self._chunks[name] = [*chunks.values()]
 
     def _file(self, item: str, rank: int, layouts: Mapping[int, Any]) -> str:
@@ -121,21 +122,22 @@ class TorchCheckpointingReader(DcpReader):
             )
         return str(PurePosixPath(layout["file_path"]))
 
-    def _load(self, name: str, stored: Stored) -> torch.Tensor:
-        path, held = self._places[name, stored.file]
-        if stored.file not in self._open:  # the content of a file, its tensors mapped and not read
-            file = self.path / stored.file
-            with self.reading(stored, name):
+    def _load(self, stored: Stored) -> torch.Tensor:
+        name = stored.at[0]
+        path, held = self._places[stored.name, name]
+        if name not in self._open:  # the content of a file, its tensors mapped and not read
+            file = self.path / name
+            with self.reading(stored):
                 FileReader(file).close()  # refuses what is no file
-                self._open[stored.file] = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
-        value = self._open[stored.file]
+                self._open[name] = torch.load(file, weights_only=True, mmap=True, map_location="cpu")
+        value = self._open[name]
         with contextlib.suppress(KeyError, IndexError, TypeError):
             for part in path:
                 value = value[part]
             local: object = local_tensor(value)
             if isinstance(local, torch.Tensor):
                 return local[next(index for chunk, index in held if chunk == stored.chunk)]
-        raise self._corrupt(stored, name, "does not hold it")
+        raise self._corrupt(stored, "does not hold it")
 
 
 def _held(about: Any, shape: Shape, rank: int) -> _Cell:

@@ -43,8 +43,8 @@ from titan_ckpt.formats.huggingface.reader import read_config, to_json
 from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.run import FolderFormat
 from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
+from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.stores.store import Place
 from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.identity import BASE_RECORD
@@ -177,7 +177,7 @@ class PeftReader(TensorReader):
             return False
         return self._tensors[key] == self._tensors[other] and torch.equal(self.whole(key), self.whole(other))
 
-    def plan(self, requests: Sequence[FilePart]) -> Fill:
+    def plan(self, requests: Sequence[Block]) -> Fill:
         """Open the files of all requests; return the function that fills them.
 
         Raises: CorruptCheckpointError; OSError; as `require_supported`. The function raises CorruptCheckpointError for
@@ -186,7 +186,7 @@ class PeftReader(TensorReader):
         self.require_supported()
 
         def check() -> None:
-            bad = {r.key for r in requests if r.view.dtype in CASTABLE and not bool(torch.isfinite(r.view).all())}
+            bad = {r.key for r in requests if r.data.dtype in CASTABLE and not bool(torch.isfinite(r.data).all())}
             if bad:
                 file = self.path / WEIGHTS
                 raise CorruptCheckpointError(f"{file}: not finite: {listed(sorted(bad))}. {_AGAIN}", str(self.path))
@@ -507,9 +507,9 @@ def _check_values(reader: PeftReader) -> None:
     """
     zero: set[str] = set()
     for tensors in batches(reader.tensors.items(), lambda item: item[1].nbytes, _BATCH_BYTES, _BATCH_TENSORS):
-        parts = [FilePart(k, Chunk.whole(i.shape), torch.empty(i.shape, dtype=i.dtype)) for k, i in tensors]
+        parts = [Block(Chunk.whole(i.shape), torch.empty(i.shape, dtype=i.dtype), k) for k, i in tensors]
         reader.read(parts)
-        zero |= {part.key for part in parts if not bool(part.view.any())}
+        zero |= {part.key for part in parts if not bool(part.data.any())}
     updates = reader.pairs()
     others = any(not key.endswith(tuple(_PARTNERS)) for key in reader.tensors)
     if not others and all(update.a in zero or update.b in zero for update in updates):

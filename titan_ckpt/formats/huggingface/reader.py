@@ -25,11 +25,11 @@ from titan_ckpt.errors import (
     listed,
 )
 from titan_ckpt.formats.quantized.open import open_quantized
-from titan_ckpt.formats.safetensors.container import SafetensorsFiles, SafetensorsHeader, read_header
+from titan_ckpt.formats.safetensors.container import Layout, SafetensorsFiles, read_header
 from titan_ckpt.geometry.boxes import boxes
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import selected
-from titan_ckpt.geometry.requests import FilePart, Fill, TensorReader
+from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
@@ -99,12 +99,12 @@ class HuggingFaceReader(TensorReader):
         """Return whether two tensors are equal byte by byte; compares some MiB at a time."""
         for box in boxes(Chunk.whole(info.shape), IO_BYTES // info.dtype.itemsize):
             values = [torch.empty(box.sizes, dtype=info.dtype) for _ in keys]
-            self.read([FilePart(key, box, into) for key, into in zip(keys, values, strict=True)])
+            self.read([Block(box, into, key) for key, into in zip(keys, values, strict=True)])
             if not torch.equal(*(value.view(torch.uint8) for value in values)):
                 return False
         return True
 
-    def plan(self, requests: Sequence[FilePart]) -> Fill:
+    def plan(self, requests: Sequence[Block]) -> Fill:
         """Open the files of every request. Raises: CorruptCheckpointError if one has changed since; OSError.
 
         The function that fills them raises CorruptCheckpointError if a file was cut short since it was opened.
@@ -165,7 +165,7 @@ def _weight_files(folder: Place) -> list[Place]:
     return sorted((p for p in folder.glob("*.safetensors") if not p.name.startswith("adapter_")), key=lambda p: p.name)
 
 
-def _headers(path: Place) -> list[SafetensorsHeader]:
+def _headers(path: Place) -> list[Layout]:
     if path.is_file():
         return [read_header(path)]
     if not path.is_dir():
@@ -203,7 +203,7 @@ def _shards(folder: Place) -> list[Place]:
     return [folder / name for name in expected]
 
 
-def _indexed(folder: Place) -> list[SafetensorsHeader]:
+def _indexed(folder: Place) -> list[Layout]:
     """Return the headers of the files that the index names, after comparing them with the index key by key."""
     path = folder / INDEX
     index = strict_json.parse(_read_json_file(path), MAX_JSON_BYTES, str(path))
@@ -228,7 +228,7 @@ def _indexed(folder: Place) -> list[SafetensorsHeader]:
     return headers
 
 
-def _compare(path: Place, weight_map: Mapping[str, strict_json.Json], headers: Sequence[SafetensorsHeader]) -> None:
+def _compare(path: Place, weight_map: Mapping[str, strict_json.Json], headers: Sequence[Layout]) -> None:
     """Raise CorruptCheckpointError unless the index names exactly the tensors of the files, each with its file."""
     stored = [(key, header.path.name) for header in headers for key in header.entries]
     faults = [

@@ -36,20 +36,10 @@ from titan_ckpt.formats.native.rank_file import (
 )
 from titan_ckpt.formats.reading.engine import Blocks
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo, dtype_name
+from titan_ckpt.geometry.chunks import Chunk, Entry, Shape, TensorInfo, dtype_name
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _CARRIED = {dtype_name(dtype): dtype for dtype in CARRIERS}
-
-
-@dataclass(frozen=True, slots=True)
-class StoredChunk:
-    """A chunk of the global tensor `fqn` in a rank's file. `start`: its first byte in the data section."""
-
-    fqn: str
-    info: TensorInfo
-    chunk: Chunk
-    start: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,12 +79,12 @@ class RankFile:
             return None
         return self.starts[i], chunk.sizes, self.dtypes[i]
 
-    def entry(self, i: int) -> StoredChunk:
-        """Return the i-th entry in file order."""
+    def entry(self, i: int) -> Entry[int]:
+        """Return the i-th entry in file order: a chunk of a global tensor, and its first byte in the data section."""
         sizes, name, kind = self.sizes[i], self.names[i], self.kind_of[i]
         shape, offsets = self.kinds[kind - 1] if kind else (sizes, Chunk.whole(sizes).offsets)
         chunk = Chunk(offsets, sizes)
-        return StoredChunk(self.fqns.get(name, name), TensorInfo(shape, self.dtypes[i]), chunk, self.starts[i])
+        return Entry(self.fqns.get(name, name), TensorInfo(shape, self.dtypes[i]), chunk, self.starts[i])
 
     def infos(self) -> dict[str, TensorInfo]:
         """Return every tensor with an entry in this file; tensors of equal shape and dtype share one object."""

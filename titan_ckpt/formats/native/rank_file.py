@@ -3,7 +3,7 @@
 Owns the layout that docs/format-rank-file.md describes; header.py reads it.
 
 The file is a safetensors file. The digests of the data section are known only after it is written, but the header
-stands before it. So their space is fixed when the file is laid out, and `RankFileLayout.seal` fills it in at the end.
+stands before it. So their space is fixed when the file is laid out, as zeros, and `with_digests` fills it at the end.
 The header's own digest covers the digests of all blocks, so it stands for the whole file (a tree of two levels).
 
 It is written from pieces of its data section, which come from live memory, from the arena or from a writer process, or
@@ -16,7 +16,6 @@ import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,32 +65,14 @@ _BLOCKS_KEY = b'","titan_ckpt.blocks":"'
 _quoted = json.encoder.encode_basestring
 
 
-@dataclass(frozen=True, slots=True)
-class RankFileLayout:
-    """A rank's file before it is written."""
-
-    data_start: int
-    data_bytes: int
-    template: bytes
-    """The header with zeros for digests."""
-
-    @property
-    def num_bytes(self) -> int:
-        return self.data_start + self.data_bytes
-
-    @property
-    def num_blocks(self) -> int:
-        return -(-self.data_bytes // BLOCK_BYTES)
-
-    def seal(self, block_digests: Sequence[str]) -> tuple[bytes, str]:
-        """Return the header's bytes and its digest, which stands for the whole file."""
-        assert len(block_digests) == self.num_blocks
-        header = bytearray(self.template)
-        at = DIGEST_AT + DIGEST_CHARS + len(_BLOCKS_KEY)
-        header[at : at + DIGEST_CHARS * self.num_blocks] = "".join(block_digests).encode()
-        digest = xxhash.xxh3_128_hexdigest(header)
-        header[DIGEST_AT : DIGEST_AT + DIGEST_CHARS] = digest.encode()
-        return bytes(header), digest
+def with_digests(header: bytes, block_digests: Sequence[str]) -> tuple[bytes, str]:
+    """Return a header with the digests of all blocks, and its own digest, which stands for the whole file."""
+    made = bytearray(header)
+    at = DIGEST_AT + DIGEST_CHARS + len(_BLOCKS_KEY)
+    made[at : at + DIGEST_CHARS * len(block_digests)] = "".join(block_digests).encode()
+    digest = xxhash.xxh3_128_hexdigest(made)
+    made[DIGEST_AT : DIGEST_AT + DIGEST_CHARS] = digest.encode()
+    return bytes(made), digest
 
 
 def in_file_order(info: TensorInfo, chunk: Chunk) -> tuple[bool, int]:
@@ -109,10 +90,10 @@ def lay_out(
     rank: int,
     world_size: int,
     elsewhere: Mapping[str, TensorInfo] | None = None,
-) -> RankFileLayout:
+) -> container.Layout:
     """Lay out a rank's file for chunks of global tensors, in their order, which is that of `in_file_order`.
 
-    So every entry starts at a multiple of its element size without gaps.
+    So every entry starts at a multiple of its element size without gaps. The header has zeros for digests.
     `elsewhere` (rank 0): tensors of the checkpoint that this file has no chunk of, so that rank 0's file names all.
     Raises: StateEncodingError if the header is over the limit of the safetensors format.
     """
@@ -142,7 +123,7 @@ def lay_out(
             f"rank {rank} would write {len(chunks)} tensors under a header of {length} bytes, over the "
             f"{MAX_HEADER_BYTES} of the safetensors format: stack small tensors, or use more ranks"
         )
-    return RankFileLayout(8 + length, data_bytes, struct.pack("<Q", length) + text.ljust(length))
+    return container.Layout(struct.pack("<Q", length) + text.ljust(length), {}, 8 + length + data_bytes)
 
 
 def _entry_names(fqns: Sequence[str]) -> list[str]:
@@ -211,7 +192,7 @@ Views = Callable[[int, int], Sequence[memoryview] | None]
 
 def write_rank_file(
     path: Place,
-    layout: RankFileLayout,
+    layout: container.Layout,
     pieces: Pieces,
     num_workers: int = NUM_WORKERS,
     views: Views = lambda *_: None,
@@ -233,19 +214,19 @@ class _RankFile:
     digest = ""
     """That of the whole file, once it is sealed."""
 
-    def __init__(self, layout: RankFileLayout, pieces: Pieces, views: Views) -> None:
+    def __init__(self, layout: container.Layout, pieces: Pieces, views: Views) -> None:
         self.num_bytes = layout.num_bytes
-        self.start = layout.data_start
+        self.start = len(layout.header)
         self.pieces = pieces
         self.views = views
-        self._layout = layout
-        self._digests = [""] * layout.num_blocks
+        self._header = layout.header
+        self._digests = [""] * -(-(layout.num_bytes - self.start) // BLOCK_BYTES)
 
     def see(self, views: Sequence[memoryview], start: int) -> None:
         _digest(views, start, self._digests)
 
     def seal(self) -> bytes:
-        header, self.digest = self._layout.seal(self._digests)
+        header, self.digest = with_digests(self._header, self._digests)
         return header
 
 

@@ -18,13 +18,13 @@ from titan_ckpt.directory.manifest import MAX_BYTES, Manifest
 from titan_ckpt.directory.names import manifest_path, rank_file_name
 from titan_ckpt.disk.files import Reader
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, NotACheckpointError, listed
-from titan_ckpt.formats.native.header import RankFile, StoredChunk, header_bytes, parse_header
+from titan_ckpt.formats.native.header import RankFile, header_bytes, parse_header
 from titan_ckpt.formats.reading.engine import SliceFill, SliceReader, execute
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
-from titan_ckpt.geometry.chunks import Chunk, Shape, TensorInfo
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.chunks import Block, Chunk, Entry, Shape, TensorInfo
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
@@ -136,7 +136,7 @@ class NativeReader(TensorReader):
                 header.path,
             )
 
-    def plan(self, requests: Sequence[FilePart]) -> SliceFill:
+    def plan(self, requests: Sequence[Block]) -> SliceFill:
         """Find the blocks of every request; return the function that fills them, and verifies each as it is read.
 
         Raises: CorruptCheckpointError for a file whose header is damaged, and for a tensor whose stored chunks do not
@@ -164,10 +164,10 @@ class NativeReader(TensorReader):
                 problems.append(str(error))
                 continue
             for entry in entries:
-                if (expected := self.tensors.get(entry.fqn)) != entry.info:
+                if (expected := self.tensors.get(entry.name)) != entry.info:
                     problems.append(f"{header.path}: {_contradiction(entry, expected)}")
                 else:
-                    chunks[entry.fqn].append(entry.chunk)
+                    chunks[entry.name].append(entry.chunk)
         for fqn, parts in chunks.items() if not problems else ():
             try:
                 _check_cover(fqn, Chunk.whole(self.tensors[fqn].shape), parts, str(self.path))
@@ -186,12 +186,12 @@ class NativeReader(TensorReader):
         blocks = []
         for header, entry, _ in self._locate(key, Chunk.whole(self.tensors[key].shape)):
             box, first = _place(entry)
-            size, stop = header.blocks.size, entry.start + entry.chunk.numel * entry.info.dtype.itemsize
-            for block in range(entry.start // size, -(-stop // size)):
-                start, end = max(entry.start, block * size), min(stop, (block + 1) * size)
+            size, stop = header.blocks.size, entry.at + entry.chunk.numel * entry.info.dtype.itemsize
+            for block in range(entry.at // size, -(-stop // size)):
+                start, end = max(entry.at, block * size), min(stop, (block + 1) * size)
                 at = start - block * size
                 digest = header.blocks.digest(block)
-                blocks.append((box, first + start - entry.start, at, at + end - start, digest))
+                blocks.append((box, first + start - entry.at, at, at + end - start, digest))
         return sorted(blocks)
 
     def stored_chunks(self) -> dict[str, list[Chunk]]:
@@ -200,15 +200,15 @@ class NativeReader(TensorReader):
         for rank in range(self._world_size):
             header = self._open(rank)
             for entry in map(header.entry, range(len(header.names))):
-                chunks.setdefault(entry.fqn, []).append(entry.chunk)
+                chunks.setdefault(entry.name, []).append(entry.chunk)
         return chunks
 
-    def _slices(self, requests: Sequence[FilePart]) -> dict[int, list[Slice]]:
+    def _slices(self, requests: Sequence[Block]) -> dict[int, list[Slice]]:
         """Return the slices of each rank's file."""
         own: list[Slice] = []
         header = self._own
         slices = {header.rank: own}
-        for key, chunk, into in requests:
+        for chunk, into, key in requests:
             entire = header.entire(key, chunk)
             if entire is not None and (header.rank == 0 or entire[2] is self.tensors[key].dtype):
                 start, sizes, dtype = entire
@@ -220,7 +220,7 @@ class NativeReader(TensorReader):
                 slices.setdefault(stored.rank, []).append(_slice(stored, entry, part, into, chunk))
         return slices
 
-    def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[RankFile, StoredChunk, Chunk]]:
+    def _locate(self, fqn: str, chunk: Chunk) -> list[tuple[RankFile, Entry[int], Chunk]]:
         """Find the stored parts that make up a chunk, first in this rank's file, then in those of neighbouring ranks.
 
         If tensors are sharded by rows, as with FSDP, the files of a few neighbours suffice; the others are not opened.
@@ -271,7 +271,7 @@ def read_header(file: Reader) -> RankFile:
     return parse_header(file.read(0, length), file.num_bytes, path)
 
 
-def _slice(header: RankFile, entry: StoredChunk, part: Chunk, into: torch.Tensor, chunk: Chunk) -> Slice:
+def _slice(header: RankFile, entry: Entry[int], part: Chunk, into: torch.Tensor, chunk: Chunk) -> Slice:
     """Return the slice that fills its part of `into`, which has the elements of a chunk, from a stored chunk.
 
     `part` and `chunk` are in global coordinates.
@@ -283,10 +283,10 @@ def _slice(header: RankFile, entry: StoredChunk, part: Chunk, into: torch.Tensor
         into = into[part.within(chunk)]
     elif part != chunk:
         outer = chunk.seen_from(origin)
-    return Slice(entry.fqn, header.blocks.start + entry.start, sizes, entry.info.dtype, box, into, outer)
+    return Slice(entry.name, header.blocks.start + entry.at, sizes, entry.info.dtype, box, into, outer)
 
 
-def _place(entry: StoredChunk) -> tuple[tuple[Shape, ...], int]:
+def _place(entry: Entry[int]) -> tuple[tuple[Shape, ...], int]:
     """Return the box in which a chunk's bytes are counted, () for the whole tensor, and the first of them."""
     shape, chunk = entry.info.shape, entry.chunk
     cut = next((dim for dim, size in enumerate(chunk.sizes) if size > 1), len(shape))
@@ -298,11 +298,11 @@ def _place(entry: StoredChunk) -> tuple[tuple[Shape, ...], int]:
     return (), first * entry.info.dtype.itemsize
 
 
-def _contradiction(entry: StoredChunk, expected: TensorInfo | None) -> str:
-    return f"{entry.fqn} is {entry.info}, rank 0's file says {expected or 'that there is none'}"
+def _contradiction(entry: Entry[int], expected: TensorInfo | None) -> str:
+    return f"{entry.name} is {entry.info}, rank 0's file says {expected or 'that there is none'}"
 
 
-def _parts(header: RankFile, fqn: str, chunk: Chunk) -> list[tuple[RankFile, StoredChunk, Chunk]]:
+def _parts(header: RankFile, fqn: str, chunk: Chunk) -> list[tuple[RankFile, Entry[int], Chunk]]:
     """Return the parts of a chunk that a file holds, in global coordinates."""
     at = header.by_fqn.get(fqn, [])
     entries = map(header.entry, [at] if isinstance(at, int) else at)

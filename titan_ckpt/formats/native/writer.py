@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 
@@ -23,15 +23,10 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import Replicas, Share, divide
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.native.arena import Arena, StagingHandle
-from titan_ckpt.formats.native.rank_file import (
-    STORED_DTYPES,
-    RankFileLayout,
-    in_file_order,
-    lay_out,
-    write_rank_file,
-)
+from titan_ckpt.formats.native.rank_file import STORED_DTYPES, in_file_order, lay_out, write_rank_file
 from titan_ckpt.formats.native.segments import Places, Segments, lay_end_to_end
 from titan_ckpt.formats.native.writer_process import WriterProcess
+from titan_ckpt.formats.safetensors.container import Layout
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import (
     Block,
@@ -50,7 +45,7 @@ class WritePlan:
     """The file that this rank writes in every save of the same tensors. Entry i of the layout holds `shares[i]`."""
 
     shares: tuple[Share, ...]
-    layout: RankFileLayout
+    layout: Layout
     places: Places
     replicas: Replicas
     file_name: str
@@ -61,6 +56,11 @@ class WritePlan:
     _is_sharded: bool
     """Whether any is a DTensor."""
     _casts: Mapping[torch.dtype, torch.dtype]
+
+    @property
+    def data_bytes(self) -> int:
+        """Return the bytes of all shares in the file."""
+        return self.layout.num_bytes - len(self.layout.header)
 
     @classmethod
     def of(
@@ -96,13 +96,13 @@ class WritePlan:
             return TensorInfo(info.shape, casts[info.dtype]) if info.dtype in casts else info
 
         def planned() -> WritePlan:
-            cast = [replace(share, info=stored(share.info)) for share in divided] if casts else divided
+            cast = [share._replace(info=stored(share.info)) for share in divided] if casts else divided
             shares = tuple(sorted(cast, key=lambda s: in_file_order(s.info, s.chunk)))
             elsewhere = {}
             if coordinator.rank == 0:
-                own = {share.fqn for share in shares}
+                own = {share.name for share in shares}
                 elsewhere = {fqn: stored(info) for fqn, info in infos.items() if fqn not in own}
-            chunks = [(s.fqn, s.info, s.chunk) for s in shares]
+            chunks = [share[:3] for share in shares]
             return cls(
                 shares,
                 lay_out(chunks, coordinator.rank, coordinator.world_size, elsewhere),
@@ -123,10 +123,10 @@ class WritePlan:
 
     def bind(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """Return the live memory of all shares."""
-        bound = [tensors[share.fqn] for share in self.shares]
+        bound = [tensors[share.name] for share in self.shares]
         if self._is_sharded:
             bound = [local_tensor(value) for value in bound]
-        return [v if s.index is None else v[s.index] for v, s in zip(bound, self.shares, strict=True)]
+        return [v if s.at is None else v[s.at] for v, s in zip(bound, self.shares, strict=True)]
 
     def write(self, folder: Place, tensors: Mapping[str, torch.Tensor]) -> FileRecord:
         """Write the file from live memory, through one bounce buffer per worker. The file is durable when this returns.
@@ -165,8 +165,8 @@ class StagedFile:
         """
         self.plan = plan
         self._timeout_seconds = timeout_seconds
-        beside = plan.layout.template if in_process else b""
-        self._arena = Arena(plan.layout.data_bytes, pinned=pinned, beside=beside, shared=in_process, room=room)
+        beside = plan.layout.header if in_process else b""
+        self._arena = Arena(plan.data_bytes, pinned=pinned, beside=beside, shared=in_process, room=room)
         self._process: WriterProcess | None = None
 
     def prepare(self) -> None:
@@ -175,8 +175,8 @@ class StagedFile:
 
     def refit(self, plan: WritePlan) -> bool:
         """Use the memory for another plan if it is large enough, and return whether it is. No save may be using it."""
-        beside = plan.layout.template if self._arena.shared is not None else b""
-        if not self._arena.refit(plan.layout.data_bytes, beside):
+        beside = plan.layout.header if self._arena.shared is not None else b""
+        if not self._arena.refit(plan.data_bytes, beside):
             return False
         self.plan = plan
         return True
@@ -203,7 +203,7 @@ class StagedFile:
         for share, start in zip(self.plan.shares, self.plan.places[0], strict=True):
             stored = memory[start : start + share.chunk.numel * share.info.dtype.itemsize]
             data = stored.view(share.info.dtype).view(share.chunk.sizes)
-            blocks[share.fqn].append(Block(share.chunk, data))
+            blocks[share.name].append(Block(share.chunk, data))
         return {
             fqn: LazyTensor(
                 info_of(value),

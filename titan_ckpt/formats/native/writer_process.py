@@ -25,7 +25,8 @@ from typing import Any
 from titan_ckpt.disk.kernel import Buffer, SharedBuffer, map_memory, round_up
 from titan_ckpt.encoding.named import import_named
 from titan_ckpt.errors import SaveError
-from titan_ckpt.formats.native.rank_file import RankFileLayout, write_rank_file
+from titan_ckpt.formats.native.rank_file import write_rank_file
+from titan_ckpt.formats.safetensors.container import Layout
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.settings import OTHERS, StoreConfig, open_location
 from titan_ckpt.stores.store import Place
@@ -75,7 +76,7 @@ class WriterProcess:
         """Return whether it can take a request: it lives, and an interrupt has left no answer in the pipe."""
         return self._process.poll() is None and not self._is_answering
 
-    def write(self, path: Place, layout: RankFileLayout, header_at: int) -> str:
+    def write(self, path: Place, layout: Layout, header_at: int) -> str:
         """Let the process write a file and return its digest. The file is durable then.
 
         The shared memory holds the data at its start and the unsealed header at `header_at`.
@@ -87,8 +88,8 @@ class WriterProcess:
             "path": str(path),
             "store": asdict(store_of(path).settings),
             "kind": f"{kind.__module__}:{kind.__qualname__}" if kind else "",
-            "data_start": layout.data_start,
-            "data_bytes": layout.data_bytes,
+            "header_bytes": len(layout.header),
+            "num_bytes": layout.num_bytes,
             "header_at": header_at,
         }
         self._is_answering = True
@@ -164,9 +165,9 @@ def serve(shared: Buffer, trainer: int) -> None:
     """Answer requests from standard input until it ends or the process `trainer` has ended."""
     for line in _requests(trainer):
         request = json.loads(line)
-        header_at, start = request["header_at"], request["data_start"]
-        template = bytes(shared.view[header_at : header_at + start])
-        layout = RankFileLayout(start, request["data_bytes"], template)
+        header_at = request["header_at"]
+        header = bytes(shared.view[header_at : header_at + request["header_bytes"]])
+        layout = Layout(header, {}, request["num_bytes"])
         answer: dict[str, object]
         try:
             if kind := request["kind"]:  # the trainer has named it in OTHERS

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import Replicate
@@ -33,10 +33,12 @@ from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import boxes, hull
-from titan_ckpt.geometry.chunks import Block, Chunk, Sharding, TensorInfo, info_of, require_range, sharding_of
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo, chunks_at, info_of, require_range, sharding_of
 from titan_ckpt.stores.object_writer import no_thread
 from titan_ckpt.weights.transforms import FileGroup
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 _HEAD = struct.Struct("<qqqq")
 """Values begin with the numbers of their tensor and its run, and of their dims and bytes; offsets, sizes, digest."""
@@ -54,7 +56,7 @@ AT_THE_END = 1 << 62
 
 Marks = Sequence[tuple[Chunk, bytes]]
 """(Box, digest) of each rank's part of values."""
-_Filled = tuple[FilePart, Marks, Buffer | None]
+_Filled = tuple[Block, Marks, Buffer | None]
 """What this rank writes, in host memory and in the file's dtype; its marks; memory that is free after that."""
 
 
@@ -80,7 +82,7 @@ class _Run:
 
 
 class _Page:
-    """Holds what goes to each rank of a group in one round. What this rank keeps comes last, and is not sent."""
+    """What goes to each rank of a group in one round, and what comes. What this rank keeps is last, and is not sent."""
 
     def __init__(self, num_ranks: int, own: int, room: int) -> None:
         self.memory = Buffer.allocate(num_ranks * room)
@@ -89,6 +91,13 @@ class _Page:
             room * (num_ranks - 1 if number == own else number - (number > own)) for number in range(num_ranks)
         ]
         self.own = own
+        self.inbox = Buffer.allocate((num_ranks - 1) * room).tensor
+        self.received = self.inbox[:0]
+        """What the other ranks have sent, one after the other, when `work` has ended."""
+        self.work: Any = None
+        self.slowest = 0
+        """How far the slowest rank was."""
+        self.is_last = False
 
     def joined(self) -> tuple[torch.Tensor, list[int]]:
         """Move what goes to the others together; return all of it, and how much goes to each rank."""
@@ -104,17 +113,6 @@ class _Page:
         """Return what stays on this rank."""
         start = self.starts[self.own]
         return self.memory.tensor[start : start + self.used[self.own]]
-
-
-class _Round(NamedTuple):
-    """A round that is under way."""
-
-    work: Any
-    page: _Page
-    memory: torch.Tensor
-    """Receives what the ranks send, one after the other."""
-    slowest: int
-    is_last: bool
 
 
 def everyone(coordinator: Coordinator) -> Ranks:
@@ -147,15 +145,15 @@ def row_peers(groups: Iterable[FileGroup]) -> dict[str, Ranks]:
     return {key: ranks for key, of_key in peers.items() if len(of_key) == 1 for ranks in of_key if len(ranks) > 1}
 
 
-def _peers_of(group: FileGroup, index: int, sharding: Sharding) -> Ranks:
+def _peers_of(group: FileGroup, index: int, sharding: DTensorSpec) -> Ranks:
     mesh, shape = sharding.mesh, info_of(group.values[index]).shape
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return ()
 
     def bands(at: Sequence[int]) -> set[tuple[str, int, int]]:
-        chunks = sharding.chunks_at(shape, tuple(at))
-        blocks = (Block(chunk, torch.empty(chunk.sizes, device="meta")) for chunk in chunks)
+        chunks = chunks_at(shape, sharding.placements, mesh.shape, tuple(at))
+        blocks = (Block(chunk, torch.empty(chunk.sizes, device="meta")) for chunk, _ in chunks if chunk.numel)
         pieces = (piece for block in blocks for piece in group.cut(index, block) if piece.chunk.sizes)
         return {(piece.key, piece.chunk.offsets[0], piece.chunk.sizes[0]) for piece in pieces}
 
@@ -179,12 +177,12 @@ def runs_of(info: TensorInfo) -> tuple[Chunk, ...]:
     return tuple(boxes(Chunk.whole(info.shape), most)) if 0 not in info.shape else ()
 
 
-def part_of(piece: FilePart, box: Chunk) -> torch.Tensor:
+def part_of(piece: Block, box: Chunk) -> torch.Tensor:
     """Return the values of a box in a piece, in the order of the box's elements.
 
     A view may have a row per head. Of one whose rows are no rows of the file, all values are copied for each box.
     """
-    view, sizes = piece.view, piece.chunk.sizes
+    view, sizes = piece.data, piece.chunk.sizes
     if view.shape == sizes or not (view.dim() and sizes) or sizes[0] % len(view):
         return view.reshape(sizes)[box.within(piece.chunk)]
     start = box.offsets[0] - piece.chunk.offsets[0]
@@ -217,7 +215,7 @@ class Exchange:
         infos: Mapping[str, TensorInfo],
         place_of: Callable[[str, Chunk], tuple[int, int]],
         owner_of: Callable[[str, int], int],
-        write: Callable[[FilePart, Marks], None],
+        write: Callable[[Block, Marks], None],
         round_bytes: int,
         lead_bytes: int,
     ) -> None:
@@ -241,7 +239,6 @@ class Exchange:
         self._lead = lead_bytes
         self._page: _Page | None = None
         self._pages: list[_Page] = []
-        self._memories: list[Buffer] = []
         self._runs: dict[tuple[int, int], _Run] = {}
         self._free: list[Buffer] = []
         self._is_filling = self._is_full = False
@@ -258,10 +255,8 @@ class Exchange:
 
     def start(self) -> str | None:
         """Start the thread, which waits for `begin`; return why there can be no more threads. Raises: OSError."""
-        others = len(self.ranks) - 1
         own = self.ranks.index(self._coordinator.rank)
-        self._page, *self._pages = (_Page(others + 1, own, self._room) for _ in range(2))
-        self._memories = [Buffer.allocate(others * self._room) for _ in range(2)]
+        self._page, *self._pages = (_Page(len(self.ranks), own, self._room) for _ in range(2))
         try:
             self._thread.start()
         except RuntimeError as error:
@@ -299,13 +294,13 @@ class Exchange:
         """Wait until the slowest rank is elsewhere, or the exchange is broken; return whether either happened."""
         return bool(self._changed.wait_for(lambda: self._error or self._slowest != position, seconds))
 
-    def runs_in(self, piece: FilePart) -> Iterator[tuple[int, int]]:
+    def runs_in(self, piece: Block) -> Iterator[tuple[int, int]]:
         """Yield (position, number) of the runs that a piece has values of."""
         for number, run in enumerate(runs_of(self._infos[piece.key])):
             if piece.chunk.intersect(run) is not None:
                 yield self._place_of(piece.key, run)[0], number
 
-    def put(self, piece: FilePart, number: int) -> None:
+    def put(self, piece: Block, number: int) -> None:
         """Send a copy of a piece's part of a run to the rank that writes it. For one thread.
 
         Raises: the error of the exchange.
@@ -407,19 +402,18 @@ class Exchange:
 
     def _filled(self) -> Iterator[_Filled]:
         """Yield what this rank writes while the next round is under way, with memory that is free after that."""
-        waiting: _Round | None = None
-        number = 0
+        waiting: _Page | None = None
         while not (self._is_given_up or (waiting is not None and waiting.is_last)):
-            taken = self._take()
+            page, is_last, position = self._take()
             self._finish(waiting)  # before the ranks agree on sizes, so that this one may fill its page meanwhile
-            started = self._start(*taken, self._memories[number % 2])
-            yield from self._placed(started.page.kept())
+            self._start(page, is_last, position)
+            yield from self._placed(page.kept())
             yield from self._received(waiting)
-            waiting, number = started, number + 1
+            waiting = page
         self._finish(waiting)
         yield from self._received(waiting)
 
-    def _start(self, page: _Page, is_last: bool, position: int, memory: Buffer) -> _Round:
+    def _start(self, page: _Page, is_last: bool, position: int) -> None:
         """Tell all ranks how much each gets, and start to send it."""
         sizes = torch.tensor([[used, is_last, position] for used in page.used], dtype=torch.int64)
         theirs = torch.empty_like(sizes)
@@ -433,9 +427,9 @@ class Exchange:
         sent, of_each = page.joined()
         counts: list[int] = theirs[:, 0].tolist()
         counts[page.own] = 0
-        into = memory.tensor[: sum(counts)]
-        work = self._exchange(sent, of_each, into, counts)
-        return _Round(work, page, into, min(positions), bool(theirs[:, 1].all()))
+        page.slowest, page.is_last = min(positions), bool(theirs[:, 1].all())
+        page.received = page.inbox[: sum(counts)]
+        page.work = self._exchange(sent, of_each, page.received, counts)
 
     def _take(self) -> tuple[_Page, bool, int]:
         """Return what is to be sent, whether nothing will follow, and how far this rank is."""
@@ -469,24 +463,25 @@ class Exchange:
         ranks = ", ".join(map(str, self.ranks))
         return ExchangeBroken(f"the exchange between ranks {ranks} broke off: {error}")
 
-    def _finish(self, waiting: _Round | None) -> None:
+    def _finish(self, waiting: _Page | None) -> None:
         """Wait for a round, and give its page back."""
         if waiting is None:
             return
-        self._wait(waiting.work)
-        waiting.page.used = [0] * len(self.ranks)
+        work, waiting.work = waiting.work, None  # it would hold the connections open
+        self._wait(work)
+        waiting.used = [0] * len(self.ranks)
         with self._lock:
             if self._page is None:
-                self._page = waiting.page
+                self._page = waiting
             else:
-                self._pages.append(waiting.page)
+                self._pages.append(waiting)
             self._changed.notify_all()
 
-    def _received(self, waiting: _Round | None) -> Iterator[_Filled]:
+    def _received(self, waiting: _Page | None) -> Iterator[_Filled]:
         """Put what was received in its place; yield the runs that are whole, and those that can be no more."""
         if waiting is None:
             return
-        yield from self._placed(waiting.memory)
+        yield from self._placed(waiting.received)
         for (key_number, number), run in [*self._runs.items()]:
             if run.position < waiting.slowest:  # all ranks are past it
                 del self._runs[key_number, number]
@@ -508,7 +503,7 @@ class Exchange:
             try:
                 run = self._runs.get((key_number, number)) or self._begin(key, number)
                 if not run.takes(box):
-                    yield FilePart(key, box, values.clone()), [part], None
+                    yield Block(box, values.clone(), key), [part], None
                     continue
                 _place(run.values, box, run.chunk).copy_(values)
                 run.parts.append(part)
@@ -517,16 +512,16 @@ class Exchange:
                 return
             if run.is_whole:
                 del self._runs[key_number, number]
-                yield FilePart(key, run.chunk, run.values), run.parts, run.memory
+                yield Block(run.chunk, run.values, key), run.parts, run.memory
 
     def _incomplete(self, key: str, run: _Run) -> Iterator[_Filled]:
         """Yield what is there of a run of which other ranks write the rest, as those that have other rows of it."""
         around = hull([box for box, _ in run.parts])
         if around.numel == sum(box.numel for box, _ in run.parts):
-            yield FilePart(key, around, _place(run.values, around, run.chunk)), run.parts, run.memory
+            yield Block(around, _place(run.values, around, run.chunk), key), run.parts, run.memory
             return
         for box, mark in run.parts:
-            yield FilePart(key, box, _place(run.values, box, run.chunk).clone()), [(box, mark)], None
+            yield Block(box, _place(run.values, box, run.chunk).clone(), key), [(box, mark)], None
         self._give_back(run.memory)
 
     def _begin(self, key: str, number: int) -> _Run:

@@ -98,7 +98,7 @@ def plan_export(
                 known[fqn] = layout
                 shares[fqn] = ()
     for share in divide(known, coordinator, buffers)[0]:
-        shares[share.fqn] = (*(shares[share.fqn] or ()), share.chunk)
+        shares[share.name] = (*(shares[share.name] or ()), share.chunk)
     packed = pack(infos)
     metadata = {"format": "pt", **header(infos, quantized)}
     layouts = {name: lay_out({key: infos[key] for key in keys}, metadata) for name, keys in packed.items()}

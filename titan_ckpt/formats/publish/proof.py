@@ -20,8 +20,8 @@ from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, bytes_at, round_up
 from titan_ckpt.disk.workers import bounce_buffer, run_workers
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes_of_range
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
+from titan_ckpt.geometry.requests import TensorReader
 
 
 @dataclass(slots=True)
@@ -88,12 +88,12 @@ def _batches(values: Sequence[Written]) -> Iterator[list[tuple[Written, int]]]:
     yield batch
 
 
-def _requests(written: Written, at: int, buffer: Buffer) -> Iterator[FilePart]:
+def _requests(written: Written, at: int, buffer: Buffer) -> Iterator[Block]:
     """Yield the requests for values: the boxes that their elements make up, one after the other in memory."""
     dtype = written.info.dtype
     first, stop = written.first // dtype.itemsize, (written.first + written.num_bytes) // dtype.itemsize
     for box in boxes_of_range(written.chunk.sizes, first, stop):
         num_bytes = box.numel * dtype.itemsize
         offsets = tuple(a + b for a, b in zip(written.chunk.offsets, box.offsets, strict=True))
-        yield FilePart(written.key, Chunk(offsets, box.sizes), buffer.tensor[at : at + num_bytes].view(dtype))
+        yield Block(Chunk(offsets, box.sizes), buffer.tensor[at : at + num_bytes].view(dtype), written.key)
         at += num_bytes

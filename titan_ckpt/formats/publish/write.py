@@ -40,10 +40,9 @@ from titan_ckpt.formats.publish.plan import ExportPlan, OutputFiles
 from titan_ckpt.formats.publish.proof import Written, differing, digest
 from titan_ckpt.formats.reading.engine import RUN_BYTES
 from titan_ckpt.formats.reading.slices import windows
-from titan_ckpt.formats.safetensors.container import Entry
 from titan_ckpt.geometry.boxes import boxes, element_span, is_run, spans
-from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, is_plain_memory, run_through
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.chunks import Block, Chunk, Entry, LazyTensor, is_plain_memory, run_through
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.weights.transforms import FileGroup
 
 _QUEUED_BYTES = 256 << 20
@@ -62,7 +61,7 @@ _LEAD_ROUNDS = 4
 
 _Blocks = Iterator[tuple[int, Block]]
 _Source = tuple[FileGroup, _Blocks]
-_Item = tuple[int, FilePart, int]
+_Item = tuple[int, Block, int]
 """(Position among all files, piece, number of the run of which it is a part if it is exchanged)."""
 
 
@@ -82,7 +81,7 @@ class ExportWriter:
         self._exchange_of: dict[str, Exchange] = {}
         """By key. On a disk a rank writes what has none itself."""
         self._written: list[Written] = []
-        self._queue: list[FilePart] = []
+        self._queue: list[Block] = []
         self._queued_bytes = 0
         self.undivided: dict[str, list[list[tuple[int, ...]]]] = {}
         """key -> [offsets, sizes] of each written part, for tensors that the plan does not divide among the ranks."""
@@ -175,7 +174,7 @@ class ExportWriter:
         """Send values to the ranks that write them. However that ends, no other rank waits for this one afterwards."""
         exchanges = self._exchanges.values()
 
-        def runs_of(piece: FilePart) -> Iterator[_Item]:
+        def runs_of(piece: Block) -> Iterator[_Item]:
             return ((at, piece, number) for at, number in self._exchange_of[piece.key].runs_in(piece))
 
         try:
@@ -206,7 +205,7 @@ class ExportWriter:
         def position(key: str, chunk: Chunk | None = None) -> int:
             return (turns[self._plan.file_of[key]] << 48) + self._offset(key, chunk)
 
-        def whole(piece: FilePart) -> Iterator[_Item]:
+        def whole(piece: Block) -> Iterator[_Item]:
             yield position(piece.key, piece.chunk), piece, 0
 
         for _, items, is_computed in self._in_order(groups, position, whole):
@@ -220,7 +219,7 @@ class ExportWriter:
         self,
         groups: Sequence[_Source],
         position: Callable[[str], int],
-        cut: Callable[[FilePart], Iterator[_Item]],
+        cut: Callable[[Block], Iterator[_Item]],
     ) -> Iterator[tuple[int, Sequence[_Item], bool]]:
         """Yield this rank's pieces in the order of the files, with their position and whether they are computed.
 
@@ -258,7 +257,7 @@ class ExportWriter:
             listed = ", ".join(key + tied.get(key, "") for key in wrong)
             raise ExportError(f"{number} region(s) read back differ from what was written, of {listed}")
 
-    def _cut(self, group: FileGroup, index: int, block: Block) -> Iterator[FilePart]:
+    def _cut(self, group: FileGroup, index: int, block: Block) -> Iterator[Block]:
         """Cut a block into this rank's pieces."""
         for piece in group.cut_shares(index, block, self._plan.shares_of(group.fqns[index])):
             if not self._plan.is_divided(group):
@@ -266,21 +265,21 @@ class ExportWriter:
                 chunks.append([piece.chunk.offsets, piece.chunk.sizes])
             yield piece
 
-    def _queue_piece(self, piece: FilePart) -> None:
+    def _queue_piece(self, piece: Block) -> None:
         """Queue a piece. Values of a live tensor need no memory while they are queued."""
         self._queue.append(piece)
-        self._queued_bytes += piece.view.nbytes
+        self._queued_bytes += piece.data.nbytes
         if self._queued_bytes >= _QUEUED_BYTES:
             self._write_queued()
 
-    def _entry(self, key: str) -> Entry:
+    def _entry(self, key: str) -> Entry[int]:
         return self._plan.layouts[self._plan.file_of[key]].entries[key]
 
     def _offset(self, key: str, chunk: Chunk | None = None) -> int:
         """Return the byte of the file at which the first element of a tensor, or of a part of it, lies."""
         entry = self._entry(key)
         first = 0 if chunk is None else element_span(entry.info.shape, chunk)[0]
-        return entry.start + first * entry.info.dtype.itemsize
+        return entry.at + first * entry.info.dtype.itemsize
 
     def _position(self, key: str) -> int:
         return self._outputs.starts[self._plan.file_of[key]] + self._offset(key)
@@ -290,9 +289,9 @@ class ExportWriter:
         offset = self._offset(key, chunk)
         return self._outputs.starts[self._plan.file_of[key]] + offset, offset
 
-    def _write_exchanged(self, part: FilePart, parts: Sequence[tuple[Chunk, bytes]]) -> None:
+    def _write_exchanged(self, part: Block, parts: Sequence[tuple[Chunk, bytes]]) -> None:
         """Write what came through the exchange: a run that is whole, or a box; `parts` are its ranks' digests."""
-        key, chunk, values = part
+        chunk, values, key = part
         info = self._entry(key).info
         offset = self._offset(key, chunk) if is_run(info.shape, chunk) else None
         written = Written(key, chunk, info, offset, 0, values.nbytes, tuple(parts))
@@ -306,14 +305,14 @@ class ExportWriter:
         blocks = (block for piece in queue for block in self._blocks(piece))
         run_workers(blocks, self._write_block, 1 if few else NUM_WORKERS)
 
-    def _blocks(self, piece: FilePart) -> Iterator[tuple[Written, torch.Tensor]]:
+    def _blocks(self, piece: Block) -> Iterator[tuple[Written, torch.Tensor]]:
         """Cut a piece into what fits a bounce buffer, in row-major order; one run is cut at blocks of the file.
 
         Not thread-safe: one worker at a time asks for the next block.
         """
         entry = self._entry(piece.key)
         info, itemsize = entry.info, entry.info.dtype.itemsize
-        assert entry.start % itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
+        assert entry.at % itemsize == 0, "a view of a mapping must be aligned, or it would be a copy"
         if not is_run(info.shape, piece.chunk):
             for box in boxes(piece.chunk, RUN_BYTES // itemsize):
                 written = Written(piece.key, box, info, None, 0, box.numel * itemsize)
@@ -322,7 +321,7 @@ class ExportWriter:
             return
         start = self._offset(piece.key, piece.chunk)
         first = 0
-        for window in _run_windows(piece.view, start, itemsize):
+        for window in _run_windows(piece.data, start, itemsize):
             written = Written(piece.key, piece.chunk, info, start + first, first, window.numel() * itemsize)
             self._written.append(written)
             yield written, window
@@ -362,7 +361,7 @@ class ExportWriter:
         data, at = bytes_at(rows.data_ptr(), rows.nbytes), 0
         for start, stop in spans(entry.info.shape, chunk, 0):
             num_bytes = (stop - start) * itemsize
-            file.write(data[at : at + num_bytes], entry.start + start * itemsize)
+            file.write(data[at : at + num_bytes], entry.at + start * itemsize)
             at += num_bytes
 
     def _output(self, key: str) -> Writer:
@@ -399,7 +398,7 @@ def _run_windows(view: torch.Tensor, offset: int, itemsize: int) -> Iterator[tor
         start = stop
 
 
-def _store_rows(file: Writer, entry: Entry, chunk: Chunk, values: torch.Tensor) -> None:
+def _store_rows(file: Writer, entry: Entry[int], chunk: Chunk, values: torch.Tensor) -> None:
     """Copy a box's values, of its shape, to mappings of the file, which are aligned as its elements are."""
     shape, dtype = entry.info.shape, entry.info.dtype
     strides = torch.empty(shape, device="meta").stride()
@@ -407,7 +406,7 @@ def _store_rows(file: Writer, entry: Entry, chunk: Chunk, values: torch.Tensor) 
     for row in range(0, chunk.sizes[0], step):
         part = values[row : row + step]
         first, stop = element_span(shape, Chunk((chunk.offsets[0] + row, *chunk.offsets[1:]), tuple(part.shape)))
-        begin = entry.start + first * dtype.itemsize
+        begin = entry.at + first * dtype.itemsize
         skipped = begin % mmap.ALLOCATIONGRANULARITY
         mapping = file.map(begin - skipped, skipped + (stop - first) * dtype.itemsize)
         rows = torch.frombuffer(mapping, dtype=torch.uint8)[skipped:].view(dtype)

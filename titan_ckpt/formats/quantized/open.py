@@ -25,11 +25,11 @@ from titan_ckpt.formats.quantized import bitsandbytes, compressed_tensors, fp8_b
 from titan_ckpt.formats.quantized.folder import Findings, QuantizedFolder
 from titan_ckpt.formats.quantized.values import Values
 from titan_ckpt.formats.reading.slices import put
-from titan_ckpt.formats.safetensors.container import Entry, SafetensorsFiles, SafetensorsHeader
+from titan_ckpt.formats.safetensors.container import Layout, SafetensorsFiles
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.geometry.requests import FilePart, Fill
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
+from titan_ckpt.geometry.requests import Fill
 from titan_ckpt.stores.store import Place
 
 METHODS: Mapping[str, Callable[[QuantizedFolder], Findings]] = {
@@ -51,9 +51,7 @@ _SCALES_OF = {
 """End of the name of codes -> ends of the names of their scales, over all methods."""
 
 
-def open_quantized(
-    path: Place, config: Mapping[str, Any], headers: Sequence[SafetensorsHeader]
-) -> DequantizedFiles | None:
+def open_quantized(path: Place, config: Mapping[str, Any], headers: Sequence[Layout]) -> DequantizedFiles | None:
     """Return the folder's tensors as floats; None if config.json does not mention quantization.
 
     Raises: LoadMismatchError for an unknown method or variant, and for codes with scales without any method;
@@ -113,11 +111,11 @@ def _method(settings: Mapping[str, Any]) -> str:
 
 
 def _read_whole(
-    headers: Sequence[SafetensorsHeader], infos: Mapping[str, TensorInfo], keys: Sequence[str]
+    headers: Sequence[Layout], infos: Mapping[str, TensorInfo], keys: Sequence[str]
 ) -> dict[str, torch.Tensor]:
     tensors = {key: torch.empty(infos[key].shape, dtype=infos[key].dtype) for key in keys}
     with contextlib.closing(SafetensorsFiles(headers)) as files:
-        files.read([FilePart(key, Chunk.whole(infos[key].shape), tensor) for key, tensor in tensors.items()])
+        files.read([Block(Chunk.whole(infos[key].shape), tensor, key) for key, tensor in tensors.items()])
     return tensors
 
 
@@ -127,14 +125,14 @@ _COMPUTED_ELEMENTS = 1 << 17
 """Elements that are computed at a time: they fit a processor's cache and need no fresh pages."""
 
 
-_Wanted = tuple[FilePart, Chunk]
+_Wanted = tuple[Block, Chunk]
 """A request for a dequantized tensor, and a box of it."""
 
 
 class DequantizedFiles:
     """Open safetensors files, some of whose tensors are computed from several stored ones."""
 
-    def __init__(self, headers: Sequence[SafetensorsHeader], values: Mapping[str, Values], hidden: Set[str]) -> None:
+    def __init__(self, headers: Sequence[Layout], values: Mapping[str, Values], hidden: Set[str]) -> None:
         """Open the files. `hidden`: stored tensors that are not listed, because they mean nothing by themselves."""
         self._values = values
         seen_as = {leaf.key: leaf.stored for value in values.values() for leaf in value.leaves()}
@@ -142,7 +140,7 @@ class DequantizedFiles:
         plain = {key: e.info for key, e in self._files.entries.items() if key not in hidden and key not in values}
         self.tensors = plain | {key: TensorInfo(value.shape, torch.float32) for key, value in values.items()}
 
-    def plan(self, requests: Sequence[FilePart]) -> Fill:
+    def plan(self, requests: Sequence[Block]) -> Fill:
         """Open the files of all requests; return the function that fills them. Raises: as SafetensorsFiles.plan.
 
         Dequantized values are computed in float32, then cast to the dtype of the memory.
@@ -164,9 +162,9 @@ class DequantizedFiles:
         """Close all files; idempotent."""
         self._files.close()
 
-    def _boxes(self, request: FilePart, box: Chunk, max_elements: int) -> Iterator[Chunk]:
+    def _boxes(self, request: Block, box: Chunk, max_elements: int) -> Iterator[Chunk]:
         """Cut a box in the file's order; in that of the memory if it has not the shape of what is requested."""
-        kept = request.view.shape == request.chunk.sizes
+        kept = request.data.shape == request.chunk.sizes
         return cut(box, max_elements, self._values[request.key].order if kept else tuple(range(len(box.sizes))))
 
     def _needed(self, wanted: _Wanted) -> int:
@@ -174,24 +172,24 @@ class DequantizedFiles:
         needs = self._values[wanted[0].key].needs(wanted[1])
         return sum(part.numel * leaf.stored.dtype.itemsize for leaf, part in needs)
 
-    def _fetch(self, wanted: Sequence[_Wanted]) -> list[tuple[_Wanted, dict[str, FilePart]]]:
+    def _fetch(self, wanted: Sequence[_Wanted]) -> list[tuple[_Wanted, dict[str, Block]]]:
         """Read, at once, the stored regions from which boxes are computed; return these by their keys, for each box."""
-        fetched: list[tuple[_Wanted, dict[str, FilePart]]] = [(one, {}) for one in wanted]
+        fetched: list[tuple[_Wanted, dict[str, Block]]] = [(one, {}) for one in wanted]
         for (request, box), regions in fetched:
             for leaf, part in self._values[request.key].needs(box):
-                regions[leaf.key] = FilePart(leaf.key, part, torch.empty(part.sizes, dtype=leaf.stored.dtype))
+                regions[leaf.key] = Block(part, torch.empty(part.sizes, dtype=leaf.stored.dtype), leaf.key)
         self._files.read([part for _, regions in fetched for part in regions.values()])
         return fetched
 
-    def _compute(self, fetched: Sequence[tuple[_Wanted, Mapping[str, FilePart]]]) -> None:
+    def _compute(self, fetched: Sequence[tuple[_Wanted, Mapping[str, Block]]]) -> None:
         for (request, whole), regions in fetched:
             load = partial(_stored, regions)
             for box in self._boxes(request, whole, _COMPUTED_ELEMENTS):
-                put(request.view, request.chunk, box, self._values[request.key].read(box, load))
+                put(request.data, request.chunk, box, self._values[request.key].read(box, load))
 
 
-def _stored(regions: Mapping[str, FilePart], key: str, box: Chunk) -> torch.Tensor:
-    return regions[key].view[box.within(regions[key].chunk)]
+def _stored(regions: Mapping[str, Block], key: str, box: Chunk) -> torch.Tensor:
+    return regions[key].data[box.within(regions[key].chunk)]
 
 
 def cut(box: Chunk, max_elements: int, order: tuple[int, ...]) -> Iterator[Chunk]:
@@ -204,11 +202,11 @@ def cut(box: Chunk, max_elements: int, order: tuple[int, ...]) -> Iterator[Chunk
         yield Chunk(tuple(part.offsets[dim] for dim in back), tuple(part.sizes[dim] for dim in back))
 
 
-def _looked_at(header: SafetensorsHeader, seen_as: Mapping[str, TensorInfo]) -> SafetensorsHeader:
+def _looked_at(header: Layout, seen_as: Mapping[str, TensorInfo]) -> Layout:
     """Return the header with stored tensors described as the expressions view their bytes."""
     entries = {}
     for key, entry in header.entries.items():
         info = seen_as.get(key, entry.info)
         assert info.nbytes == entry.info.nbytes, (key, info, entry.info)
-        entries[key] = Entry(info, entry.start)
+        entries[key] = entry._replace(info=info)
     return replace(header, entries=entries)

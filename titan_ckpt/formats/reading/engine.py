@@ -22,7 +22,7 @@ import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.disk.files import IO_BYTES, Reader
-from titan_ckpt.disk.kernel import ALIGNMENT, bytes_at
+from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, bytes_at
 from titan_ckpt.disk.workers import bounce_buffer, finish_uploads, num_copy_workers, run_workers
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.shared import Deal, warn_of
@@ -254,7 +254,7 @@ class SliceReader:
             self._file.read_into([into], start)
         else:
             self._file.read_blocks(into, start)
-        read = Held.over(into, start)
+        read = Buffer.over(into), start
         for block in self._blocks_of(window) if self.is_verified else ():
             if not self._is_right(read, block):
                 raise CorruptCheckpointError(f"{self.path}: bytes from {block[0]} on are wrong", self.path)
@@ -265,7 +265,7 @@ class SliceReader:
         Blocks have their own digests; a window without them has the digest that the sender took of it.
         Raises: as `read_window`.
         """
-        read = Held.over(data, window[0])
+        read = Buffer.over(data), window[0]
         is_right = self._blocks is not None or xxhash.xxh3_128_digest(data) == digest
         for block in cut(*window, RUN_BYTES if self._blocks is None else self._block, self._base):
             if is_right and self._is_right(read, block):
@@ -308,7 +308,7 @@ class SliceReader:
         first = start - start % ALIGNMENT
         with bounce_buffer() as bounce:
             read_twice(self._file.path, lambda _: self._file.read_again(bounce.view, first, stop - first))
-            read = Held.of(bounce, first)
+            read = bounce, first
             if not self._is_right(read, block):
                 self.bad.append(block)
                 return
@@ -331,7 +331,7 @@ class SliceReader:
                 if not self._read_verified(views or [bounce.view[: block[1] - block[0]]], block):
                     yield block
                 elif fill and views is None:
-                    self._scatter(block, Held.of(bounce, block[0]))
+                    self._scatter(block, (bounce, block[0]))
 
     def _held_and_verified(self, window: Window, *, fill: bool) -> Iterator[Window]:
         """Read a window into memory beside its targets; yield the wrong blocks, of which nothing is copied."""
@@ -349,7 +349,7 @@ class SliceReader:
         is_small = stop - start < _MIN_DIRECT_BYTES
         if self._file.is_remote or (self.is_cached and not is_small):
             view = self._file.view(start, stop - start)
-            yield Held.over(view, start)
+            yield Buffer.over(view), start
             self._file.release(view)
             return
         with bounce_buffer() as bounce:
@@ -359,7 +359,7 @@ class SliceReader:
             else:
                 first = start - start % ALIGNMENT
                 self._file.read_aligned(bounce.view, first, stop - first)
-            yield Held.of(bounce, first)
+            yield bounce, first
 
     def _read_straight(self, window: Window) -> bool:
         """Read a window without digests straight into its targets, if they take all of it; return whether they do.
@@ -403,7 +403,10 @@ class SliceReader:
 
     def _is_right(self, read: Held, block: Window) -> bool:
         """Return whether a block that was read has its digest, or needs none."""
-        return self._blocks is None or self._has_digest(xxhash.xxh3_128(read.bytes(block)), block)
+        (memory, first), (start, stop) = read, block
+        return self._blocks is None or self._has_digest(
+            xxhash.xxh3_128(memory.view[start - first : stop - first]), block
+        )
 
     def _has_digest(self, state: xxhash.xxh3_128, block: Window) -> bool:
         assert self._blocks is not None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from titan_ckpt.disk.files import IO_BYTES
-from titan_ckpt.disk.kernel import Buffer, address_of, bytes_at, move_bytes
+from titan_ckpt.disk.kernel import Buffer, bytes_at, move_bytes
 from titan_ckpt.disk.workers import bounce_buffer, upload
 from titan_ckpt.geometry.boxes import boxes, boxes_of_range, element_span, spans
 from titan_ckpt.geometry.chunks import Chunk, Shape, is_plain_memory
@@ -23,47 +23,9 @@ Window = tuple[int, int]
 """Bytes [start, stop) of a file, cut between elements."""
 
 
-class Held:
-    """Memory that holds the bytes of a file from `start` on, until they are scattered.
-
-    `view` is that memory and `address` its first byte. A tensor over it is only made for targets that need one: with
-    several threads, each call of torch costs a wait for the interpreter. Memory of a bounce buffer, which is
-    page-locked, lives until a device has read it; other memory only until it is scattered.
-    """
-
-    __slots__ = ("_is_bounce", "_tensor", "address", "start", "view")
-
-    def __init__(self, view: memoryview, address: int, start: int, tensor: torch.Tensor | None = None) -> None:
-        self.view, self.address, self.start, self._tensor = view, address, start, tensor
-        self._is_bounce = tensor is not None
-
-    @classmethod
-    def of(cls, bounce: Buffer, start: int) -> Held:
-        """Take what was read into a bounce buffer."""
-        return cls(bounce.view, bounce.address, start, bounce.tensor)
-
-    @classmethod
-    def over(cls, memory: memoryview, start: int) -> Held:
-        """Take a mapping, or a client's answer, which nobody may write to. The caller keeps `memory`."""
-        address = np.frombuffer(memory, np.uint8).ctypes.data if memory.readonly else address_of(memory)
-        return cls(memory, address, start)
-
-    def bytes(self, window: Window) -> memoryview:
-        return self.view[window[0] - self.start : window[1] - self.start]
-
-    def tensor(self, window: Window) -> torch.Tensor:
-        """Return the bytes of the window as uint8 on the CPU."""
-        if self._tensor is None:
-            self._tensor = torch.frombuffer(bytes_at(self.address, len(self.view)), dtype=torch.uint8)
-        return self._tensor[window[0] - self.start : window[1] - self.start]
-
-    def on(self, device: torch.device, window: Window) -> torch.Tensor:
-        """Return a copy of the window on a device. The window fits a bounce buffer."""
-        values = self.tensor(window)
-        if self._is_bounce:
-            return upload(values, device)
-        with bounce_buffer() as bounce:
-            return upload(bounce.tensor[: len(values)].copy_(values), device)
+Held = tuple[Buffer, int]
+"""Memory, and the byte of a file that it begins with. A bounce buffer, which is page-locked, lives until a device has
+read it; another's memory only until it is scattered."""
 
 
 class Slice:
@@ -140,13 +102,14 @@ class Slice:
 def scatter(slices: Sequence[Slice], window: Window, read: Held) -> None:
     """Copy to each target its part of the window, which `read` holds."""
     start, stop = window
-    base = read.address - read.start
+    memory, first = read
+    base = memory.address - first
     copies: dict[torch.device, torch.Tensor] = {}
     for part in slices:
         if not part.address:
             device = part.into.device if part.is_run else _HOST  # of columns, a device gets only what it takes
             if device not in copies:  # all of the window at once; casts and strides are made there
-                copies[device] = read.tensor(window) if device.type == "cpu" else read.on(device, window)
+                copies[device] = _on(device, memory, start - first, stop - first)
             _scatter_box(part, window, copies[device])
         elif not part.is_run:
             _scatter_rows(part, window, read)
@@ -157,11 +120,23 @@ def scatter(slices: Sequence[Slice], window: Window, read: Held) -> None:
             move_bytes(part.address + begin - part.first, base + begin, end - begin)
 
 
+def _on(device: torch.device, memory: Buffer, start: int, stop: int) -> torch.Tensor:
+    """Return these bytes of memory as uint8; if they fit a bounce buffer, on any device."""
+    values = memory.tensor[start:stop]
+    if device.type == "cpu":
+        return values
+    if memory.is_own:
+        return upload(values, device)
+    with bounce_buffer() as bounce:
+        return upload(bounce.tensor[: len(values)].copy_(values), device)
+
+
 def _scatter_rows(part: Slice, window: Window, read: Held) -> None:
     """Copy the window's part of one run per row: whole runs in one call, and the two that the window cuts off."""
     start, stop = window
     first, address, pitch, run = part.first, part.address, part.pitch, part.run
-    base = read.address - read.start
+    memory, at_first = read
+    base = memory.address - at_first
     begin, end = max(start, first), min(stop, part.stop)
     row, at = divmod(begin - first, pitch)
     if at:
@@ -171,7 +146,7 @@ def _scatter_rows(part: Slice, window: Window, read: Held) -> None:
     cut, rest = divmod(end - first, pitch)
     count = cut - row + (rest >= run)
     if count > 0:
-        source = np.ndarray((count, run), np.uint8, read.view, first + row * pitch - read.start, (pitch, 1))
+        source = np.ndarray((count, run), np.uint8, memory.view, first + row * pitch - at_first, (pitch, 1))
         np.copyto(np.ndarray((count, run), np.uint8, bytes_at(address + row * run, count * run)), source)
     if 0 < rest < run and cut >= row:
         move_bytes(address + cut * run, base + first + cut * pitch, rest)

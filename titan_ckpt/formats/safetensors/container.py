@@ -14,7 +14,9 @@ import struct
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +27,7 @@ from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.geometry.chunks import TensorInfo
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk, Entry, TensorInfo
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.store import Place
 
@@ -55,37 +56,25 @@ DTYPES: Mapping[str, torch.dtype] = {
 }
 """In upstream's order. Tensors lie in a file in the reverse order of their dtypes."""
 DTYPE_NAMES: Mapping[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One tensor of a file. `start`: the byte of the file at which its values start."""
-
-    info: TensorInfo
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class SafetensorsHeader:
-    """A checked header. `entries` are in file order and tile the file without holes."""
-
-    path: Place
-    num_bytes: int
-    metadata: Mapping[str, str]
-    entries: Mapping[str, Entry]
+_FIELDS = {"dtype", "shape", "data_offsets"}
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """A file before it is written: the header's bytes, the place of each tensor, the size of the file."""
+    """What a safetensors file holds and where: by its header, which was checked, or before it is written."""
 
     header: bytes
-    entries: Mapping[str, Entry]
+    """The bytes before the data, of a file that is to be written."""
+    entries: Mapping[str, Entry[int]]
+    """In the order of the file, which they tile without holes; a rank's file has a table of its own instead."""
     num_bytes: int
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    path: Place = Path()
+    """Where it was read."""
 
 
 @gc_paused()
-def read_header(path: Place) -> SafetensorsHeader:
+def read_header(path: Place) -> Layout:
     """Read and check a file's header, and check that the file is exactly as long as the header says.
 
     Raises: CorruptCheckpointError naming the file and the cause; OSError.
@@ -103,9 +92,10 @@ def read_header(path: Place) -> SafetensorsHeader:
     assert isinstance(header, dict)  # it starts with a brace
     metadata = _metadata(header.pop("__metadata__", {}), path)
     start = 8 + len(raw)
-    entries = sorted((_entry(key, value, start, path) for key, value in header.items()), key=lambda e: (e[1], e[2]))
+    entries = sorted((_entry(key, value, start, path) for key, value in header.items()), key=itemgetter(0, 1))
     position = start
-    for key, first, stop, info in entries:
+    for first, stop, entry in entries:
+        key, info = entry.name, entry.info
         if first != position:
             raise _corrupt(path, f"tensor {key!r} starts at byte {first}, expected {position}: a hole or an overlap")
         if stop - first != info.nbytes:
@@ -114,7 +104,7 @@ def read_header(path: Place) -> SafetensorsHeader:
     if position != num_bytes:
         what = "it is cut short" if num_bytes < position else "something was appended"
         raise _corrupt(path, f"expected {position} bytes from the header, found {num_bytes}; {what}")
-    return SafetensorsHeader(path, num_bytes, metadata, {key: Entry(info, first) for key, first, _, info in entries})
+    return Layout(b"", {entry.name: entry for _, _, entry in entries}, num_bytes, metadata, path)
 
 
 def _header_bytes(prefix: bytes, num_bytes: int, path: Place) -> int:
@@ -144,10 +134,9 @@ def lay_out(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Lay
         raise ValueError(f"safetensors has no name for the dtype of {', '.join(unknown)}")
     order = sorted(infos, key=lambda key: (-ranks[infos[key].dtype], key))
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
-    starts, position = {}, 0
+    position = 0
     for key in order:
         info = infos[key]
-        starts[key] = position
         header[key] = {
             "dtype": DTYPE_NAMES[info.dtype],
             "shape": list(info.shape),
@@ -159,8 +148,11 @@ def lay_out(infos: Mapping[str, TensorInfo], metadata: Mapping[str, str]) -> Lay
     if len(text) > MAX_HEADER_BYTES:
         raise ValueError(f"a header of {len(text)} bytes is over the format's limit of {MAX_HEADER_BYTES}")
     base = 8 + len(text)
-    entries = {key: Entry(infos[key], base + start) for key, start in starts.items()}
-    return Layout(struct.pack("<Q", len(text)) + text, entries, base + position)
+    entries = {
+        key: Entry(key, info := infos[key], Chunk.whole(info.shape), base + header[key]["data_offsets"][0])
+        for key in order
+    }
+    return Layout(struct.pack("<Q", len(text)) + text, entries, base + position, metadata)
 
 
 def _metadata(value: strict_json.Json, path: Place) -> dict[str, str]:
@@ -169,9 +161,9 @@ def _metadata(value: strict_json.Json, path: Place) -> dict[str, str]:
     return {name: str(text) for name, text in value.items()}
 
 
-def _entry(key: str, value: object, base: int, path: Place) -> tuple[str, int, int, TensorInfo]:
-    """Check one header row; return (key, first byte, byte after the last, info) in bytes of the file."""
-    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+def _entry(key: str, value: object, base: int, path: Place) -> tuple[int, int, Entry[int]]:
+    """Check one header row; return the first byte of its values in the file, the byte after the last, and the entry."""
+    if not isinstance(value, dict) or value.keys() != _FIELDS:
         raise _corrupt(path, f"tensor {key!r} does not have exactly dtype, shape and data_offsets")
     name, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(name, str) or name not in DTYPES:
@@ -182,7 +174,9 @@ def _entry(key: str, value: object, base: int, path: Place) -> tuple[str, int, i
         raise _corrupt(path, f"tensor {key!r} has data_offsets {str(offsets)[:80]}")
     if math.prod(shape) >= 2**63:
         raise _corrupt(path, f"tensor {key!r} has shape {shape}: more elements than a file can hold")
-    return key, base + offsets[0], base + offsets[1], TensorInfo(tuple(shape), DTYPES[name])
+    info = TensorInfo(tuple(shape), DTYPES[name])
+    first, stop = base + offsets[0], base + offsets[1]
+    return first, stop, Entry(key, info, Chunk.whole(info.shape), first)
 
 
 def _counts(value: object) -> bool:
@@ -196,11 +190,11 @@ def _corrupt(path: Place, cause: str) -> CorruptCheckpointError:
 class SafetensorsFiles:
     """Open safetensors files whose headers were checked before. Each key is in one file."""
 
-    def __init__(self, headers: Sequence[SafetensorsHeader]) -> None:
+    def __init__(self, headers: Sequence[Layout]) -> None:
         """Index the files' keys. Raises: CorruptCheckpointError if two files hold one key."""
         self._files: dict[Place, Reader] = {}
         self._lock = threading.Lock()
-        self._places: dict[str, tuple[SafetensorsHeader, Entry]] = {}
+        self._places: dict[str, tuple[Layout, Entry[int]]] = {}
         faults = []
         for header in headers:
             for key, entry in header.entries.items():
@@ -213,26 +207,26 @@ class SafetensorsFiles:
         self._headers = headers
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, Entry[int]]:
         return {key: entry for key, (_, entry) in self._places.items()}
 
-    def read(self, requests: Sequence[FilePart]) -> None:
+    def read(self, requests: Sequence[Block]) -> None:
         """Fill every request. Several threads may call it. Raises: as `plan`, and as the function that it returns."""
         self.plan(requests)()
 
     @gc_paused()
-    def plan(self, requests: Sequence[FilePart]) -> SliceFill:
+    def plan(self, requests: Sequence[Block]) -> SliceFill:
         """Open the files of all requests; return the function that fills them.
 
         Raises: CorruptCheckpointError if a file has changed since its header was read; OSError. The function raises
         CorruptCheckpointError if a file ends early; OSError.
         """
         slices: dict[Place, list[Slice]] = {}
-        for key, chunk, into in requests:
+        for chunk, into, key in requests:
             header, entry = self._places[key]
             if chunk.numel:
                 box = None if chunk.sizes == entry.info.shape else chunk
-                made = Slice(key, entry.start, entry.info.shape, entry.info.dtype, box, into.detach())
+                made = Slice(key, entry.at, entry.info.shape, entry.info.dtype, box, into.detach())
                 slices.setdefault(header.path, []).append(made)
                 self._open(header)
         of_files = [(self._files[path], None, of_file) for path, of_file in slices.items()]
@@ -243,7 +237,7 @@ class SafetensorsFiles:
         for key in keys:
             self._open(self._places[key][0])
 
-    def _open(self, header: SafetensorsHeader) -> None:
+    def _open(self, header: Layout) -> None:
         with self._lock:
             if header.path not in self._files:
                 # download caches hold links to their files

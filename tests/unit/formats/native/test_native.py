@@ -31,8 +31,7 @@ from titan_ckpt.formats.native.header import header_bytes
 from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, STORED_DTYPES
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import StagedFile, WritePlan
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk
 
 Tensors = dict[str, torch.Tensor]
 FILE = "rank-00000.safetensors"
@@ -60,7 +59,7 @@ def load(folder: Path, like: Mapping[str, torch.Tensor]) -> Tensors:
     """Read every tensor whole, into fresh memory full of other bits."""
     into = {fqn: of(value.dtype, *value.shape, seed=1) for fqn, value in like.items()}
     with NativeReader(folder) as reader:
-        reader.read([FilePart(fqn, Chunk.whole(value.shape), value) for fqn, value in into.items()])
+        reader.read([Block(Chunk.whole(value.shape), value, fqn) for fqn, value in into.items()])
     return into
 
 
@@ -288,12 +287,12 @@ def test_a_damaged_block_is_named_with_its_tensors_and_all_that_were_overwritten
     into = {fqn: torch.zeros_like(value) for fqn, value in tensors.items()}
     with NativeReader(tmp_path) as reader:
         unharmed = {fqn: value for fqn, value in into.items() if fqn != "t17"}
-        reader.read([FilePart(fqn, Chunk.whole(value.shape), value) for fqn, value in unharmed.items()])
+        reader.read([Block(Chunk.whole(value.shape), value, fqn) for fqn, value in unharmed.items()])
         assert_same(unharmed, {fqn: tensors[fqn] for fqn in unharmed})
         for value in into.values():
             value.zero_()
         with pytest.raises(CorruptCheckpointError, match=r"values of 1 tensor\(s\): t17\.") as caught:
-            reader.read([FilePart(fqn, Chunk.whole(value.shape), value) for fqn, value in into.items()])
+            reader.read([Block(Chunk.whole(value.shape), value, fqn) for fqn, value in into.items()])
         changed = {fqn for fqn, value in into.items() if value.any()}
         assert changed == set(caught.value.overwritten) == {*into} - ({"t17"} if not cached else set())
         with pytest.raises(CorruptCheckpointError, match="t17"):

@@ -47,7 +47,7 @@ def write_step(folder: Path, *ranks: dict[str, tuple[tuple[int, ...], int, int]]
         ]
         elsewhere = {fqn: info for fqn, info in infos.items() if rank == 0 and fqn not in tensors}
         layout = lay_out(chunks, rank, len(ranks), elsewhere)
-        view = Buffer.allocate(round_up(layout.data_bytes)).view
+        view = Buffer.allocate(round_up(layout.num_bytes - len(layout.header))).view
         data = b"".join(_rows(*tensor, first) for tensor in tensors.values())
         view[: len(data)] = data
         name = rank_file_name(rank)

@@ -27,7 +27,6 @@ from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import element_span, is_run, overlap
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Transpose
-from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.testing import distributed
 from titan_ckpt.weights.transforms import StateDictTransforms
 
@@ -45,9 +44,9 @@ def test_runs_make_up_a_tensor_and_fit_a_write(shape: tuple[int, ...], dtype: to
         assert {run.offsets[0] % 128 for run in runs} == {0}
 
 
-def test_any_part_of_a_piece_is_found(permuted: FilePart) -> None:
+def test_any_part_of_a_piece_is_found(permuted: Block) -> None:
     """Also one that begins or ends inside of a head, or has some of its columns."""
-    whole = permuted.view.reshape(24, 6)
+    whole = permuted.data.reshape(24, 6)
     for box in (Chunk((8, 2), (16, 6)), Chunk((9, 3), (5, 4)), Chunk((31, 7), (1, 1)), Chunk((8, 2), (24, 6))):
         part = part_of(permuted, box)
         assert torch.equal(part.reshape(box.sizes), whole[box.within(permuted.chunk)])
@@ -64,12 +63,12 @@ def test_any_part_of_a_piece_is_found(permuted: FilePart) -> None:
 )
 def test_a_piece_whose_view_has_other_rows_than_the_file_is_cut(view: torch.Tensor, chunk: Chunk, box: Chunk) -> None:
     """As an operation of the user's own may make it: its elements are the chunk's, in any shape."""
-    part = part_of(FilePart("x", chunk, view), box)
+    part = part_of(Block(chunk, view, "x"), box)
     assert torch.equal(part, view.reshape(chunk.sizes)[box.within(chunk)])
 
 
 @pytest.fixture
-def permuted() -> FilePart:
+def permuted() -> Block:
     """Rows 8 to 31 and columns 2 to 7 of heads of 8 rows, which are mixed in memory."""
     block = torch.arange(24 * 6).view(24, 6)
     (piece,) = PermuteRotary(5).pieces(0, [(40, 9)], Block(Chunk((8, 2), (24, 6)), block), "x")
@@ -81,7 +80,7 @@ class Sent:
 
     def __init__(self, infos: Mapping[str, TensorInfo], num_ranks: int, round_bytes: int) -> None:
         self.infos, self.ranks, self.round_bytes = infos, tuple(range(num_ranks)), round_bytes
-        self.written: list[list[tuple[FilePart, Marks]]] = [[] for _ in self.ranks]
+        self.written: list[list[tuple[Block, Marks]]] = [[] for _ in self.ranks]
 
     def exchange(self, line: Coordinator) -> Exchange:
         numbers = {key: number for number, key in enumerate(self.infos)}
@@ -106,8 +105,8 @@ class Sent:
         made.begin()
         return made
 
-    def note(self, rank: int, part: FilePart, marks: Marks) -> None:
-        self.written[rank].append((part._replace(view=part.view.clone()), marks))  # the memory is used again
+    def note(self, rank: int, part: Block, marks: Marks) -> None:
+        self.written[rank].append((part._replace(data=part.data.clone()), marks))  # the memory is used again
 
     def run(self, act: Callable[[Exchange], None]) -> list[str | None]:
         """Call `act` on every rank; return the error of each."""
@@ -127,7 +126,7 @@ class Sent:
             return [*pool.map(on_rank, self.ranks)]
 
 
-def put_all(exchange: Exchange, pieces: Sequence[FilePart]) -> None:
+def put_all(exchange: Exchange, pieces: Sequence[Block]) -> None:
     """Send pieces in the order of the files."""
     items = [(at, number, piece) for piece in pieces for at, number in exchange.runs_in(piece)]
     for position, number, piece in sorted(items, key=lambda item: item[:2]):
@@ -141,7 +140,7 @@ def test_values_come_to_the_rank_that_writes_their_run(seed: int) -> None:
     """Of any boxes on any ranks each run is written once, whole, by its owner, with the digest of each part."""
     chance = random.Random(seed)
     infos: dict[str, TensorInfo] = {}
-    pieces: list[list[FilePart]] = [[] for _ in range(3)]
+    pieces: list[list[Block]] = [[] for _ in range(3)]
     values: dict[str, torch.Tensor] = {}
     for key in "abc":
         heights = [chance.randint(1, 900) for _ in range(chance.randint(1, 3))]
@@ -150,9 +149,7 @@ def test_values_come_to_the_rank_that_writes_their_run(seed: int) -> None:
         infos[key] = TensorInfo(tuple(values[key].shape), torch.float32)
         for i, j in itertools.product(range(len(heights)), range(len(widths))):
             box = Chunk((sum(heights[:i]), sum(widths[:j])), (heights[i], widths[j]))
-            pieces[chance.randrange(3)].append(
-                FilePart(key, box, values[key][box.within(Chunk.whole(infos[key].shape))])
-            )
+            pieces[chance.randrange(3)].append(Block(box, values[key][box.within(Chunk.whole(infos[key].shape))], key))
     sent = Sent(infos, 3, 1 << 20)
     assert sent.run(lambda exchange: put_all(exchange, pieces[exchange._coordinator.rank])) == [None] * 3
     for number, key in enumerate(infos):
@@ -161,7 +158,7 @@ def test_values_come_to_the_rank_that_writes_their_run(seed: int) -> None:
             assert [len(found) for found in of_ranks] == [int(rank == (number + i) % 3) for rank in range(3)]
             (((found, marks),),) = filter(None, of_ranks)
             expected = values[key][run.within(Chunk.whole(infos[key].shape))]
-            assert torch.equal(found.view, expected)
+            assert torch.equal(found.data, expected)
             assert all(mark == digest(memory_of(expected[box.within(run)])) for box, mark in marks)
     assert sum(map(len, sent.written)) == sum(len(runs_of(info)) for info in infos.values())
 
@@ -173,25 +170,25 @@ def memory_of(values: torch.Tensor) -> memoryview:
 def test_what_makes_up_no_run_and_what_comes_twice_is_written_as_it_is() -> None:
     """A part that no rank has, as of ranks whose replicas are divided otherwise, is not waited for."""
     value = torch.randn(6, 8)
-    left, right = (FilePart("x", Chunk((0, at), (6, 4)), value[:, at : at + 4]) for at in (0, 4))
+    left, right = (Block(Chunk((0, at), (6, 4)), value[:, at : at + 4], "x") for at in (0, 4))
     infos = {"x": TensorInfo((6, 8), torch.float32), "y": TensorInfo((6, 8), torch.float32)}
     sent = Sent(infos, 2, 1 << 20)
-    pieces = [[left, left, FilePart("y", left.chunk, left.view)], [right]]
+    pieces = [[left, left, Block(left.chunk, left.data, "y")], [right]]
     assert sent.run(lambda exchange: put_all(exchange, pieces[exchange._coordinator.rank])) == [None] * 2
     boxes = sorted((part.key, part.chunk.offsets, part.chunk.sizes) for of_rank in sent.written for part, _ in of_rank)
     assert boxes == [("x", (0, 0), (6, 4)), ("x", (0, 0), (6, 8)), ("y", (0, 0), (6, 4))]
     for part, _ in itertools.chain.from_iterable(sent.written):
-        assert torch.equal(part.view, value[part.chunk.within(Chunk.whole((6, 8)))])
+        assert torch.equal(part.data, value[part.chunk.within(Chunk.whole((6, 8)))])
 
 
 def test_rows_of_a_run_whose_rest_other_ranks_write_are_one_write() -> None:
     """As of ranks that have other rows, in a group of their own."""
     value = torch.randn(600, 1000)
-    pieces = [FilePart("x", Chunk((50, at), (500, 500)), value[50:550, at : at + 500]) for at in (0, 500)]
+    pieces = [Block(Chunk((50, at), (500, 500)), value[50:550, at : at + 500], "x") for at in (0, 500)]
     sent = Sent({"x": TensorInfo((600, 1000), torch.float32)}, 2, 1 << 20)
     assert sent.run(lambda exchange: put_all(exchange, [pieces[exchange._coordinator.rank]])) == [None] * 2
     (((found, marks),),) = filter(None, sent.written)
-    assert found.chunk == Chunk((50, 0), (500, 1000)) and torch.equal(found.view, value[50:550])
+    assert found.chunk == Chunk((50, 0), (500, 1000)) and torch.equal(found.data, value[50:550])
     assert min(box.offsets for box, _ in marks) == (50, 0)
 
 
@@ -199,11 +196,11 @@ def test_a_rank_that_cannot_write_goes_on_exchanging() -> None:
     """It raises its error, and the other one writes what it gets and waits for nothing."""
     value = torch.randn(4096, 1024)
     infos = {"x": TensorInfo((4096, 1024), torch.float32)}
-    halves = [FilePart("x", Chunk((0, at), (4096, 512)), value[:, at : at + 512]) for at in (0, 512)]
+    halves = [Block(Chunk((0, at), (4096, 512)), value[:, at : at + 512], "x") for at in (0, 512)]
     sent = Sent(infos, 2, 1 << 20)
     note = sent.note
 
-    def full(rank: int, part: FilePart, marks: Marks) -> None:
+    def full(rank: int, part: Block, marks: Marks) -> None:
         if rank == 0 and sent.written[0]:
             raise OSError("full")
         note(rank, part, marks)
@@ -230,7 +227,7 @@ def test_many_small_runs_that_are_not_whole_yet_take_no_more_memory_than_their_v
             assert is_ahead.wait(20)
         half = Chunk((0, 16 * rank), (16, 16))
         for name in names:
-            exchange.put(FilePart(name, half, value[half.within(Chunk.whole((16, 32)))]), 0)
+            exchange.put(Block(half, value[half.within(Chunk.whole((16, 32)))], name), 0)
         is_ahead.set()
         exchange.finish()
 
@@ -246,7 +243,7 @@ def test_many_small_runs_that_are_not_whole_yet_take_no_more_memory_than_their_v
 def test_an_interrupt_while_values_are_put_holds_up_no_rank(moment: str) -> None:
     """The interrupted rank closes the exchange at once, and the other one does not wait for more of its values."""
     value = torch.randn(600, 1000)
-    halves = [FilePart("x", Chunk((0, at), (600, 500)), value[:, at : at + 500]) for at in (0, 500)]
+    halves = [Block(Chunk((0, at), (600, 500)), value[:, at : at + 500], "x") for at in (0, 500)]
 
     def put(exchange: Exchange) -> None:
         if exchange._coordinator.rank == 1:

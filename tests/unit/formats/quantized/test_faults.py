@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk
-from titan_ckpt.geometry.requests import FilePart
+from titan_ckpt.geometry.chunks import Block, Chunk
 
 Tensors = dict[str, torch.Tensor]
 FLOAT8 = torch.float8_e4m3fn
@@ -236,7 +235,7 @@ def test_a_file_cut_short_after_opening_is_one_error(tmp_path: Path) -> None:
         path = tmp_path / "model.safetensors"
         path.write_bytes(path.read_bytes()[:-100])
         with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
-            reader.read([FilePart("a.weight", Chunk.whole((40, 24)), torch.zeros(40, 24))])
+            reader.read([Block(Chunk.whole((40, 24)), torch.zeros(40, 24), "a.weight")])
 
 
 HOSTILE: tuple[Any, ...] = (None, 0, -1, 2**40, "x", "", [], {}, [1], [0, 0], 1.5, True, {"a": 1})

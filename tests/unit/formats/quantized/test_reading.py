@@ -14,9 +14,8 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from tests.forked import memory_of
 from tests.world import read_all
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo
+from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Transpose
-from titan_ckpt.geometry.requests import FilePart
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.transforms import StateDictTransforms
@@ -55,9 +54,9 @@ def test_only_the_bytes_of_the_region_are_read(tmp_path: Path) -> None:
     expected = fp8_folder(tmp_path, 8192, 512, (64, 64))
     into = torch.empty(80, 512)
     with open_reader(tmp_path) as reader:
-        reader.read([FilePart("a.bias", Chunk((0,), (1,)), torch.empty(1, dtype=torch.bfloat16))])
+        reader.read([Block(Chunk((0,), (1,)), torch.empty(1, dtype=torch.bfloat16), "a.bias")])
         before = bytes_read()
-        reader.read([FilePart("a.weight", Chunk((3000, 0), (80, 512)), into)])
+        reader.read([Block(Chunk((3000, 0), (80, 512)), into, "a.weight")])
         taken = bytes_read() - before
     assert torch.equal(into, expected[3000:3080])
     assert 80 * 512 + 3 * 8 * 4 <= taken <= 80 * 512 + 8192
@@ -75,7 +74,7 @@ def test_memory_stays_bounded_whatever_the_tensors_size(tmp_path: Path) -> None:
     with open_reader(tmp_path) as reader:
 
         def act() -> bool:
-            reader.read([FilePart("a.weight", Chunk.whole(into.shape), into)])
+            reader.read([Block(Chunk.whole(into.shape), into, "a.weight")])
             return torch.equal(into[1234], expected)
 
         extra, is_right = memory_of(act, before=into.zero_)
@@ -107,7 +106,7 @@ def test_values_land_in_memory_that_a_table_rearranged(tmp_path: Path, rows: int
         table = KeyMap((KeyRule.of("t", "a.weight", Transpose()),))
         reader.read(StateDictTransforms(table).from_file(turned, reader.tensors, None, cast=False).requests)
         flat = torch.zeros(rows * 24)
-        reader.read([FilePart("a.weight", Chunk((1, 0), (rows - 1, 24)), flat[24:])])
+        reader.read([Block(Chunk((1, 0), (rows - 1, 24)), flat[24:], "a.weight")])
     assert torch.equal(rotary["q"], expected.view(2, 2, 8, 24).transpose(1, 2).reshape(32, 24))
     assert torch.equal(turned["t"], expected.t())
     assert torch.equal(flat.view(rows, 24)[1:], expected[1:rows])
@@ -118,7 +117,7 @@ def test_closing_twice_and_reading_nothing_is_harmless(tmp_path: Path) -> None:
     fp8_folder(tmp_path, 40, 24)
     reader = open_reader(tmp_path)
     reader.read([])
-    reader.read([FilePart("a.weight", Chunk((3, 0), (0, 24)), torch.zeros(0, 24))])
+    reader.read([Block(Chunk((3, 0), (0, 24)), torch.zeros(0, 24), "a.weight")])
     reader.close()
     reader.close()
 

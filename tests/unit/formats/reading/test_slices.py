@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from titan_ckpt.disk.files import FileReader
 from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.formats.reading import slices
-from titan_ckpt.formats.reading.slices import Held, Slice, scatter
+from titan_ckpt.formats.reading.slices import Slice, scatter
 from titan_ckpt.geometry.chunks import Chunk
 
 
@@ -46,7 +46,7 @@ def test_any_box_comes_out_of_any_windows(kind: str, data: st.DataObject) -> Non
         begin = data.draw(st.sampled_from([0, window[0]]))  # memory may hold more than this window
         bounce = Buffer.allocate(window[1] - begin)
         bounce.tensor.copy_(section.view(torch.uint8)[begin : window[1]])
-        scatter([part], window, Held.of(bounce, begin))
+        scatter([part], window, (bounce, begin))
     values = section[start // dtype.itemsize :][:numel].view(sizes)
     expected = values[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
     assert torch.equal(into, expected.to(into.dtype))
@@ -62,7 +62,7 @@ def test_columns_come_out_of_memory_that_holds_more_than_the_window() -> None:
     memory = Buffer.allocate(96)
     memory.tensor.copy_(section)
     for window in pairwise([0, 28, 60, 96]):
-        scatter([part], window, Held.of(memory, 0))
+        scatter([part], window, (memory, 0))
     assert torch.equal(into, section.view(12, 8)[:, 2:5])
 
 
@@ -80,6 +80,8 @@ def test_elements_at_odd_offsets_of_a_mapping_are_aligned_before_torch_reads_the
     (tmp_path / "a.bin").write_bytes(bytes(3) + value.numpy().tobytes())
     file, into = FileReader(tmp_path / "a.bin"), torch.zeros(100, 50, dtype=torch.float64)
     stop = 3 + value.nbytes
-    scatter([Slice("x", 3, (100, 50), torch.float32, None, into)], (3, stop), Held.over(file.view(3, value.nbytes), 3))
+    scatter(
+        [Slice("x", 3, (100, 50), torch.float32, None, into)], (3, stop), (Buffer.over(file.view(3, value.nbytes)), 3)
+    )
     file.close()
     assert torch.equal(into, value.double()) and seen == [0]

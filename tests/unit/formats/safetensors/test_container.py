@@ -125,7 +125,7 @@ def test_a_damaged_header_is_refused_or_still_tiles_the_file(data: st.DataObject
         assert sum(entry.info.nbytes for entry in header.entries.values()) <= header.num_bytes
         position = header.num_bytes - sum(entry.info.nbytes for entry in header.entries.values())
         for entry in header.entries.values():
-            assert entry.start == position
+            assert entry.at == position
             position += entry.info.nbytes
 
 

@@ -25,7 +25,6 @@ from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_head
 from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.geometry.keymap import PermuteRotary
-from titan_ckpt.geometry.requests import FilePart
 
 
 @contextmanager
@@ -42,12 +41,12 @@ def test_neighbours_in_file_and_memory_are_one_direct_read(tmp_path: Path, monke
     value = torch.randint(0, 100, (301, 1000), dtype=torch.int32)
     path = tmp_path / "a.safetensors"
     save_file({"x": value}, path)
-    start = read_header(path).entries["x"].start + 4 * 500
+    start = read_header(path).entries["x"].at + 4 * 500
     buffer = Buffer.allocate(2 << 20)
     boxes = [Chunk((0, 500), (1, 500)), Chunk((1, 0), (299, 1000)), Chunk((300, 0), (1, 7))]
     requests, at = [], start % 4096
     for box in boxes:
-        requests.append(FilePart("x", box, buffer.tensor[at : at + 4 * box.numel].view(torch.int32)))
+        requests.append(Block(box, buffer.tensor[at : at + 4 * box.numel].view(torch.int32), "x"))
         at += 4 * box.numel
     reads: list[int] = []
     true = FileReader.read_blocks
@@ -61,7 +60,7 @@ def test_neighbours_in_file_and_memory_are_one_direct_read(tmp_path: Path, monke
     with opened(path) as files:
         files.read(requests)
     assert reads == [at - start % 4096]
-    assert torch.equal(torch.cat([r.view.view(-1) for r in requests]), value.view(-1)[500 : 300 * 1000 + 7])
+    assert torch.equal(torch.cat([r.data.view(-1) for r in requests]), value.view(-1)[500 : 300 * 1000 + 7])
 
 
 def test_columns_of_permuted_heads_in_small_maps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +92,7 @@ def test_tensors_at_odd_offsets_are_read(tmp_path: Path, shape: tuple[int, int])
         if cold:
             drop_from_page_cache(tmp_path)
         with opened(tmp_path / "a.safetensors") as files:
-            files.read([FilePart("x", Chunk.whole(shape), run), FilePart("x", Chunk((0, 1), (shape[0], 2)), box)])
+            files.read([Block(Chunk.whole(shape), run, "x"), Block(Chunk((0, 1), (shape[0], 2)), box, "x")])
         assert torch.equal(run, value.double())
         assert torch.equal(box, value[:, 1:3])
 
@@ -117,7 +116,7 @@ def test_a_file_that_changed_since_it_was_checked_is_refused(tmp_path: Path) -> 
     with opened(path) as files:
         save_file({"x": torch.ones(5)}, path)
         with pytest.raises(CorruptCheckpointError, match="changed"):
-            files.read([FilePart("x", Chunk.whole((3,)), torch.zeros(3))])
+            files.read([Block(Chunk.whole((3,)), torch.zeros(3), "x")])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["read", "mapped"])
@@ -126,7 +125,7 @@ def test_a_file_that_is_cut_short_while_it_is_open_is_named(tmp_path: Path, dtyp
     path = tmp_path / "a.safetensors"
     save_file({"x": torch.ones(1 << 20)}, path)
     with opened(path) as files:
-        fill = files.plan([FilePart("x", Chunk.whole((1 << 20,)), torch.zeros(1 << 20, dtype=dtype))])
+        fill = files.plan([Block(Chunk.whole((1 << 20,)), torch.zeros(1 << 20, dtype=dtype), "x")])
         os.truncate(path, 1 << 20)
         with pytest.raises(CorruptCheckpointError, match=r"a\.safetensors ends .* cut short"):
             fill()

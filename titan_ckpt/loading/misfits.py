@@ -29,7 +29,7 @@ def problems_of(
     `report`: of all sources. `in_two`: weights that two sources have, each with these sources.
     """
     adapters = [source.adapter for source, *_ in sources]
-    prefix = _prefix(sources[0][2], sources[0][1].absent_keys) if len(sources) == 1 else ""
+    prefix = _prefix(sources[0][2], [*sources[0][1].absent]) if len(sources) == 1 else ""
     problems = [f"{judged[0].path}: {line}" for judged in sources for line in _of_source(*judged[1:], prefix, resuming)]
     if report.missing and not prefix:
         where = ", ".join(str(source.path) for source, *_ in sources)
@@ -59,7 +59,7 @@ def _of_source(
     if prefix:
         yield (
             f"all {len(strangers)} names begin with {prefix!r}, and the model's do not: save the state dict of the "
-            f"module inside its wrapper, or name the tensors anew, such as {plan.absent_keys[0]}"
+            f"module inside its wrapper, or name the tensors anew, such as {next(iter(plan.absent))}"
         )
     elif strangers:
         near = {key: plan.near(key) for key in strangers[:_LISTED]}

@@ -13,9 +13,9 @@ import torch
 
 from titan_ckpt.errors import KeyMapError, LoadMismatchError, listed
 from titan_ckpt.formats.huggingface.peft import PeftReader
-from titan_ckpt.geometry.chunks import Chunk, Shape, blocks_of, info_of
+from titan_ckpt.geometry.chunks import Block, Chunk, Shape, blocks_of, info_of
 from titan_ckpt.geometry.keymap import KeyGroup, KeyMap
-from titan_ckpt.geometry.requests import FilePart, TensorReader
+from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import StateDict
 
@@ -33,7 +33,7 @@ def views_of(group: KeyGroup, key: str, base: StateDict) -> Iterator[tuple[torch
     shapes = [info_of(base[fqn]).shape for fqn in group.fqns]
     for i, fqn in enumerate(group.fqns):
         for block in blocks_of(base[fqn]):
-            for other, chunk, view in group.op.pieces(i, shapes, block, group.keys):
+            for chunk, view, other in group.op.pieces(i, shapes, block, group.keys):
                 if other == key:
                     yield view, chunk
 
@@ -42,7 +42,7 @@ def is_other(reader: TensorReader, key: str, views: Iterable[tuple[torch.Tensor,
     """Return whether a tensor of a folder, rounded to the dtype of live views, has other values than these."""
     for view, chunk in views:
         theirs = torch.empty_like(view)
-        reader.read([FilePart(key, chunk, theirs)])
+        reader.read([Block(chunk, theirs, key)])
         if not torch.equal(theirs, view):
             return True
     return False

@@ -76,7 +76,7 @@ class Coordinator:
         self._clones = itertools.count()
         self._stale: list[str] = []
         self._silent: list[int] = []
-        """Ranks that rank 0 waited for in vain in the last exchange of any line, but for one that a leaving rank ended."""
+        """Whom rank 0 waited for in vain in the last exchange of any line, except one that a leaving rank has ended."""
         self._over: PeerError | None = None
         """Why this line has ended: its store is lost, or a rank has left."""
         self._is_lost = False

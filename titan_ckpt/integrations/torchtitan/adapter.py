@@ -247,9 +247,9 @@ def _arrangement(adapter: Any, shapes: Mapping[str, Shape]) -> tuple[_Arrangemen
         arranged.append((sorted(origins), found, op))
     for probe in _digits(shapes) if any(value.dtype.itemsize < 4 for value in made[0].values()) else ():
         values = _call(adapter, "to_hf", probe)
-        for number, (natives, found, op) in enumerate(arranged):
-            if op and not makes(op, [probe[fqns[i]] for i in natives], [values[keys[i]] for i in found]):
-                arranged[number] = natives, found, None
+        for number, (taken, found, op) in enumerate(arranged):
+            if op and not makes(op, [probe[fqns[i]] for i in taken], [values[keys[i]] for i in found]):
+                arranged[number] = taken, found, None
     return _Arrangement(arranged, [i for i in range(len(fqns)) if not any(i in o for o, _ in groups)]), keys
 
 

@@ -383,6 +383,18 @@ def test_rows_in_any_order_and_transposed_matrices_are_tables() -> None:
     assert type(key_map.group_of_fqn("a").op).__name__ == "Transpose"
 
 
+@pytest.mark.parametrize(("first", "second"), [(1500, 1501), (69632, 69888)])
+def test_rows_that_are_moved_where_the_adapters_dtype_rounds_their_numbers_are_refused(first: int, second: int) -> None:
+    """As the special tokens of a large table: bfloat16 has no number of its own for each row beyond 256."""
+    order = [*range(70000)]
+    whole = _Adapter(lambda s: {k: v.bfloat16() for k, v in s.items()})
+    assert type(find_key_map(whole, {"a": (70000, 2)}, {}).group_of_fqn("a").op).__name__ == "Identity"
+    order[first], order[second] = second, first
+    moved = _Adapter(lambda s: {k: v.bfloat16()[order] for k, v in s.items()})
+    with pytest.raises(KeyMapError, match="no permutation of rows"):
+        find_key_map(moved, {"a": (70000, 2)}, {})
+
+
 def test_a_config_json_of_another_model_or_none_at_all_is_refused(tmp_path: Path) -> None:
     """Each fault is named before step 1; the flavours of llama3 and qwen3 need no file."""
     model = FLAVOURS["qwen3_debugmodel"]().model_spec.model

@@ -75,8 +75,8 @@ class Coordinator:
         """Whether an interrupt has left it in the middle, perhaps before this rank has posted."""
         self._clones = itertools.count()
         self._stale: list[str] = []
-        self.silent: list[int] = []
-        """The ranks that rank 0 has waited for in vain in the last exchange."""
+        self._silent: list[int] = []
+        """Whom rank 0 waited for in vain in the last exchange of any line, except one that a leaving rank has ended."""
         self._over: PeerError | None = None
         """Why this line has ended: its store is lost, or a rank has left."""
         self._is_lost = False
@@ -106,6 +106,7 @@ class Coordinator:
         store = None if self._store is None else self._store.clone()
         prefix = f"{self._prefix}/line-{next(self._clones)}"
         line = Coordinator(self.rank, self.world_size, store, prefix, self.timeout_seconds)
+        line._silent = self._silent
         self._lines.append(line)
         return line
 
@@ -135,8 +136,8 @@ class Coordinator:
         """Leave this line and the lines made from it: a rank that waits for this one, now or later, raises at once.
 
         Its PeerError names the exception that is being handled here, if there is one. Rank 0 may serve the store, so it
-        stays until all ranks have left that it has not waited for in vain before, but at most 10 s. Collective at the
-        end of a run; never raises.
+        stays until all ranks have left but those that it waits for in vain, and at most 10 s. Collective at the end of
+        a run; never raises.
         """
         self.peers.discard()
         if self._store is None or self._is_lost:
@@ -145,7 +146,7 @@ class Coordinator:
         error = sys.exception()
         cause = HAS_LEFT if error is None else f"{HAS_LEFT} because of {type(error).__name__}: {error}"
         verdict = _Verdict([(self.rank, cause)], [], is_last=True)
-        silent = {rank for line in self._lines for rank in line.silent}
+        silent = [*self._silent]
         left = [f"{self._prefix}/left/{rank}" for rank in range(self.world_size)]
         heard = [key for rank, key in enumerate(left) if rank not in silent]
 
@@ -284,7 +285,8 @@ class Coordinator:
             if error is None:
                 raise
             raise error from None
-        self.silent = exchange.silent
+        if not verdict.is_last:
+            self._silent[:] = exchange.silent
         self._is_open = verdict.is_in_vain
         if not verdict.failures:
             return verdict.values

@@ -147,7 +147,7 @@ def check_config(
         for key, expected in fixed.items()
         if config.get(key, expected) != expected
     ]
-    problems += [f"{key}: missing" for key in (*_REQUIRED, *required) if key not in config]
+    problems += [f"{key}: missing" for key in (*_REQUIRED, *required) if config.get(key) is None]
     rope = rotary(config)
     if rope["rope_type"] not in rope_types:
         expected = " or ".join(rope_types)

@@ -308,6 +308,8 @@ def test_rank_0_leaves_without_those_that_it_has_waited_for_in_vain() -> None:
         if line.rank == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         failed = outcome(lambda: other.barrier("after", timeout_seconds=1.0))
+        if line.rank == 0:  # rank 2 has left, which ends this exchange and says nothing of rank 1
+            assert "rank 2 has left" in outcome(lambda: line.barrier("more"))[2]
         with mock.patch.object(coordinator, "_arrive") as waiting:
             line.close()
         return [failed[:2], [key.rpartition("/")[2] for call in waiting.call_args_list for key in call.args[1]]]
@@ -317,6 +319,22 @@ def test_rank_0_leaves_without_those_that_it_has_waited_for_in_vain() -> None:
         assert ranks.result(0) == [["PeerError", [1]], ["0", "2"]]
     finally:
         ranks.stop()
+
+
+def test_rank_0_waits_for_a_rank_that_was_late_once_and_has_come_again() -> None:
+    """It was waited for in vain on one line and has answered on another since: it may still read what rank 0 serves."""
+
+    def body(line: Coordinator) -> Any:
+        other = line.background()
+        if line.rank == 1:
+            time.sleep(3)
+        failed = outcome(lambda: other.barrier("late", timeout_seconds=1.0))
+        line.barrier("again")
+        with mock.patch.object(coordinator, "_arrive") as waiting:
+            line.close()
+        return [failed[0], [key.rpartition("/")[2] for call in waiting.call_args_list for key in call.args[1]]]
+
+    assert run(2, body, timeout=600) == [["PeerError", ["0", "1"]], ["PeerError", []]]
 
 
 @pytest.mark.parametrize("leaver", [0, 1, 2])

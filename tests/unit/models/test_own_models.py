@@ -121,6 +121,13 @@ def test_a_config_this_model_cannot_represent_lists_every_reason(
     assert {p.split(":")[0] for p in caught.value.problems} == {*foreign, missing, "rope_parameters.rope_type"}
 
 
+@pytest.mark.parametrize("key", ["norm_topk_prob", "num_experts_per_tok", "hidden_size"])
+def test_a_key_without_a_value_is_missing(key: str) -> None:
+    """transformers refuses it too; a default in its place could compute something else."""
+    with pytest.raises(ConfigError, match=f"{key}: missing"):
+        FAMILIES["qwen3_moe"][2].from_hf(debug("qwen3_moe").to_hf() | {key: None})
+
+
 @pytest.mark.parametrize(("name", "other", "setting"), [("llama3", "qwen3", "qwen3"), ("qwen3", "qwen2", "hf")])
 def test_a_config_of_another_model_names_the_setting_that_takes_it(name: str, other: str, setting: str) -> None:
     """Its other settings are no faults of their own."""

@@ -485,7 +485,12 @@ class Exchange:
         for (key_number, number), run in [*self._runs.items()]:
             if run.position < waiting.slowest:  # all ranks are past it
                 del self._runs[key_number, number]
-                yield from self._incomplete(self._keys[key_number], run)
+                try:
+                    filled = [*self._incomplete(self._keys[key_number], run)]
+                except Exception as error:
+                    self._fail(error)
+                    return
+                yield from filled
 
     def _placed(self, data: torch.Tensor) -> Iterator[_Filled]:
         """Put values in their place; yield the runs that are whole."""

@@ -245,6 +245,11 @@ def _arrangement(adapter: Any, shapes: Mapping[str, Shape]) -> tuple[_Arrangemen
         candidates = _candidates([tuple(native.shape) for native in natives[0]], wanted[1])
         op = next((op for op in candidates if all(map(makes, [op] * len(wanted), natives, wanted))), None)
         arranged.append((sorted(origins), found, op))
+    for probe in _digits(shapes) if any(value.dtype.itemsize < 4 for value in made[0].values()) else ():
+        values = _call(adapter, "to_hf", probe)
+        for number, (taken, found, op) in enumerate(arranged):
+            if op and not makes(op, [probe[fqns[i]] for i in taken], [values[keys[i]] for i in found]):
+                arranged[number] = taken, found, None
     return _Arrangement(arranged, [i for i in range(len(fqns)) if not any(i in o for o, _ in groups)]), keys
 
 
@@ -259,12 +264,23 @@ def _probes(shapes: Mapping[str, Shape]) -> list[dict[str, torch.Tensor]]:
     return [origin, *({fqn: _index(shape, dim) for fqn, shape in shapes.items()} for dim in dims)]
 
 
-def _index(shape: Shape, dim: int) -> torch.Tensor:
-    """Return the position of each element in `dim`; zeros if the shape does not have it."""
+def _digits(shapes: Mapping[str, Shape]) -> Iterator[dict[str, torch.Tensor]]:
+    """Yield further probes for an adapter that makes a small dtype, which rounds positions.
+
+    They are the last two digits of each position to the base 256; rounded positions differ in one of these, or by more.
+    """
+    for dim in range(max(map(len, shapes.values()))):
+        for unit in (1, 256):
+            yield {fqn: _index(shape, dim, unit) for fqn, shape in shapes.items()}
+
+
+def _index(shape: Shape, dim: int, unit: int | None = None) -> torch.Tensor:
+    """Return the position of each element in `dim`, or its digit of this unit; zeros if the shape does not have it."""
     if dim >= len(shape):
         return torch.zeros((), dtype=torch.int32).expand(shape)
     sizes = [-1 if d == dim else 1 for d in range(len(shape))]
-    return torch.arange(shape[dim], dtype=torch.int32).view(sizes).expand(shape)
+    places = torch.arange(shape[dim], dtype=torch.int32)
+    return (places if unit is None else places // unit % 256).view(sizes).expand(shape)
 
 
 def _candidates(shapes: Sequence[Shape], rows: Sequence[torch.Tensor]) -> Iterator[TensorOp]:

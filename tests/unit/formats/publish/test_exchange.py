@@ -22,9 +22,10 @@ from tests.faults.forked_ranks import run as run_ranks
 from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.disk.kernel import ALIGNMENT, Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.formats.publish import exchange as module
 from titan_ckpt.formats.publish.exchange import Exchange, Marks, part_of, row_peers, runs_of
 from titan_ckpt.formats.publish.proof import digest
-from titan_ckpt.geometry.boxes import element_span, is_run, overlap
+from titan_ckpt.geometry.boxes import element_span, hull, is_run, overlap
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Transpose
 from titan_ckpt.testing import distributed
@@ -208,6 +209,33 @@ def test_a_rank_that_cannot_write_goes_on_exchanging() -> None:
     sent.note = full  # type: ignore[method-assign]
     errors = sent.run(lambda exchange: put_all(exchange, [halves[exchange._coordinator.rank]]))
     assert errors == ["full", None]
+
+
+def test_a_rank_that_has_no_memory_for_a_run_that_is_not_whole_goes_on_exchanging(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It raises its error, and the other one writes what it gets and waits for nothing."""
+    value, is_full = torch.randn(6, 8), threading.Event()
+    infos = dict.fromkeys("xy", TensorInfo((6, 8), torch.float32))
+
+    def put(exchange: Exchange) -> None:
+        at = 3 * exchange._coordinator.rank
+        corner, rows = Chunk((at, at), (3, 4)), Chunk((at, 0), (3, 8))
+        exchange.put(FilePart("x", corner, value[corner.within(Chunk.whole((6, 8)))]), 0)
+        exchange.reach(1 << 30)
+        assert is_full.wait(20)
+        put_all(exchange, [FilePart("y", rows, value[at : at + 3])])
+
+    def full(chunks: Sequence[Chunk]) -> Chunk:
+        if is_full.is_set():
+            return hull(chunks)
+        is_full.set()
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(module, "hull", full)
+    sent = Sent(infos, 2, 1 << 20)
+    assert sent.run(put) == ["no memory", None]
+    assert {part.key for part, _ in sent.written[1]} <= {"y"}
 
 
 def test_many_small_runs_that_are_not_whole_yet_take_no_more_memory_than_their_values(

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.items.exchange_order import exchange_faults, wrappers_of
 from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.known.loaders import seed_evaluations_apart, stateful_faults
+from titan_ckpt.components.known.loaders import seed_evaluations_apart, unwrapped_faults
 from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
@@ -104,7 +104,7 @@ class CheckpointManager:
         data = getattr(dataloader, "dataset", dataloader)
         is_judged = hasattr(dataloader, "read_again")  # a PositionedLoader has looked at its stream
         faults = [] if is_judged else [*stream_faults(data, config.allow)]
-        faults += stateful_faults(dataloader, config.allow)
+        faults += unwrapped_faults(dataloader, config.allow)
         refuse(*faults, *exchange_faults(wrappers_of(model_parts), config.allow))
         self.config = config
         self.base_folder = Path(base_folder)

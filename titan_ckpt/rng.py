@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import pickle
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache, partial
 from types import CodeType, FunctionType, MethodType
@@ -188,16 +188,21 @@ def set_random(generator: Any, state: Any) -> None:
 
 
 @contextmanager
-def generators_kept(start: dict[str, Any] | None = None) -> Iterator[None]:
-    """Put the generators back after a block that draws from them. `start`: the state in which the block has them."""
+def generators_kept(start: dict[str, Any] | None = None, beside: Collection[Any] = ()) -> Iterator[None]:
+    """Put the generators back after a block that draws from them. `start`: the state in which the block has them.
+
+    `beside`: further ones than those of the process.
+    """
     random_state = RandomState()
-    before = random_state.state_dict()
+    before, others = random_state.state_dict(), [*map(get_random, beside)]
     try:
         if start is not None:
             random_state.load_state_dict(start)
         yield
     finally:
         random_state.load_state_dict(before)
+        for generator, state in zip(beside, others, strict=True):
+            set_random(generator, state)
 
 
 def _other_devices() -> list[int]:

@@ -191,7 +191,7 @@ def drawn(number: int) -> dict[str, Any]:
         "mixed_precision": draw.choice(["no", "bf16"]),
         "step_scheduler_with_optimizer": draw.random() < 0.75,
         "rng_types": rarely(0.25, ["torch"], ["generator"], ["torch", "generator"]),
-        "loop": draw.choice(["while", "epochs", "set_epoch", "next", "broken off", "skip_first_batches"]),
+        "loop": draw.choice(["while", "epochs", "set_epoch", "next", "broken off", "next_epoch", "skip_first_batches"]),
         "beside": draw.random() < 0.2,
         "limit": draw.randint(1, 4),
         "interval": interval,
@@ -278,6 +278,8 @@ def train(case: dict[str, Any], path: Path, stopped_at: int | None) -> dict[str,
                 if beside is not None and step % 2:
                     read[step].append([values.tolist() for values in beside])
                 rates[step] = scheduler.get_last_lr()
+                if case["loop"] == "next_epoch" and not step % (case["limit"] + 1):
+                    loader.next_epoch()
                 manager.save(step, last_step=step == STEPS)
                 if step == STEPS:
                     break

@@ -12,7 +12,7 @@ from lightning.fabric.strategies.deepspeed import DeepSpeedStrategy
 from lightning.fabric.strategies.fsdp import FSDPStrategy
 from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 from lightning.fabric.strategies.xla import XLAStrategy
-from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, EarlyStopping, LambdaCallback
+from lightning.pytorch.callbacks import BaseFinetuning, BatchSizeFinder, Callback, EarlyStopping, LambdaCallback
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_fabric.wrappers import _FabricDataLoader
@@ -147,6 +147,23 @@ class Frozen(BaseFinetuning):
 
 
 @pytest.mark.filterwarnings("ignore")  # as above
+def test_a_run_that_stops_in_the_middle_of_an_accumulation_saves_its_last_step(tmp_path: Path) -> None:
+    """Nothing uses the gradients of the batches that a callback has stopped it after."""
+
+    class Stopping(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.should_stop = batch_idx == 2
+
+    class Plain(Regression):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    trainer = attached(str(tmp_path), 3, accumulate_grad_batches=2, max_epochs=1, min_epochs=0, callbacks=[Stopping()])
+    trainer.fit(Plain(None, 3, tmp_path), DataLoader(Samples(26), batch_size=2))
+    assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-1"]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
 def test_a_step_of_more_optimizers_than_the_run_has_is_refused(tmp_path: Path) -> None:
     """The groups that BaseFinetuning has noted are given to the optimizers that are there; the load names the rest."""
     data = DataLoader(Samples(4), batch_size=2)
@@ -168,3 +185,4 @@ def test_batches_of_any_nesting_go_to_the_device_of_fabric(tmp_path: Path) -> No
         assert (first["x"].device.type, first["y"][0].device.type) == ("meta", "meta")
         assert first["y"][1] == ("name", "name")
         assert loader.titan_ckpt.num_batches == 0, "the epoch has ended"
+        assert len([loader.next_epoch() for _ in loader]) == 1, "the rest of the epoch is left out"

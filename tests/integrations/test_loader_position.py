@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from datasets import interleave_datasets
 from requests import Session
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from transformers import DataCollatorForLanguageModeling
 
 from tests import world
@@ -37,6 +39,7 @@ from tests.integrations.loader_cases import (
     judge_stream,
     noisy,
     numbers,
+    plain,
     shuffled,
     steps,
     with_noise,
@@ -133,8 +136,80 @@ def test_a_loop_that_leaves_the_rest_of_an_epoch_out_begins_the_next_one(caplog:
     for expected in range(3):
         next(iter(loader))
         assert (loader.epoch, loader.inner.sampler.epoch) == (expected, expected)
-    said = [record.getMessage().partition(",")[0] for record in caplog.records]
-    assert said == [f"data: the loop leaves epoch {epoch} after 1 batch" for epoch in range(2)]
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(",")[0] for line in said] == [
+        f"data: the loop leaves epoch {n} after 1 batch" for n in (0, 1)
+    ]
+    assert "call the loader's next_epoch() before that save" in said[0]
+
+
+def left(loader: PositionedLoader, form: str, epochs: int, saved: list[Any]) -> list[Any]:
+    """Return the batches of epochs that a loop leaves after two, or reads to their end, by next_epoch() at each end."""
+    rows: list[Any] = []
+    for _ in range(epochs):
+        for number, batch in enumerate(loader):
+            if form == "at the top" and number == 2:
+                break
+            rows.append((plain(batch), float(torch.rand(()))))
+            if loader.at_end if form == "to the end" else number == 1:
+                loader.next_epoch()
+                saved.append((len(rows), loader.state_dict(), torch.get_rng_state()))
+                if form == "at once":
+                    break
+    return rows
+
+
+LEFT: dict[str, Callable[[], Any]] = {
+    "in an order": by_own_generator,
+    "workers": lambda: DataLoader(Numbers(), 2, shuffle=True, num_workers=2),
+    "workers that are kept": LOADERS["noise of a worker that is kept"],
+    "a sampler with a state": LOADERS["a sampler with a state"],
+    "a StatefulDataLoader": LOADERS["noise of a worker, stateful"],
+    "a stream": LOADERS["a stream with a length"],
+    "a stream of datasets": lambda: StatefulDataLoader(numbers(), 2),
+    "a shuffled stream": LOADERS["a shuffled stream, workers"],
+}
+
+
+@pytest.mark.parametrize("form", ["at once", "at the top", "to the end"])
+@pytest.mark.parametrize("kind", LEFT)
+def test_a_run_resumed_after_next_epoch_begins_the_epoch_that_the_loop_begins(kind: str, form: str) -> None:
+    torch.manual_seed(1)
+    saved: list[Any] = []
+    rows = left(PositionedLoader(LEFT[kind]()), form, 3, saved)
+    for epoch, (number, state, drawn) in enumerate(saved, 1):
+        resumed = PositionedLoader(LEFT[kind]())
+        resumed.load_state_dict(deepcopy(state))
+        torch.set_rng_state(drawn)
+        assert left(resumed, form, 3 - epoch, []) == rows[number:]
+
+
+@pytest.mark.parametrize(
+    ("over", "name"),
+    [
+        (lambda: StatefulDataLoader(Stream(), 2), "Stream"),
+        (lambda: DataLoader(Plain(10), 2, sampler=StatefulDistributedSampler(Plain(10), 1, 0)), "StatefulDistributed"),
+    ],
+)
+def test_data_that_does_not_say_where_it_begins_after_a_left_epoch_is_refused(
+    over: Callable[[], Any], name: str
+) -> None:
+    """In the middle of an epoch; what is read to its end needs no call."""
+    loader = PositionedLoader(over())
+    for number, _ in enumerate(loader):
+        if number == 1:
+            with pytest.raises(ConfigError, match=f"next_epoch: .*{name}.* does not say where an epoch begins"):
+                loader.next_epoch()
+    assert loader.epoch == 1
+
+
+def test_an_evaluation_over_the_data_of_the_training_within_an_epoch_ends_no_loop() -> None:
+    loader = PositionedLoader(DataLoader(Plain(10), 2))
+    read = []
+    for batch in loader:
+        read += batch.tolist()
+        assert len([*loader]) == 5
+    assert read == [*range(10)]
 
 
 def test_another_number_of_ranks_reads_the_same_samples() -> None:

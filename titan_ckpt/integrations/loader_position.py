@@ -25,7 +25,14 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.classes import class_name, is_of_library, names_of
 from titan_ckpt.components.items.data_position import DataRank
-from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_torchdata, samplers_of, stateful_faults
+from titan_ckpt.components.known.loaders import (
+    POSITIONED,
+    begin_afresh,
+    copied_faults,
+    is_of_torchdata,
+    samplers_of,
+    stateful_faults,
+)
 from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
 from titan_ckpt.components.unsaved_state import fault_of
 from titan_ckpt.errors import LoadMismatchError, counted, refuse
@@ -34,13 +41,13 @@ from titan_ckpt.rng import RandomState, Seeded, get_random, held_generators, set
 
 _log = logging.getLogger(__name__)
 _END, _UNREAD = object(), object()
-_COPIED = (
-    "each worker process draws from a copy of its own, which no step holds: draw from the process's random numbers, "
-    "which workers get anew for each batch, or use no workers"
-)
 _KEPT = (
     "its set_epoch does not reach worker processes that are kept, and a resumed run would have new ones: leave "
     "persistent_workers out"
+)
+_UNSAID = (
+    "does not say where an epoch begins after one that was left: read each to its end, or by a DataLoader, and a "
+    "DistributedSampler if there is one, of torch"
 )
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
@@ -91,6 +98,8 @@ class PositionedLoader:
         self._ahead: dict[str, Any] | None = None
         """The position after the batch that was returned, when one more was read to know whether it is the last."""
         self._is_last = False
+        self._is_left = False
+        """Whether the loop has called next_epoch() within the iteration that is under way."""
         self.read_again = self._why_read_again()
         """Why a resume reads the epoch from its start; "" if it does not."""
         begin_afresh(self.inner)
@@ -143,22 +152,39 @@ class PositionedLoader:
         return not self._goes_on and self.num_batches > 0 and self.num_batches == length_of(self.loader)
 
     def next_epoch(self) -> None:
-        """Leave the rest of this epoch out."""
+        """Leave the rest of this epoch out, before the save of the step after which the loop leaves it.
+
+        An iteration over it ends; after the last batch of an epoch, by itself.
+        Raises: ConfigError for a stream or a sampler whose state says no beginning in the middle of an epoch.
+        """
+        if self.at_end:
+            return
+        lost = [sampler for sampler in self._stateful_samplers() if is_of_torchdata(sampler)]
+        lost += [self.inner.dataset] if self._gives_state and self._keeps_state else []
+        refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if self.num_batches))
+        self.begin_next()
+        self._is_left = True
+
+    def begin_next(self) -> None:
+        """Go on to the next epoch."""
         self.epoch, self.num_batches = self.epoch + 1, 0
-        self._goes_on = self._is_last = False
+        self._goes_on = self._is_last = self._is_left = False
         self._ahead = None
 
     def leave_epoch(self) -> None:
         """Begin anew, because the loop has left the rest of an epoch out."""
-        self.next_epoch()
+        self.begin_next()
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
-        if self.num_batches and not resumed:
+        if self.at_end and not resumed:
+            self.begin_next()
+        elif self.num_batches and not resumed:
             left = f"the loop leaves epoch {self.epoch} after {counted(self.num_batches, 'batch', 'batches')}"
-            _log.warning(f"data: {left}, of which a run resumed from the step saved there would read the rest first")
+            rest = "of which a run resumed from a step saved there would read the rest first"
+            _log.warning(f"data: {left}, {rest}: call the loader's next_epoch() before that save")
             self.leave_epoch()
-        self.num_batches = resumed["batches"] if resumed else 0
+        self._is_left, self.num_batches = False, resumed["batches"] if resumed else 0
         if resumed and self._is_random_restored:
             resumed = {**resumed, "now": self._get_random()}  # hooks of the epoch may have drawn
         elif resumed and not self.num_batches:
@@ -182,9 +208,12 @@ class PositionedLoader:
                 following = next(batches, _END)
                 self._goes_on = following is not _END  # a length may be an estimate
             yield self.deliver(batch)
+            if self._is_left:
+                self.end_epoch()
+                return
             batch = next(batches, _END) if following is _UNREAD else following
         self.end_epoch()
-        self.next_epoch()
+        self.begin_next()
 
     def _begin(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
         """Yield the batches that follow, with the random states that the save has found."""
@@ -419,10 +448,8 @@ class PositionedLoader:
         is_told = hasattr(self._stream, "set_epoch") and not hasattr(self._stream, "_ex_iterable")
         if is_told and getattr(self.inner, "persistent_workers", False):  # datasets tells them by shared memory
             yield from fault_of("data:", self._stream, _KEPT, self._allow)
-        is_asked = isinstance(data, IterableDataset) or (self._gives_state and has_state(data))  # in each worker
-        copied = held_generators(getattr(self.inner, "collate_fn", None)) if is_asked else self._of_data
-        for generator in copied if getattr(self.inner, "num_workers", 0) and not self.read_again else ():
-            yield from fault_of("data: it draws from a", generator, _COPIED, self._allow)
+        if not self.read_again:
+            yield from copied_faults(self.inner, self._allow)
 
     def _fault(self) -> str | None:
         if has_state(self.inner) or self.read_again:

@@ -86,12 +86,16 @@ def extend(value: Any, methods: type) -> None:
 
 
 class Iterated:
-    """The method of a trainer's wrapper around a loader that is different when the loader has a position."""
+    """The methods of a trainer's wrapper around a loader that are different when the loader has a position."""
 
     titan_ckpt: PositionedLoader
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self.titan_ckpt)
+
+    def next_epoch(self) -> None:
+        """Leave the rest of this epoch out, before the save of the step after which the loop leaves it."""
+        self.titan_ckpt.next_epoch()
 
 
 def iterate_over(wrapper: Any, position: PositionedLoader, methods: type = Iterated) -> None:

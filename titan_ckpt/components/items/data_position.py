@@ -19,13 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested
-from titan_ckpt.components.known.loaders import is_of_torchdata
+from titan_ckpt.components.known.loaders import begin_at, generators_beside, is_of_torchdata
 from titan_ckpt.components.known.streams import begin_once
-from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, listed
+from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, counted, listed
+from titan_ckpt.rng import get_random
 from titan_ckpt.types import StateDict, Stateful
 
 _RANK = "dp_rank_"
 """torchtitan's name of a data-parallel rank's position."""
+_DRAWN = "titan_ckpt_generators"
+"""Where the position of a StatefulDataLoader has the states of generators that its own state leaves out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,9 @@ class DataPosition(Item):
         self._dataloader, self._data_rank = dataloader, data_rank
 
     def value(self, tensors: StateDict) -> Any:
-        return self._dataloader.state_dict()
+        state = self._dataloader.state_dict()
+        drawn = [*map(get_random, generators_beside(self._dataloader))]
+        return {**state, _DRAWN: drawn} if drawn else state
 
     def check(self, stored: Stored) -> None:
         """Raises: LoadMismatchError if the dataloader cannot divide the stored positions among this run's ranks."""
@@ -82,15 +87,25 @@ class DataPosition(Item):
                 f"{len(positions)} data-parallel ranks; or start the data afresh: checkpoint.resume.exclude = "
                 '["dataloader"]'
             )
+        is_torchdata = is_of_torchdata(self._dataloader) and len(positions) == size
+        before = positions[self._data_rank().rank].get(_DRAWN) if is_torchdata else None
+        if before and len(before) != len(found := generators_beside(self._dataloader)):
+            raise LoadMismatchError(
+                f"the checkpoint's StatefulDataLoader draws from {counted(len(before), 'random generator')} of its "
+                f"data and collate_fn, this run's from {len(found)}: make them in constructors, or start the data "
+                'afresh: checkpoint.resume.exclude = ["dataloader"]'
+            )
 
     def restore(self, stored: Stored, tensors: StateDict) -> None:
         positions, dataloader = stored.values[self.key], self._dataloader
         if len(positions) != self._data_rank().size:
             dataloader.load_state_dicts(positions)  # type: ignore[attr-defined]
             return
-        dataloader.load_state_dict(positions[self._data_rank().rank])
+        state = positions[self._data_rank().rank]
         if is_of_torchdata(dataloader):
-            dataloader.state_dict()  # it makes its iterator now, which draws a seed, and not after the load
+            begin_at(dataloader, {k: v for k, v in state.items() if k != _DRAWN}, state.get(_DRAWN))
+        else:
+            dataloader.load_state_dict(state)
         begin_once(dataloader)
 
     def leaves(self) -> Leaves:

@@ -102,7 +102,7 @@ class LoopLoader(AcceleratedLoader):
 
     def leave_epoch(self) -> None:
         """Begin the same epoch anew, as accelerate does."""
-        self.next_epoch()
+        self.begin_next()
         self.epoch -= 1
 
     def check_epoch(self, epoch: int) -> None:

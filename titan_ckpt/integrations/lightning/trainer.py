@@ -184,7 +184,7 @@ class TitanCheckpoint(LoopCheckpoint):
     def _epoch_ended(self) -> None:
         if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():  # noqa: SLF001 - as above
             if self._loader.num_batches:
-                self._loader.next_epoch()
+                self._loader.begin_next()
             self._step_completed()
 
     def _step_completed(self) -> None:
@@ -192,6 +192,8 @@ class TitanCheckpoint(LoopCheckpoint):
         if counted == self._counted:
             if trainer.fit_loop.done and self.is_resumed:  # no optimizer has stepped in the last batch
                 self._is_last = True
+                for optimizer in () if self._progress.holds_gradients else trainer.optimizers:
+                    optimizer.zero_grad()  # of batches that a callback has stopped the run after: no step will use them
                 self._save(self._metrics(), is_last=True, export=False)
             return
         self._counted = counted  # of several optimizers together, and each batch is one step here

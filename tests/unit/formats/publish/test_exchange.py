@@ -221,10 +221,10 @@ def test_a_rank_that_has_no_memory_for_a_run_that_is_not_whole_goes_on_exchangin
     def put(exchange: Exchange) -> None:
         at = 3 * exchange._coordinator.rank
         corner, rows = Chunk((at, at), (3, 4)), Chunk((at, 0), (3, 8))
-        exchange.put(FilePart("x", corner, value[corner.within(Chunk.whole((6, 8)))]), 0)
+        exchange.put(Block(corner, value[corner.within(Chunk.whole((6, 8)))], "x"), 0)
         exchange.reach(1 << 30)
         assert is_full.wait(20)
-        put_all(exchange, [FilePart("y", rows, value[at : at + 3])])
+        put_all(exchange, [Block(rows, value[at : at + 3], "y")])
 
     def full(chunks: Sequence[Chunk]) -> Chunk:
         if is_full.is_set():

@@ -7,6 +7,7 @@ once more. What a command line does before `main` is not in it: tests of that st
 from __future__ import annotations
 
 import ctypes
+import functools
 import gc
 import json
 import multiprocessing
@@ -27,11 +28,25 @@ import torch.distributed as dist
 from titan_ckpt.testing import ranks
 
 
+@functools.cache
+def take_huge_pages() -> None:
+    """Have the kernel put this process's memory on huge pages, where it can: a fork copies an entry for each page."""
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, _, _, inode, *_ = line.split()
+        begin, end = (int(address, 16) for address in span.split("-"))
+        begin, end = -(-begin >> 21) << 21, end >> 21 << 21
+        if rights == "rw-p" and inode == "0" and begin < end:
+            advise(begin, end - begin, 25)  # MADV_COLLAPSE, since Linux 6.1; what it cannot do is left as it is
+
+
 def fork(act: Callable[[], object]) -> int:
     """Run `act` in a forked process and return its pid; its exit code is 0, or 1 after an error, which it prints.
 
     An error must not leave the forked process: pytest would go on in it, with the tests that are still to run.
     """
+    take_huge_pages()
     pid = os.fork()
     if pid == 0:
         code = 1

@@ -6,6 +6,7 @@ import gc
 from contextlib import suppress
 from importlib import import_module
 
+from tests.forked import take_huge_pages
 from titan_ckpt.errors import ConfigError
 
 _MODULES = (
@@ -33,3 +34,4 @@ for _name in _MODULES:
         import_module(_name)
 
 gc.freeze()  # a collection in a forked process would walk, and so copy, all of this before a test's code runs
+take_huge_pages()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -121,55 +122,69 @@ def test_no_code_of_a_project_runs_that_its_run_file_does_not_name(installed: Pa
     assert re.search(r"^ *1 .*lora", done.stdout, flags=re.MULTILINE), done.stdout
 
 
-RUN_PAGES = """
-import atexit, gc, os, runpy, sys, threading
-import titan_ckpt.manager, transformers
+RUN = """
+import atexit, gc, json, os, runpy, sys, threading
+import accelerate, titan_ckpt.manager, torch._dynamo, transformers.models.llama.modeling_llama
 assert titan_ckpt.__file__.startswith(sys.argv[1]), titan_ckpt.__file__
 gc.freeze()
-for page in sys.argv[2:]:
+for folder, *sys.argv in json.load(sys.stdin):
     if (pid := os.fork()) == 0:
-        os.chdir(os.path.dirname(page))
-        runpy.run_path(page, run_name="__main__")
+        os.chdir(folder)
+        try:
+            runpy.run_path(sys.argv[0], run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, sys.argv
         threading._shutdown()
         atexit._run_exitfuncs()
         sys.stdout.flush()
         os._exit(0)  # to free all that was imported takes an interpreter a second
-    assert os.waitpid(pid, 0)[1] == 0, page
+    assert os.waitpid(pid, 0)[1] == 0, sys.argv
 """
+
+
+def run(installed: Path, programs: list[list[str]]) -> subprocess.CompletedProcess[str]:
+    """Run programs, each a folder, a file and arguments, one after another in forks of one that has imported torch."""
+    done = subprocess.run(
+        [str(installed / "bin" / "python"), "-c", RUN, str(installed)],
+        input=json.dumps(programs),
+        cwd=installed, env=outside(), capture_output=True, text=True, timeout=840, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 @pytest.mark.timeout(900)  # every page's blocks, one after another
 def test_the_pages_blocks_run_with_the_wheel(installed: Path, tmp_path: Path) -> None:
     """Each page's Python in a folder of its own, where only the wheel answers."""
-    pages = []
+    programs = []
     for page in PAGES:
-        pages.append(tmp_path / page.stem / "page.py")
-        pages[-1].parent.mkdir()
-        pages[-1].write_text(program(page))
-    command = [str(installed / "bin" / "python"), "-c", RUN_PAGES, str(installed), *map(str, pages)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=840, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+        folder = tmp_path / page.stem
+        folder.mkdir()
+        (folder / "page.py").write_text(program(page))
+        programs.append([str(folder), "page.py"])
+    run(installed, programs)
 
 
-@pytest.mark.timeout(900)  # a dozen processes, each of which imports torch, beside other tests
+@pytest.mark.timeout(900)  # a dozen programs, one after another
 def test_the_tutorial_leads_from_an_empty_folder_to_an_answer(installed: Path, tmp_path: Path) -> None:
     """All commands and programs of docs/tutorial.md run in order; the page's listings show what `ls` prints."""
-    environment = outside()
-    environment["PATH"] = f"{installed / 'bin'}:{environment['PATH']}"
     page = (ROOT / "docs" / "tutorial.md").read_text()
     blocks = re.findall(r"(?<!-->\n)^```(sh|python)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
-    script = "\n".join(text if kind == "sh" else f"python - <<'EOF'\n{text}EOF" for kind, text in blocks)
-    words = ["bash", "-euc", script]
-    done = subprocess.run(
-        words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=840, check=False
+    lines = ["titan-ckpt() { printf '%s\\0' titan-ckpt \"$@\" end; }"]
+    for number, (kind, text) in enumerate(blocks):
+        if kind == "python":
+            (tmp_path / f"{number}.py").write_text(text)
+        lines.append(text if kind == "sh" else f"printf '%s\\0' {number}.py end")
+    told = subprocess.run(["bash", "-euc", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, check=True)
+    commands = [words.split("\0")[:-1] for words in told.stdout.split("end\0")[:-1]]
+    command = str(installed / "bin" / "titan-ckpt")
+    done = run(
+        installed, [[str(tmp_path), *(command if w == "titan-ckpt" else w for w in words)] for words in commands]
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "warning" not in done.stderr.lower(), done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    assert [line[0] for line in lines if line[-2:] == ["resumed", "from"]] == ["20"]
-    assert [line[0] for line in lines if line[-1:] == ["proved"]] == [
+    said = [line.split() for line in done.stdout.splitlines()]
+    assert [line[0] for line in said if line[-2:] == ["resumed", "from"]] == ["20"]
+    assert [line[0] for line in said if line[-1:] == ["proved"]] == [
         "exports/step-20", "exports/step-30", "exports/step-20", "exports/step-20-peft",
     ]  # fmt: skip
     assert "checkpoints/step-20 is whole" in done.stdout

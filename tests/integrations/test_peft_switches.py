@@ -123,14 +123,15 @@ OVER_TENSOR_RANKS: dict[str, dict[str, Any]] = {
 """What PEFT 0.21 trains under tensor parallelism; it raises an error of its own for rows, heads and DoRA."""
 
 
-def over_tensor_ranks(folder: Path, base: Path, own: dict[str, Any], seed: int, until: int) -> dict[str, Any]:
-    """Train to a step with the matrices of the base divided over two ranks; return all weights, whole."""
+def over_tensor_ranks(folder: Path, base: Path, own: dict[str, Any], begins_at: int) -> dict[str, Any]:
+    """Train to the end, the matrices of the base divided over two ranks; return all weights, whole."""
     network = LlamaForCausalLM.from_pretrained(base, distributed_config=DistributedConfig(tp_size=2))
-    torch.manual_seed(seed)
+    torch.manual_seed(begins_at)  # a resumed run has other values before it loads
     network = adapted(network, "LORA", own)
     optimizer, batch = adamw(network), torch.arange(16).view(2, 8)
-    with world.manager(folder, network, optimizer) as manager:
-        for step in range(manager.load().step + 1, until + 1):
+    with world.manager(folder, network, optimizer, interval=RESUMED_AT) as manager:
+        assert manager.load().step == begins_at
+        for step in range(begins_at + 1, STEPS + 1):
             network(input_ids=batch, labels=batch.roll(step, 1)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -147,9 +148,7 @@ def resume_over_tensor_ranks(root: str) -> None:
         LlamaForCausalLM(config(**SHAPE, attention_bias=True)).save_pretrained(folder / "base")
     dist.barrier()
     for name, own in OVER_TENSOR_RANKS.items():
-        whole = over_tensor_ranks(folder / name / "whole", folder / "base", own, 0, STEPS)
-        over_tensor_ranks(folder / name / "resumed", folder / "base", own, 0, RESUMED_AT)
-        resumed = over_tensor_ranks(folder / name / "resumed", folder / "base", own, 1, STEPS)
+        whole, resumed = (over_tensor_ranks(folder / name, folder / "base", own, step) for step in (0, RESUMED_AT))
         assert world.differing(whole, resumed) == [], name
 
 

@@ -114,6 +114,13 @@ def _about(metadata: Any) -> Any:
     return metadata["metadata"]["model"]["nested_path_to_metadata"]['["0.weight"]'][0]["sharding_metadata"]["data"]
 
 
+def _at_two_offsets(metadata: Any) -> None:
+    """Describe a vector by chunks, as users' own classes are, and the place of its chunk by two numbers."""
+    about = metadata["metadata"]["model"]["nested_path_to_metadata"]['["2.running_mean"]'][0]["sharding_metadata"]
+    about["type"] = "default_tensor_v1"
+    about["data"].update(global_offsets=[(0, 0)], local_offsets=[(0,)], local_sizes=[(3,)])
+
+
 _JSON = {"file_path": "x", "serialization_format": {"type": "JsonSerialization"}}
 
 
@@ -149,6 +156,7 @@ _JSON = {"file_path": "x", "serialization_format": {"type": "JsonSerialization"}
         ),
         (_edited(lambda m: _about(m)["mesh_spec"].update(mesh_shape=(1 << 60,))), CorruptCheckpointError, "a mesh is"),
         (_edited(lambda m: _about(m).update(placements=[{"type": "Shard", "dim": 7}])), CorruptCheckpointError, "dim"),
+        (_edited(_at_two_offsets), CorruptCheckpointError, "a chunk is not inside its tensor"),
         (
             _edited(lambda m: m["metadata"]["model"].update(rank_to_layout_info={})),
             CorruptCheckpointError,

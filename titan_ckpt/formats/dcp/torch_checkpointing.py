@@ -159,7 +159,8 @@ def _held(about: Any, shape: Shape, rank: int) -> _Cell:
     else:
         raise UnpicklingError(f"it describes a tensor as {about['type']!r:.80}, which this version does not know")
     for chunk, _ in held:
-        if len(chunk.sizes) != len(shape) or any(map(gt, map(add, chunk.offsets, chunk.sizes), shape)):
+        is_in_all_dims = len(chunk.offsets) == len(chunk.sizes) == len(shape)
+        if not is_in_all_dims or any(map(gt, map(add, chunk.offsets, chunk.sizes), shape)):
             raise UnpicklingError("a chunk is not inside its tensor")
     return held
 

@@ -29,7 +29,7 @@ from torchdata.stateful_dataloader import sampler as of_torchdata
 from tests import world
 from tests.integrations.loader_cases import Augmented, Jittered, Plain, Stream, Told, jittered, numbers, plain
 from titan_ckpt.components.items.data_position import DataPosition, DataRank
-from titan_ckpt.components.known.loaders import unwrapped_faults
+from titan_ckpt.components.known.loaders import seed_workers_apart, unwrapped_faults
 from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.rng import RandomState
@@ -455,3 +455,14 @@ def test_what_begins_an_epoch_after_a_load_at_the_end_of_one_is_not_undone() -> 
 def test_generators_that_others_draw_from_are_found(data: Callable[[], Any], faults: Callable[[Any], Any]) -> None:
     with pytest.raises(ConfigError, match="each worker process draws from a copy"):
         faults(data())
+
+
+def test_a_step_of_workers_that_are_kept_loads_where_nobody_seeds_them_apart() -> None:
+    """A run without saves does not."""
+
+    def new() -> Any:
+        return StatefulDataLoader(Plain(10), 2, num_workers=1, persistent_workers=True)
+
+    loader = new()
+    seed_workers_apart(loader)
+    position(new()).check(stored(position(loader).value({})))

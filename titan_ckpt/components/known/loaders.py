@@ -162,7 +162,8 @@ def generators_beside(loader: Any) -> list[Any]:
     """Return the generators that this process draws from for a StatefulDataLoader, and that its state leaves out."""
     if not is_of_torchdata(loader):
         return []
-    return [*held_generators(loader.generator), *([] if loader.num_workers else _drawn_for(loader))]
+    own = None if loader.persistent_workers else loader.generator  # see seed_workers_apart
+    return [*held_generators(own), *([] if loader.num_workers else _drawn_for(loader))]
 
 
 def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) -> None:

@@ -78,8 +78,11 @@ def process_state() -> bytes:
 
 
 def is_random(value: Any) -> bool:
-    """Return whether an object is a generator of random numbers, of Python, NumPy or torch."""
-    return isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState))
+    """Return whether an object is a generator of random numbers, of Python, NumPy or torch, that has a state."""
+    has_none = isinstance(value, random.SystemRandom)
+    return not has_none and isinstance(
+        value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+    )
 
 
 _MAX_ITEMS = 64

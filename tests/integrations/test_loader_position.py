@@ -212,6 +212,16 @@ def test_an_evaluation_over_the_data_of_the_training_within_an_epoch_ends_no_loo
     assert read == [*range(10)]
 
 
+def test_an_evaluation_after_next_epoch_does_not_let_the_epoch_go_on() -> None:
+    loader = PositionedLoader(DataLoader(Plain(10), 2))
+    read = []
+    for batch in loader:
+        read += batch.tolist()
+        loader.next_epoch()
+        assert len([*loader]) == 5
+    assert read == [0, 1]
+
+
 def test_another_number_of_ranks_reads_the_same_samples() -> None:
     """A position in a dataset of a different size means nothing, although the ranks' lengths differ anyway."""
     loaders = [share(rank, 2) for rank in range(2)]

@@ -14,15 +14,24 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Sampler, SequentialSampler, Subset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+    Subset,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as of_torchdata
 
 from tests import world
 from tests.integrations.loader_cases import Augmented, Jittered, Plain, Stream, Told, jittered, numbers, plain
 from titan_ckpt.components.items.data_position import DataPosition, DataRank
-from titan_ckpt.components.known.loaders import unwrapped_faults
-from titan_ckpt.errors import ConfigError, LoadMismatchError
+from titan_ckpt.components.known.loaders import seed_workers_apart, unwrapped_faults
+from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
+from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.rng import RandomState
 
 
@@ -292,3 +301,168 @@ def test_generators_that_are_made_in_the_middle_of_a_run_are_refused() -> None:
     state = position(loader).value({})
     with pytest.raises(LoadMismatchError, match=r"draws from 1 random generator .* this run's from 0"):
         position(loader_of(("plain", "sequential", "", "", 0))).check(stored(state))
+
+
+class EachSeeded(Plain):
+    """Makes its generator at the first sample, and seeds it for each."""
+
+    own: Any = None
+
+    def __getitem__(self, index: int) -> Any:
+        if self.own is None:
+            self.own = torch.Generator()
+        self.own.manual_seed(index)
+        return index + float(torch.rand((), generator=self.own))
+
+
+class EachSeededOwn(EachSeeded):
+    """Has its generator from the beginning."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.own = torch.Generator()
+
+
+class Named(Plain):
+    """Takes names from the operating system's random numbers, which have no state."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.names = random.SystemRandom()
+
+    def __getitem__(self, index: int) -> int:
+        return index + 0 * self.names.randrange(9)
+
+
+class SeededByAnother(SeededAnew):
+    """Seeds its generator in a method that its order calls."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order())
+
+    def order(self) -> list[int]:
+        self.generator.manual_seed(self.epoch)
+        return torch.randperm(10, generator=self.generator).tolist()
+
+
+class Aware(Positioned):
+    """Knows its epoch by its state, and is told it."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.seed = epoch
+
+
+class Rising(Plain):
+    """Adds a number that the loop raises, which is its state."""
+
+    added = 0
+
+    def __getitem__(self, index: int) -> int:
+        return index + self.added
+
+    def state_dict(self) -> dict[str, int]:
+        return {"added": self.added}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.added = state["added"]
+
+
+def noise_of(data: Any) -> float:
+    return float(torch.rand((), generator=data.noise))
+
+
+class Helped(Plain):
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.noise = seeded()
+
+    def __getitem__(self, index: int) -> Any:
+        return index + noise_of(self)
+
+
+class Settings:
+    def __init__(self) -> None:
+        self.noise = seeded()
+
+
+class Holding(Plain):
+    """Draws from what an object of another class holds."""
+
+    def __init__(self) -> None:
+        super().__init__(10)
+        self.settings = Settings()
+
+    def __getitem__(self, index: int) -> Any:
+        return index + noise_of(self.settings)
+
+
+@pytest.mark.parametrize(
+    "over",
+    [
+        lambda: StatefulDataLoader(EachSeededOwn(), 2, num_workers=2),
+        lambda: StatefulDataLoader(EachSeeded(10), 2),
+        lambda: StatefulDataLoader(Named(), 2),
+        lambda: StatefulDataLoader(Plain(10), 2, sampler=SeededByAnother()),
+    ],
+)
+def test_generators_without_a_past_are_neither_refused_nor_stored(over: Callable[[], Any]) -> None:
+    assert not [*unwrapped_faults(over(), ())]
+    loader = over()
+    run = steps(loader, [0])
+    for _ in range(4):
+        next(run)
+    state = position(loader).value({})
+    again = over()
+    position(again).check(stored(state))
+    position(again).restore(stored(state), {})
+    assert next(steps(again, [0]))[0] == next(run)[0]
+
+
+def test_data_and_samplers_have_their_states_after_a_load() -> None:
+    """A loop begins at the epoch that they know."""
+    loader = StatefulDataLoader(Rising(10), 2, sampler=Aware())
+    loader.dataset.added, loader.sampler.seed = 7, 3
+    next(iter(loader))
+    again = StatefulDataLoader(Rising(10), 2, sampler=Aware())
+    position(again).restore(stored(position(loader).value({})), {})
+    assert (again.dataset.added, again.sampler.seed) == (7, 3)
+
+
+def test_what_begins_an_epoch_after_a_load_at_the_end_of_one_is_not_undone() -> None:
+    """Such as data that changes by the epoch, and a number that is drawn for it."""
+
+    def run(loader: Any) -> Any:
+        loader.dataset.added += 100
+        return float(torch.rand((), generator=loader.generator)), [plain(batch) for batch in loader]
+
+    def new() -> Any:
+        return StatefulDataLoader(Rising(10), 2, shuffle=True, generator=seeded())
+
+    loader, again = new(), new()
+    run(loader)
+    position(again).restore(stored(deepcopy(position(loader).value({}))), {})
+    assert run(again) == run(loader)
+
+
+@pytest.mark.parametrize("data", [Helped, Holding])
+@pytest.mark.parametrize(
+    "faults",
+    [
+        lambda data: PositionedLoader(DataLoader(data, 2, num_workers=2)),
+        lambda data: refuse(*unwrapped_faults(StatefulDataLoader(data, 2, num_workers=2), ())),
+    ],
+)
+def test_generators_that_others_draw_from_are_found(data: Callable[[], Any], faults: Callable[[Any], Any]) -> None:
+    with pytest.raises(ConfigError, match="each worker process draws from a copy"):
+        faults(data())
+
+
+def test_a_step_of_workers_that_are_kept_loads_where_nobody_seeds_them_apart() -> None:
+    """A run without saves does not."""
+
+    def new() -> Any:
+        return StatefulDataLoader(Plain(10), 2, num_workers=1, persistent_workers=True)
+
+    loader = new()
+    seed_workers_apart(loader)
+    position(new()).check(stored(position(loader).value({})))

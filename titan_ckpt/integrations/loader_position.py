@@ -98,8 +98,8 @@ class PositionedLoader:
         self._ahead: dict[str, Any] | None = None
         """The position after the batch that was returned, when one more was read to know whether it is the last."""
         self._is_last = False
-        self._is_left = False
-        """Whether the loop has called next_epoch() within the iteration that is under way."""
+        self._num_left = 0
+        """How often the loop has called next_epoch(), which ends the iterations that are under way."""
         self.read_again = self._why_read_again()
         """Why a resume reads the epoch from its start; "" if it does not."""
         begin_afresh(self.inner)
@@ -163,12 +163,12 @@ class PositionedLoader:
         lost += [self.inner.dataset] if self._gives_state and self._keeps_state else []
         refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if self.num_batches))
         self.begin_next()
-        self._is_left = True
+        self._num_left += 1
 
     def begin_next(self) -> None:
         """Go on to the next epoch."""
         self.epoch, self.num_batches = self.epoch + 1, 0
-        self._goes_on = self._is_last = self._is_left = False
+        self._goes_on = self._is_last = False
         self._ahead = None
 
     def leave_epoch(self) -> None:
@@ -184,7 +184,7 @@ class PositionedLoader:
             rest = "of which a run resumed from a step saved there would read the rest first"
             _log.warning(f"data: {left}, {rest}: call the loader's next_epoch() before that save")
             self.leave_epoch()
-        self._is_left, self.num_batches = False, resumed["batches"] if resumed else 0
+        num_left, self.num_batches = self._num_left, resumed["batches"] if resumed else 0
         if resumed and self._is_random_restored:
             resumed = {**resumed, "now": self._get_random()}  # hooks of the epoch may have drawn
         elif resumed and not self.num_batches:
@@ -208,7 +208,7 @@ class PositionedLoader:
                 following = next(batches, _END)
                 self._goes_on = following is not _END  # a length may be an estimate
             yield self.deliver(batch)
-            if self._is_left:
+            if self._num_left != num_left:
                 self.end_epoch()
                 return
             batch = next(batches, _END) if following is _UNREAD else following

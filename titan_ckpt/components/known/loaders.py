@@ -11,6 +11,8 @@ import inspect
 import logging
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
+from types import CodeType
 from typing import Any
 
 import torch
@@ -36,8 +38,11 @@ _IN_ANOTHER = (
 )
 _COPIED = (
     "each worker process draws from a copy of its own, which no step holds: draw from the process's random numbers, "
-    "which workers get anew for each batch{}, or use no workers"
+    "which workers of a titan_ckpt.PositionedLoader get anew for each batch, or use no workers"
 )
+
+_OF_IT = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "COPY"})
+"""The instructions after an object is loaded that get or set an attribute of it."""
 
 _DRAWN_AGAIN = (
     "the worker processes of a StatefulDataLoader begin their random numbers anew after a resume: wrap the loader in "
@@ -137,36 +142,37 @@ def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
         return
     if loader.num_workers:
         _log.warning(f"data: {_DRAWN_AGAIN}")
-    yield from copied_faults(loader, allow, " of a titan_ckpt.PositionedLoader")
+        for generator in _drawn_for(loader):
+            yield from fault_of("data: it draws from a", generator, _COPIED, allow)
     lost = [] if isinstance(loader.dataset, IterableDataset) else [*filter(_may_be_lost, samplers_of(loader))]
     if lost and not _is_asked(_innermost_asked(loader)):
         for sampler in lost:
             yield from fault_of("sampler", sampler, _IN_ANOTHER, allow)
 
 
-def copied_faults(loader: Any, allow: Collection[str], by: str = "") -> Iterator[str]:
-    """Yield one line for each generator of which worker processes have copies. `by`: which loader seeds them anew."""
+def copied_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
+    """Yield one line for each generator of which worker processes have copies."""
     if not getattr(loader, "num_workers", 0):
         return
-    for generator in filter(is_random, _drawn_by([_unasked_data(loader), getattr(loader, "collate_fn", None)])):
-        yield from fault_of("data: it draws from a", generator, _COPIED.format(by), allow)
+    for generator in held_generators([_unasked_data(loader), getattr(loader, "collate_fn", None)]):
+        yield from fault_of("data: it draws from a", generator, _COPIED, allow)
 
 
 def generators_beside(loader: Any) -> list[Any]:
     """Return the generators that this process draws from for a StatefulDataLoader, and that its state leaves out."""
     if not is_of_torchdata(loader):
         return []
-    drawn = [] if loader.num_workers else [_unasked_data(loader), loader.collate_fn]
-    return held_generators([loader.generator, *drawn])
+    own = None if loader.persistent_workers else loader.generator  # see seed_workers_apart
+    return [*held_generators(own), *([] if loader.num_workers else _drawn_for(loader))]
 
 
 def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) -> None:
     """Load a StatefulDataLoader's state so that the iterator that it makes for it draws nothing that a step draws.
 
-    It makes it when it is read, after the samplers were told the epoch; over a stream, now. `drawn`: the states of
+    It makes it now, because that gives the data and the samplers their states; in the middle of an epoch when it is
+    read, after the samplers were told the epoch, and now too if there are such states. `drawn`: the states of
     `generators_beside`, if the step has them.
     """
-    loader.load_state_dict(state)
 
     def make() -> Any:
         del loader._get_iterator  # noqa: SLF001 - torchdata has no public name for it
@@ -176,9 +182,15 @@ def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) ->
             set_random(generator, its)
         return iterator
 
-    loader._get_iterator = make  # noqa: SLF001 - as above
-    if isinstance(loader.dataset, IterableDataset):
+    is_within = not isinstance(loader.dataset, IterableDataset) and not state.get("_iterator_finished")
+    holders = [*samplers_of(loader), *([] if loader.num_workers else [loader.dataset])]
+    if not is_within or any(hasattr(holder, "state_dict") for holder in holders):
+        loader.load_state_dict(state)
+        loader._get_iterator = make  # noqa: SLF001 - as above
         loader.state_dict()
+    if is_within:
+        loader.load_state_dict(state)
+        loader._get_iterator = make  # noqa: SLF001 - as above
 
 
 def _unasked_data(loader: Any) -> Any:
@@ -192,7 +204,7 @@ def _may_be_lost(sampler: Any) -> bool:
     """Return whether a sampler's next order depends on what only its state holds."""
     own, base = own_and_base(type(sampler))
     changes = hasattr(sampler, "state_dict") and any(stored_by_code_of(own, ["set_epoch"]))
-    draws = own and any(map(is_random, _drawn_by(sampler, within=False))) and not _seeds_anew(sampler)
+    draws = own and any(map(is_random, _drawn_by(sampler, within=False)))
     return bool(changes or draws) or names_of(base)[0] == "torchdata.stateful_dataloader.sampler.RandomSampler"
 
 
@@ -213,29 +225,54 @@ def _is_asked(sampler: Any) -> bool:
         return hasattr(iter(sampler), "state_dict")
 
 
-def _drawn_by(value: Any, *, within: bool = True) -> list[Any]:
-    """Return the generators that an object holds, but attributes that only a constructor has used.
+def _drawn_for(loader: Any) -> list[Any]:
+    """Return the generators that a loader draws from for batches, but those that it seeds for each sample."""
+    return _drawn_by([_unasked_data(loader), loader.collate_fn], ("__getitem__", "__getitems__", "__call__"))
 
-    `within`: absent, also of samplers in it; else it returns these themselves.
+
+def _drawn_by(value: Any, anew: Collection[str] = (), *, within: bool = True) -> list[Any]:
+    """Return the generators that an object holds, but those that it seeds anew or that only its constructor has used.
+
+    `anew`: the methods that may seed one; absent, all but constructors. `within`: absent, also of samplers in it; else
+    it returns these themselves.
     """
     found = held_by(value, lambda v: is_random(v) or not (within or v is value or not isinstance(v, Sampler)))
     owners = held_by(value, lambda v: is_own(v) and any(map(is_random, getattr(v, "__dict__", {}).values())))
-    unused = [g for owner in owners for name, g in vars(owner).items() if name not in _names_in(type(owner))]
+    tops = value if isinstance(value, list) else [value]
+    unused = [
+        generator
+        for owner in owners
+        for name, generator in vars(owner).items()
+        if (any(owner is top for top in tops) and not _uses(type(owner), name)) or _seeds_anew(owner, anew)
+    ]
     return [each for each in found if not any(each is other for other in unused)]
 
 
-def _names_in(kind: type) -> set[Any]:
-    """Return the names and strings in the code of a class's methods but its constructors."""
-    methods = [m for base in kind.__mro__ for name, m in vars(base).items() if name != "__init__"]
-    codes = codes_within(*(code for method in methods for code in codes_of(method)))
-    return {name for code in codes for name in (*code.co_names, *code.co_consts) if isinstance(name, str)}
+def _codes_in(kind: type, names: Collection[str] = ()) -> list[CodeType]:
+    """Return the code of a class's methods but its constructors. `names`: of which ones; absent, of all."""
+    methods = [(name, method) for base in kind.__mro__ for name, method in vars(base).items() if name != "__init__"]
+    return [code for name, method in methods if name in names or not names for code in codes_of(method)]
 
 
-def _seeds_anew(sampler: Any) -> bool:
-    """Return whether a sampler seeds its generator for each order."""
-    codes = codes_within(*codes_of(type(sampler).__iter__))
-    calls = (i for code in codes for i in dis.get_instructions(code))
-    return any(
-        i.argval in ("manual_seed", "seed") and (i.opname == "LOAD_METHOD" or i.argrepr.startswith("NULL|self"))
-        for i in calls
-    )
+def _uses(kind: type, name: str) -> bool:
+    """Return whether a class's methods name an attribute, or give the object itself to code that may."""
+    if any(name in (*code.co_names, *code.co_consts) for code in codes_within(*_codes_in(kind))):
+        return True
+    for code in (code for own in own_and_base(kind)[0] for method in vars(own).values() for code in codes_of(method)):
+        its, read = code.co_varnames[0], [*dis.get_instructions(code)]
+        given = [a.argval for a, b in pairwise(read) if a.opname.startswith("LOAD_FAST") and b.opname not in _OF_IT]
+        if its in code.co_cellvars or any(its in (each if isinstance(each, tuple) else [each]) for each in given):
+            return True
+    return False
+
+
+def _seeds_anew(owner: Any, methods: Collection[str]) -> bool:
+    """Return whether one of an object's methods seeds a generator that it holds, whatever it is called with."""
+    names = [name for name, value in vars(owner).items() if is_random(value)]
+    for code in _codes_in(type(owner), methods):
+        before, beyond = "", 0
+        for i in dis.get_instructions(code):
+            if i.argval in ("manual_seed", "seed") and i.offset >= beyond and before in (*names, *code.co_varnames):
+                return True
+            before, beyond = i.argval, max(beyond, i.argval) if i.opcode in dis.hasjrel else beyond
+    return False

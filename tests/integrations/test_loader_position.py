@@ -184,6 +184,27 @@ def test_a_run_resumed_after_next_epoch_begins_the_epoch_that_the_loop_begins(ki
         assert left(resumed, form, 3 - epoch, []) == rows[number:]
 
 
+@pytest.mark.parametrize("kind", LEFT)
+def test_next_epoch_right_after_a_load_leaves_the_epoch_that_was_resumed_or_is_refused(kind: str) -> None:
+    """A step was saved before the loop left the epoch, and whoever resumes it leaves the epoch too."""
+    torch.manual_seed(1)
+    loader = PositionedLoader(LEFT[kind]())
+    for number, _ in enumerate(loader):
+        if number == 1:
+            state, drawn = deepcopy(loader.state_dict()), torch.get_rng_state()
+            loader.next_epoch()
+    rows = left(loader, "at once", 2, [])
+    resumed = PositionedLoader(LEFT[kind]())
+    resumed.load_state_dict(state)
+    torch.set_rng_state(drawn)
+    if "stream" in kind:
+        with pytest.raises(ConfigError, match="epoch 0, within which .* is not read on yet"):
+            resumed.next_epoch()
+    else:
+        resumed.next_epoch()
+        assert left(resumed, "at once", 2, []) == rows
+
+
 @pytest.mark.parametrize(
     ("over", "name"),
     [

@@ -49,6 +49,7 @@ _UNSAID = (
     "does not say where an epoch begins after one that was left: read each to its end, or by a DataLoader, and a "
     "DistributedSampler if there is one, of torch"
 )
+_NOT_THERE = "within which the run was resumed, is not read on yet, and its data is where it began: read a batch first"
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
 
@@ -162,6 +163,10 @@ class PositionedLoader:
         lost = [sampler for sampler in self._stateful_samplers() if is_of_torchdata(sampler)]
         lost += [self.inner.dataset] if self._gives_state and self._keeps_state else []
         refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if self.num_batches))
+        if self._resumed and self.num_batches:
+            is_at_position = self._source is None and not self.read_again and self._resumed["now"]["random"]
+            refuse(*([] if is_at_position else [f"data: next_epoch: epoch {self.epoch}, {_NOT_THERE}"]))
+            self._resumed = {**self._resumed, "batches": 0, "start": None, "ahead": None}
         self.begin_next()
         self._num_left += 1
 

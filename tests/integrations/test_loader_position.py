@@ -198,7 +198,7 @@ def test_next_epoch_right_after_a_load_leaves_the_epoch_that_was_resumed_or_is_r
     resumed.load_state_dict(state)
     torch.set_rng_state(drawn)
     if "stream" in kind:
-        with pytest.raises(ConfigError, match="epoch 0, within which .* is not read on yet"):
+        with pytest.raises(ConfigError, match=r"epoch 0, within which .* is not read on yet"):
             resumed.next_epoch()
     else:
         resumed.next_epoch()

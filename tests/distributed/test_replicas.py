@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from tests import world
 from tests.world import Value, heard, manager
-from titan_ckpt.components import files
+from titan_ckpt.components import snapshot
 from titan_ckpt.errors import (
     CheckpointError,
     CorruptCheckpointError,
@@ -246,7 +246,7 @@ def test_numbers_of_a_state_dict_that_differ_are_refused_and_a_step_that_lacks_a
 
     model = Net()
     model.get_buffer("mean").add_(rank)
-    forgetful = mock.patch.object(files, "take_tensors", lambda value, key, tensors: take_tensors(value, key, {}))
+    forgetful = mock.patch.object(snapshot, "take_tensors", lambda value, key, tensors: take_tensors(value, key, {}))
     with forgetful, manager(tmp_path / "buffers", model, async_mode="disabled") as m:
         m.save(1)
     world.load_fails(

@@ -2,7 +2,6 @@
 
 __all__ = [
     "classes",
-    "files",
     "gradients",
     "items",
     "known",

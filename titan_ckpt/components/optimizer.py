@@ -1,8 +1,4 @@
-"""Optimizer state by parameter name: tensors for the tensor file, everything else once per parameter group.
-
-Owns the flattening and its inverse. Knows no files. DCP flattens hyperparameters per parameter, which costs 11 scalar
-blobs per AdamW parameter; this module stores those of a group once, and also a `step` that all its parameters share.
-"""
+"""The way of stored optimizer state back to optimizers, by parameter name. optimizer_split.py stores it."""
 
 from __future__ import annotations
 
@@ -18,8 +14,16 @@ from torch.optim import Optimizer
 
 from titan_ckpt.components import optimizer_content as contents
 from titan_ckpt.components import optimizer_split, quantized_state, schedules
-from titan_ckpt.components.optimizer_content import OptimizerContent
-from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Splitter, placements_unlike, room, room_like
+from titan_ckpt.components.optimizer_content import PREFIX, OptimizerContent
+from titan_ckpt.components.optimizer_split import (
+    NOT_STORED,
+    Group,
+    Groups,
+    NamedOptimizers,
+    placements_unlike,
+    room,
+    room_like,
+)
 from titan_ckpt.components.quantized_state import QUANTIZED
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError, counted, listed
@@ -31,59 +35,18 @@ from titan_ckpt.weights.names import prefix_in
 
 logger = logging.getLogger(__name__)
 
-PREFIX = "optimizer."
 _RUN_CHOICES = NOT_STORED - {"params"}
 _START_AFRESH = 'or start the optimizer afresh: checkpoint.resume.exclude = ["optimizer"]'
 _RATES = frozenset({"lr", "initial_lr"})
 _FIXED_BY_KIND = frozenset({"decoupled_weight_decay"})
 """Settings of groups that say which kind of optimizer it is, if its constructor has no such argument."""
 
-Groups = list[list[Group]]
-"""The groups of each optimizer."""
 _Placed = dict[int, tuple[torch.Tensor, torch.Tensor]]
 """id of a tensor -> the tensor itself, so that no other one gets its id, and the one that takes its place."""
 
 
-class OptimizerState:
-    """The state of any number of optimizers over disjoint parameters, addressed by fqn."""
-
-    def __init__(self, optimizers: Sequence[Any], names: Mapping[nn.Parameter, str]) -> None:
-        """Bind optimizers, or wrappers of them, to the names of their parameters.
-
-        Raises: LoadMismatchError for a parameter without a name, or in two optimizers.
-        """
-        self._wrappers = list(optimizers)
-        self.optimizers = [contents.innermost(optimizer) for optimizer in optimizers]
-        self._names = names
-        self._owners: dict[str, tuple[Optimizer, nn.Parameter]] = {}
-        for optimizer in self.optimizers:
-            for i, parameter in ((i, p) for group in optimizer.param_groups for i, p in enumerate(group["params"])):
-                if parameter not in names:
-                    raise LoadMismatchError(
-                        f"parameter {i} (shape {list(parameter.shape)}) of {type(optimizer).__name__} is in no model "
-                        "part: pass every module the optimizer trains in model_parts, and build the optimizer after "
-                        "anything that replaces parameters"
-                    )
-                fqn = names[parameter]
-                if fqn in self._owners:
-                    raise LoadMismatchError(f"{fqn} is trained by two optimizers: give each parameter to one")
-                self._owners[fqn] = optimizer, parameter
-
-    def split(self) -> tuple[StateDict, Groups]:
-        """Return (tensors by `optimizer.<fqn>.<name>`, groups with everything else).
-
-        Tensors alias the live state, or what an optimizer's own state_dict() made.
-        Raises: StateEncodingError for state that cannot be stored.
-        """
-        tensors: StateDict = {}
-        groups: Groups = []
-        for o, (wrapper, optimizer) in enumerate(zip(self._wrappers, self.optimizers, strict=True)):
-            content = contents.read(optimizer)
-            splitter = Splitter(optimizer, content, PREFIX, tensors)
-            groups.append(splitter.groups(self._names))
-            if beside := content.beside | contents.kept_by(wrapper):
-                groups[-1][0]["beside"] = splitter.take(beside, f"{PREFIX}beside.{o}")
-        return tensors, groups
+class OptimizerState(NamedOptimizers):
+    """The state of any number of optimizers over disjoint parameters, addressed by fqn, and its way back to them."""
 
     def destinations(
         self, available: Mapping[str, TensorInfo], stored: Sequence[Sequence[Group]] = ()

@@ -23,6 +23,9 @@ from titan_ckpt.geometry.nested import DICTS
 _WRAPPERS = ("accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "schedulefree.wrap_schedulefree")
 """Modules of wrappers whose state dict is that of the optimizer inside; other wrappers speak for themselves."""
 
+PREFIX = "optimizer."
+"""Begins the names of an optimizer's tensors in files."""
+
 PROVED = frozenset({
     optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.LBFGS,
     optim.Muon, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD, optim.SparseAdam,
@@ -96,6 +99,11 @@ def kept_by(wrapper: Any) -> dict[str, dict[Any, Any]]:
     """Return what schedulefree's wrapper keeps beside the optimizer: whether its weights are those of training."""
     has_mode = not isinstance(wrapper, Optimizer) and hasattr(wrapper, "train_mode")
     return {"wrapper": {"train_mode": wrapper.train_mode}} if has_mode else {}
+
+
+def is_of_torch(optimizer: Any) -> bool:
+    """Return whether the optimizer is one of torch's own classes, whose state comes back: tests prove each of them."""
+    return type(innermost(optimizer)).__module__.startswith(OF_TORCH[0])
 
 
 def speaks_for_itself(optimizer: Optimizer) -> bool:

@@ -1,12 +1,15 @@
-"""The content of one optimizer as tensors by name, and as groups that typed JSON can hold.
+"""Optimizer state by parameter name: tensors for the tensor file, everything else in groups that typed JSON can hold.
 
-Owns the decision what is stored once per group, what is a tensor of its own, and what cannot be stored; also when the
-placements of a tensor are stored, and the room that is made by them at a load: most state has the shape and placements
-of its parameter, or is replicated, and then nothing is stored. optimizer.py owns the names and the way back.
+DCP flattens hyperparameters per parameter, which costs 11 scalar blobs per AdamW parameter; here those of a group are
+stored once, and also a `step` that all its parameters share. Owns the decision what is stored once per group, what is a
+tensor of its own, and what cannot be stored; also when the placements of a tensor are stored, and the room that is made
+by them at a load: most state has the shape and placements of its parameter, or is replicated, and then nothing is
+stored. optimizer.py owns the way back.
 """
 
 from __future__ import annotations
 
+import functools
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -18,9 +21,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, zeros
 from torch.optim import Optimizer
 
-from titan_ckpt.components import quantized_state
-from titan_ckpt.components.optimizer_content import OptimizerContent
-from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.components import optimizer_content, quantized_state
+from titan_ckpt.components.optimizer_content import PREFIX, OptimizerContent
+from titan_ckpt.errors import LoadMismatchError, StateEncodingError
 from titan_ckpt.geometry.chunks import TensorInfo, plain
 from titan_ckpt.geometry.nested import Taken, address, memory_order, placeholder, take_tensors, tensors_in
 from titan_ckpt.types import StateDict
@@ -32,24 +35,71 @@ parameters, "fqns": [...], "stateless": fqns that were never stepped, "own": fqn
 tensor, that nests tensors, or whose tensor has another order of dims in memory than its parameter or is there twice}.
 The first group of an optimizer may have "beside": what belongs to no parameter."""
 
+Groups = list[list[Group]]
+"""The groups of each optimizer."""
 NOT_STORED = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Parameters are stored by name; foreach, fused, capturable and differentiable are choices of the current run."""
 _CONTAINERS = (dict, list, tuple, deque)
 _ATOMS = (bool, int, float, complex, str, type(None))
 
 
+class NamedOptimizers:
+    """The state of any number of optimizers over disjoint parameters, addressed by fqn."""
+
+    def __init__(self, optimizers: Sequence[Any], names: Mapping[nn.Parameter, str]) -> None:
+        """Bind optimizers, or wrappers of them, to the names of their parameters.
+
+        Raises: LoadMismatchError for a parameter without a name, or in two optimizers.
+        """
+        self._wrappers = list(optimizers)
+        self.optimizers = [optimizer_content.innermost(optimizer) for optimizer in optimizers]
+        self._names = names
+        self._owners: dict[str, tuple[Optimizer, nn.Parameter]] = {}
+        for optimizer in self.optimizers:
+            for i, parameter in ((i, p) for group in optimizer.param_groups for i, p in enumerate(group["params"])):
+                if parameter not in names:
+                    raise LoadMismatchError(
+                        f"parameter {i} (shape {list(parameter.shape)}) of {type(optimizer).__name__} is in no model "
+                        "part: pass every module the optimizer trains in model_parts, and build the optimizer after "
+                        "anything that replaces parameters"
+                    )
+                fqn = names[parameter]
+                if fqn in self._owners:
+                    raise LoadMismatchError(f"{fqn} is trained by two optimizers: give each parameter to one")
+                self._owners[fqn] = optimizer, parameter
+
+    def split(self) -> tuple[StateDict, Groups]:
+        """Return (tensors by `optimizer.<fqn>.<name>`, groups with everything else).
+
+        Tensors alias the live state, or what an optimizer's own state_dict() made.
+        Raises: StateEncodingError for state that cannot be stored.
+        """
+        tensors: StateDict = {}
+        groups: Groups = []
+        for o, (wrapper, optimizer) in enumerate(zip(self._wrappers, self.optimizers, strict=True)):
+            content = optimizer_content.read(optimizer)
+            splitter = Splitter(optimizer, content, tensors)
+            groups.append(splitter.groups(self._names))
+            if beside := content.beside | optimizer_content.kept_by(wrapper):
+                groups[-1][0]["beside"] = splitter.take(beside, f"{PREFIX}beside.{o}")
+        return tensors, groups
+
+
 class Splitter:
     """Splits one optimizer; its tensors are put into `tensors`, which aliases them."""
 
-    def __init__(self, optimizer: Optimizer, content: OptimizerContent, prefix: str, tensors: StateDict) -> None:
+    def __init__(self, optimizer: Optimizer, content: OptimizerContent, tensors: StateDict) -> None:
         self._optimizer = optimizer
         self._content = content
-        self._prefix = prefix
         self._tensors = tensors
         self._repeated = _repeated(content)
-        self._taken = Taken(repeated=self._repeated)
         sharded = (p for g in optimizer.param_groups for p in g["params"] if isinstance(p, DTensor))
         self._mesh = next((parameter.device_mesh for parameter in sharded), None)
+
+    @functools.cached_property
+    def _taken(self) -> Taken:
+        """What was taken out of state that is no plain tensor; few optimizers have any."""
+        return Taken(repeated=self._repeated)
 
     def groups(self, names: Mapping[nn.Parameter, str]) -> list[Group]:
         """Return the groups of the optimizer with everything that is no tensor of its own."""
@@ -77,7 +127,7 @@ class Splitter:
             for name, value in state.items():
                 is_named = type(name) is str and "." not in name  # it comes back as this name
                 if is_named and self._is_like(shape, order, value):
-                    self._tensors[f"{self._prefix}{fqn}.{name}"] = value
+                    self._tensors[f"{PREFIX}{fqn}.{name}"] = value
                 elif is_named and self._is_scalar(value):
                     scalars.setdefault(name, {})[fqn] = value
                 elif (rest := self._stored(fqn, name, value, parameter, is_named)) is not None:
@@ -89,7 +139,7 @@ class Splitter:
                 continue
             for fqn, value in values.items():
                 if isinstance(value, torch.Tensor):
-                    self._tensors[f"{self._prefix}{fqn}.{name}"] = plain(value)
+                    self._tensors[f"{PREFIX}{fqn}.{name}"] = plain(value)
                 else:
                     own.setdefault(fqn, {})[name] = value
         hyperparameters = {k: frozen(v) for k, v in settings.items() if k not in NOT_STORED}
@@ -122,7 +172,7 @@ class Splitter:
 
     def _stored(self, fqn: str, name: Any, value: Any, parameter: nn.Parameter, is_named: bool) -> Any:
         """Store one entry of a parameter's state. Return what "own" holds of it; None if a tensor is all that it is."""
-        path = f"{self._prefix}{fqn}.{name}"
+        path = f"{PREFIX}{fqn}.{name}"
         if isinstance(value, torch.Tensor) and not is_made_of_others(value):
             value = plain(value)
             if value.layout is not torch.strided or value.is_meta:

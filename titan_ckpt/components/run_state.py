@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any, get_args
 
 import xxhash
+from torch.distributed import is_initialized
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -24,7 +25,7 @@ from titan_ckpt.components.items.item import Item, Stored
 from titan_ckpt.components.items.optimizers import Optimizers, Schedulers
 from titan_ckpt.components.items.states import ExtraState, Generators, OwnBuffers, UserState
 from titan_ckpt.components.known.own_modules import watch_modules
-from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
+from titan_ckpt.components.optimizer_content import PREFIX as OPTIMIZER
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import Component
 from titan_ckpt.encoding import typed_json
@@ -203,8 +204,9 @@ class RunState:
         if self.extra is not None:
             require_memory(self.model.memory())
             self._shapes = self._shapes_now()
+        asked = dict.fromkeys((*([self.order] if is_initialized() else []), *self.items))
         with generators_kept():
-            _refuse([fault for item in dict.fromkeys((self.order, *self.items)) for fault in item.faults(allow)])
+            _refuse([fault for item in asked for fault in item.faults(allow)])
 
     @gc_paused()
     def watch_modules(self, allow: Collection[str] = ()) -> None:
@@ -235,7 +237,8 @@ class RunState:
 
     def refuse_changed(self, step: int) -> None:
         """Check before a save that a new process can take what it holds. Raises: SaveError; StateEncodingError."""
-        self.watch.refuse(step)
+        if self.watch.objects:
+            self.watch.refuse(step)
         if self._shapes is None:
             return
         before, now = self._shapes, self._shapes_now()

@@ -69,7 +69,8 @@ class Watch:
     """Objects, with what their attributes were when they were added."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, _Watched] = {}
+        self.objects: dict[int, _Watched] = {}
+        """Those that are watched, by their ids."""
 
     def add(
         self,
@@ -86,16 +87,16 @@ class Watch:
         `values`: returns them by name. `live`: ids of objects whose state steps hold themselves. `comes_back`: whether
         a step holds a value that has changed. `how`: what lets a step hold it.
         """
-        if id(owner) not in self._watched:
+        if id(owner) not in self.objects:
             added = _Watched(owner, what, allowed_as, values, frozenset(live), comes_back, how, {})
-            self._watched[id(owner)] = added._replace(before=added.now())
+            self.objects[id(owner)] = added._replace(before=added.now())
 
     def refuse(self, step: int) -> None:
         """Raises: SaveError naming every value that has changed."""
         lines = [
             f"{known.what}: {listed(names, ', ', ' ')} changed since the training began, and no step holds it: "
             f'{known.how}, or allow that a resumed run loses it: checkpoint.allow = ["{known.allowed_as}"]'
-            for known in self._watched.values()
+            for known in self.objects.values()
             if (names := known.changed())
         ]
         if lines:

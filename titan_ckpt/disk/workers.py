@@ -260,14 +260,21 @@ class BackgroundCall:
 
     def __init__(self, act: Callable[[], object], name: str, *, late: bool = True, daemon: bool = False) -> None:
         """`late`: if an interrupt kept the thread from starting, whoever waits makes the call; otherwise it fails."""
-        self.error: BaseException | None = SaveError(f"{name}: an interrupt came before it had ended")
-        """Why the call has not succeeded."""
+        self._error: BaseException | None = None
+        self._has_succeeded = False
         self._act, self._name, self._late, self._daemon = act, name, late, daemon
         self._as_here = as_here()
         self._makers: dict[str, int] = {}
         """The thread that makes the call, under one key."""
         self._is_started = False
         self._ended = Latch()
+
+    @property
+    def error(self) -> BaseException | None:
+        """Return why the call has not succeeded; None if it has."""
+        if self._error is None and not self._has_succeeded:
+            return SaveError(f"{self._name}: an interrupt came before it had ended")
+        return self._error
 
     @property
     def done(self) -> bool:
@@ -301,9 +308,9 @@ class BackgroundCall:
             if make and not was_left:  # this thread was interrupted in it before, and the error stands
                 self._as_here()
                 self._act()
-                self.error = None
+                self._has_succeeded = True
         except BaseException as error:
-            self.error = error
+            self._error = error
         self._act = lambda: None  # what it holds is not needed any more
         self._ended.set()
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
+from titan_ckpt.components.optimizer_content import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded

@@ -12,13 +12,12 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from titan_ckpt.components.files import RUN_STATE, by_key, misshapen, rank_state_name
 from titan_ckpt.components.items.data_position import DataRank, in_order
 from titan_ckpt.components.items.item import Stored
-from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.optimizer import misfit
+from titan_ckpt.components.optimizer_content import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
-from titan_ckpt.components.snapshot import DATA_RANK, LAYOUT
+from titan_ckpt.components.snapshot import DATA_RANK, LAYOUT, RUN_STATE, by_key, misshapen, rank_state_name
 from titan_ckpt.config import CheckpointConfig, Component, InitialLoadConfig
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.directory.names import may_be_resumed, read_committed, step_of

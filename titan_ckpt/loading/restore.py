@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from titan_ckpt.components.files import RUN_STATE, rank_state_name
 from titan_ckpt.components.run_state import RunState
+from titan_ckpt.components.snapshot import RUN_STATE, rank_state_name
 from titan_ckpt.config import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.names import rank_file_name

@@ -39,6 +39,8 @@ from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
 
 logger = logging.getLogger(__name__)
 
+_SAME_NAMES = StateDictTransforms()
+
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
@@ -297,7 +299,7 @@ def _plan(
         )
     if source.adapter or wrapper.converter is not None or (manifest is not None and manifest.converters):
         check_fits(source, reader, available.keys(), wanted.keys(), wrapper)
-    plan, partial = _plan_partly(source, available, wanted, StateDictTransforms(), None)
+    plan, partial = _plan_partly(source, available, wanted, _SAME_NAMES, None)
     plan.requests = names.to_file_names(plan.requests)
     return _Opened(source, reader, plan, partial=replace(partial, requests=names.to_file_names(partial.requests)))
 

@@ -20,8 +20,7 @@ from typing import Any
 
 import xxhash
 
-from titan_ckpt.components.files import RUN_STATE, as_stored, divided, rank_state_name, run_parts
-from titan_ckpt.components.snapshot import Snapshot
+from titan_ckpt.components.snapshot import RUN_STATE, Snapshot, as_stored, divided, rank_state_name, run_parts
 from titan_ckpt.config import SaveConfig
 from titan_ckpt.directory.directory import CheckpointDirectory, os_errors_as
 from titan_ckpt.directory.manifest import FileRecord, Manifest

@@ -15,7 +15,7 @@ import torch
 import xxhash
 
 from titan_ckpt import progress
-from titan_ckpt.components.files import RUN_STATE, rank_state_name
+from titan_ckpt.components.snapshot import RUN_STATE, rank_state_name
 from titan_ckpt.converting import stored_tensor
 from titan_ckpt.directory.names import read_committed
 from titan_ckpt.encoding import typed_json

@@ -1,13 +1,12 @@
 """State dicts that modules make themselves, by hooks and overrides: taken from them, and given back through them.
 
-Owns which subtrees of modules do so, which of their values are live memory, and the proof that a load through their own
-code reached every tensor. Reads and writes no files.
+Owns which of their values are live memory, and the proof that a load through their own code reached every tensor.
+names.py finds them; a model without any never comes here. Reads and writes no files.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,75 +15,26 @@ from typing import Any, Self
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.nn.parameter import is_lazy
 
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError, listed
 from titan_ckpt.geometry.chunks import LazyTensor, Shape, computed, local_tensor
 from titan_ckpt.geometry.nested import MAX_DEPTH
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import WriteRecorder, is_live, is_same
-from titan_ckpt.weights.names import EXTRA_STATE, OF_EVERY_MODULE, clean_fqn, named_modules
-
-_LOADING = ("load_state_dict", "_load_from_state_dict", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
-_SAVING = ("state_dict", "_save_to_state_dict", "_state_dict_hooks")
-_HARMLESS = (
-    "torch.nn.modules.",
-    "torch.distributed.fsdp._fully_shard.",
-    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+from titan_ckpt.weights.names import (
+    LOADING,
+    OF_EVERY_MODULE,
+    SAVING,
+    clean_fqn,
+    extra_state_modules,
+    has_code,
+    named_modules,
+    overrides,
+    own_tensors,
 )
-"""Modules of torch whose hooks and methods make no values and give no names that `clean_fqn` would not give."""
+
 GATHERED_BYTES = 1 << 20
 """Each rank keeps only its part of larger tensors that hooks have gathered."""
-
-
-def read_state(part: nn.Module, *, room: bool = False) -> Iterator[tuple[str, torch.Tensor] | HookedSubtree]:
-    """Yield (fqn, live tensor), aliases included, and the state of each subtree that makes its own.
-
-    The order is that of `part.state_dict()`, which would hold the same values. `room`: see HookedSubtree.take.
-    Collective if a hook is: every rank must call it.
-    Raises: StateEncodingError if the model's own code raises.
-    """
-    whole: set[int] = set()
-    for prefix, module in named_modules(part, whole):
-        if _has_code(module):
-            whole.add(id(module))
-            yield HookedSubtree.take(prefix, module, room=room)
-            continue
-        for hook in module._state_dict_pre_hooks.values():  # noqa: SLF001 - as nn.Module.state_dict does
-            hook(module, prefix, False)
-        for fqn, value in own_tensors(prefix, module):
-            yield fqn, value if is_lazy(value) else value.detach()
-
-
-def own_tensors(prefix: str, module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return (fqn, tensor) of a module's own parameters and persistent buffers, without its children's."""
-    own: list[tuple[str, torch.Tensor]]
-    own = [(prefix + n, v) for n, v in module._parameters.items() if v is not None]  # noqa: SLF001
-    if not module._buffers:  # noqa: SLF001 - the usual case, and a hot path
-        return own
-    hidden = module._non_persistent_buffers_set  # noqa: SLF001 - torch has no public name for what persists
-    kept = ((prefix + n, v) for n, v in module._buffers.items() if v is not None and n not in hidden)  # noqa: SLF001
-    return [*own, *kept]
-
-
-def _has_code(module: nn.Module, names: tuple[str, ...] = _SAVING + _LOADING) -> bool:
-    """Return whether a module has code of its own that saves or loads it, which `nn.Module` would do otherwise.
-
-    `names`: methods that it may override, and the dicts of its hooks.
-    """
-    own = module.__dict__
-    kind: Any = type(module)  # mypy takes a class of modules for one that cannot be hashed
-    codes = [own[name] for name in names if own.get(name)]
-    return _overrides(kind, names) or any(callable(c) or any(map(_is_foreign, c.values())) for c in codes)
-
-
-@functools.lru_cache(maxsize=4096)  # a hot path, and modules by the ten thousand have few classes
-def _overrides(kind: type, names: tuple[str, ...]) -> bool:
-    return any(_is_foreign(getattr(kind, name)) for name in names if hasattr(nn.Module, name))
-
-
-def _is_foreign(code: Any) -> bool:
-    return not str(getattr(code, "__module__", "")).startswith(_HARMLESS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +109,7 @@ class HookedSubtree:
     @property
     def loads(self) -> bool:
         """Return whether a module of the subtree has code that torch would run when it loads a state dict."""
-        return any(_has_code(module, _LOADING) for _, module in named_modules(self.module))
+        return any(has_code(module, LOADING) for _, module in named_modules(self.module))
 
     def dropped(self) -> list[str]:
         """Return the trained parameters that neither are in the state dict nor can be part of a value in it."""
@@ -231,7 +181,7 @@ def takes_shape(module: nn.Module, name: str, shape: Shape) -> bool:
     A copy of the module is asked.
     """
     kind: Any = type(module)
-    if not _overrides(kind, ("_load_from_state_dict",)):
+    if not overrides(kind, ("_load_from_state_dict",)):
         return False
     try:
         again = copy.deepcopy(module)
@@ -251,15 +201,6 @@ def refuse_lossy(faults: Iterable[str]) -> None:
         )
 
 
-def extra_state_modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (fqn of its extra state, module) once for each module that overrides `get_extra_state`."""
-    met: set[nn.Module] = set()
-    for prefix, module in named_modules(part):
-        if type(module).get_extra_state is not nn.Module.get_extra_state and module not in met:
-            met.add(module)
-            yield prefix + EXTRA_STATE, module
-
-
 def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, tuple[Any, ...]]:
     """Return numbers, strings, tensors and containers of them in the attributes of modules with saving code, by path.
 
@@ -268,7 +209,7 @@ def plain_attributes(parts: Sequence[nn.Module]) -> dict[str, tuple[Any, ...]]:
     out: dict[str, tuple[Any, ...]] = {}
     for part in parts:
         for prefix, module in named_modules(part):
-            if _has_code(module, _SAVING):
+            if has_code(module, SAVING):
                 own = ((name, value) for name, value in module.__dict__.items() if name not in OF_EVERY_MODULE)
                 out |= {f"{prefix}{name}": _trace(value) for name, value in own}
     return out

@@ -53,7 +53,8 @@ class StoredNames:
         theirs = theirs if _count(available, (n[0] for n in theirs.values())) > _count(available, wanted) else {}
         own = {name: fqn for fqn, names in theirs.items() for name in names[:1]}
         repeats = {name: fqn for fqn, names in theirs.items() for name in names[1:]} | dict(tied)
-        repeats = {name: repeats[name] for name in repeats.keys() - selected(repeats, ignore)}
+        if ignore:
+            repeats = {name: repeats[name] for name in repeats.keys() - selected(repeats, ignore)}
         once = {own.get(k, k): info for k, info in available.items() if k not in repeats or k in wanted}
         found = cls(once, prefix, theirs)
         twice = [(alias, fqn) for alias, fqn in repeats.items() if alias in available and alias not in once]

@@ -18,8 +18,8 @@ from titan_ckpt.errors import ConverterError, LoadMismatchError, StateEncodingEr
 from titan_ckpt.geometry.chunks import Shape, local_tensor
 from titan_ckpt.types import ModelConverter, StateDict, StateDictMode
 from titan_ckpt.weights.live_memory import is_made_of_others, is_same, with_inner_tensors
-from titan_ckpt.weights.names import WRAPPER_SEGMENTS, is_compiled, named_modules
-from titan_ckpt.weights.own_state import HookedSubtree, extra_state_modules, read_state, refuse_lossy, takes_shape
+from titan_ckpt.weights.names import WRAPPER_SEGMENTS, extra_state_modules, is_compiled, named_modules, read_state
+from titan_ckpt.weights.own_state import HookedSubtree, refuse_lossy, takes_shape
 
 _PLAIN = frozenset({torch.Tensor, nn.Parameter})
 """Types of tensors that are never made of others."""
@@ -294,13 +294,13 @@ class ModelWrapper:
         subtrees: list[HookedSubtree] = []
         tied = self.tied
         for part in self.parts:
-            for entry in read_state(part, room=room):
-                if isinstance(entry, HookedSubtree):
-                    subtrees.append(entry)
-                    made = entry.made
-                    pairs = [(fqn, value) for fqn, value in entry if fqn not in tied or fqn in made]
+            for name, found in read_state(part):
+                if isinstance(found, nn.Module):
+                    subtrees.append(subtree := HookedSubtree.take(name, found, room=room))
+                    made = subtree.made
+                    pairs = [(fqn, value) for fqn, value in subtree if fqn not in tied or fqn in made]
                 else:
-                    pairs = [] if entry[0] in tied else [entry]
+                    pairs = [] if name in tied else [(name, found)]
                 for fqn, value in pairs:
                     if fqn in tensors or fqn in values:
                         raise _held_by_two_parts([fqn])

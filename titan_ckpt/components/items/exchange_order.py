@@ -67,16 +67,13 @@ class ExchangeOrder(OwnItem):
     """The buckets of models that DDP wraps: `value` and `restore` are collective over its ranks."""
 
     component = "states"
+    key = f"{STATES}order of DDP's exchange"
     is_collective = True
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._models = models
         self._wrapped: list[Any] = [*filter(rounds_by_order, wrappers_of(models, 3))]
         self._found: dict[int, list[str]] = {}
-
-    @property
-    def key(self) -> str:
-        return f"{STATES}order of DDP's exchange"
 
     def __bool__(self) -> bool:
         """Return whether any of the models has an order to save."""

@@ -71,6 +71,8 @@ class Item:
 
     component: ClassVar[str]
     """The name by which settings leave it out."""
+    key: str
+    """Its name in state files: the component's, unless a class or an object says otherwise."""
     scope: ClassVar[Scope] = "run"
     kind: ClassVar[type] = dict
     """What state files have under the name of the component."""
@@ -83,10 +85,9 @@ class Item:
     is_collective: ClassVar[bool] = False
     """Whether `settle` and `restore` wait for other ranks: the last is called when all have restored other items."""
 
-    @property
-    def key(self) -> str:
-        """Return its name in state files."""
-        return self.component
+    def __init_subclass__(cls) -> None:
+        if "component" in vars(cls) and "key" not in vars(cls):
+            cls.key = cls.component
 
     def faults(self, allow: Collection[str]) -> list[str]:
         """Return why its state cannot be saved, as far as that shows before the first step.

@@ -13,9 +13,10 @@ from torch.optim import Optimizer
 from titan_ckpt.components import optimizer_content, schedules
 from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested, wrong_types
-from titan_ckpt.components.optimizer import PREFIX, Groups, OptimizerState, parameter_of
+from titan_ckpt.components.optimizer import OptimizerState, parameter_of
+from titan_ckpt.components.optimizer_content import PREFIX
 from titan_ckpt.components.optimizer_rehearsal import rehearse
-from titan_ckpt.components.optimizer_split import NOT_STORED, Group
+from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Groups, NamedOptimizers
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ExportError, LoadMismatchError, SaveError, StateEncodingError, counted, listed
@@ -77,11 +78,12 @@ class Optimizers(Item):
             )
 
     def faults(self, allow: Collection[str]) -> list[str]:
-        faults = rehearse(self.optimizers, self._model.parts, allow, self._watch)
+        unproved = [optimizer for optimizer in self.optimizers if not optimizer_content.is_of_torch(optimizer)]
+        faults = rehearse(unproved, self._model.parts, allow, self._watch) if unproved else []
         return faults or typed_json.problems_of(self.value({}), self.key)
 
     def value(self, tensors: StateDict) -> Groups:
-        split, groups = self.state.split()
+        split, groups = NamedOptimizers(self.optimizers, self._model.parameter_names()).split()
         tensors |= split
         return groups
 

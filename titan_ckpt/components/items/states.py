@@ -71,17 +71,14 @@ class ExtraState(OwnItem):
 class OwnBuffers(OwnItem):
     """Buffers that differ between ranks, such as the statistics of BatchNorm, and extra state of modules that does.
 
-    files.py finds and stores them.
+    snapshot.py finds and stores them.
     """
 
     component = "model"
+    key = OWN_BUFFERS
 
     def __init__(self, model: ModelWrapper) -> None:
         self._model = model
-
-    @property
-    def key(self) -> str:
-        return OWN_BUFFERS
 
     def destinations(self, stored: Stored, available: Mapping[str, TensorInfo]) -> tuple[StateDict, list[str]]:
         """Return new tensors. Raises: CorruptCheckpointError for tensors that are not stored."""
@@ -107,11 +104,7 @@ class UserState(Item):
     component = "states"
 
     def __init__(self, name: str, state: Stateful) -> None:
-        self.name, self.state = name, state
-
-    @property
-    def key(self) -> str:
-        return f"{STATES}{self.name}"
+        self.name, self.state, self.key = name, state, f"{STATES}{name}"
 
     def faults(self, allow: Collection[str]) -> list[str]:
         """Return why it cannot be saved. One that is iterated is not asked, because its answer may begin an epoch."""

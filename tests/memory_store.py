@@ -17,7 +17,7 @@ from typing import ClassVar
 from urllib.parse import quote, unquote
 
 from titan_ckpt.stores.objects import MAX_SMALL_BYTES, ObjectFacts, ObjectStore, Version
-from titan_ckpt.stores.settings import OTHERS
+from titan_ckpt.stores.store import OTHERS
 
 _Object = tuple[bytes, Version, float]
 

@@ -22,7 +22,7 @@ from titan_ckpt.directory.bucket_commits import Commit, Commits
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.objects import BucketPath
-from titan_ckpt.stores.settings import open_location
+from titan_ckpt.stores.store import open_location
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from titan_ckpt.directory.manifest import FileRecord, Kind, Manifest
 from titan_ckpt.directory.steps import Attempt, Steps, open_steps
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, PreflightError, SaveError
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 
 
 def write(attempt: Attempt) -> None:

@@ -44,7 +44,7 @@ from titan_ckpt.formats.publish.exchange import Exchange
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.stores.objects import BucketPath
-from titan_ckpt.stores.settings import open_location
+from titan_ckpt.stores.store import open_location
 
 PACKAGE = str(Path(titan_ckpt.__file__).parent)
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from titan_ckpt.integrations.loader_position import PositionedLoader
     from titan_ckpt.loading.restore import LoadResult
     from titan_ckpt.manager import CheckpointManager
-    from titan_ckpt.stores.settings import StoreConfig
+    from titan_ckpt.stores.store import StoreConfig
     from titan_ckpt.weights.transforms import StateDictTransforms
     from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -57,7 +57,7 @@ __all__ = [
 
 _MODULES = {
     "config": "CheckpointConfig ExportConfig InitialLoadConfig KeepConfig ResumeConfig SaveConfig StopConfig",
-    "stores.settings": "StoreConfig",
+    "stores.store": "StoreConfig",
     "errors": "CheckpointError",
     "geometry.keymap": "KeyMap KeyRule",
     "guard.run_guard": "RunGuard StopRun",

@@ -14,8 +14,8 @@ from typing import Annotated, ClassVar, Literal, get_args
 from titan_ckpt.encoding.paths import LocalPath
 from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys, validate
 from titan_ckpt.encoding.toml import from_dict as from_dict
-from titan_ckpt.stores.settings import FolderOrBucket, split_url
-from titan_ckpt.stores.settings import StoreConfig as StoreConfig
+from titan_ckpt.stores.store import FolderOrBucket, split_url
+from titan_ckpt.stores.store import StoreConfig as StoreConfig
 from titan_ckpt.types import Format
 
 Component = Literal["model", "optimizer", "lr_scheduler", "dataloader", "rng", "states"]

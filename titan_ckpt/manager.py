@@ -38,8 +38,7 @@ from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
 from titan_ckpt.saving.saver import SaveHandle, Saver
 from titan_ckpt.saving.step import CompletedStep, DueSave, Failures, ModelContent, may_be_there, way_to_export
-from titan_ckpt.stores.settings import open_location
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, open_location
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import ModelConverter, Stateful
 from titan_ckpt.weights.identity import TrackedBase

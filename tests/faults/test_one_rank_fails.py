@@ -25,7 +25,7 @@ from titan_ckpt.formats.publish.plan import OutputFiles, plan_export
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.stores.settings import StoreConfig, open_location
+from titan_ckpt.stores.store import StoreConfig, open_location
 from titan_ckpt.weights import digest
 from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.transforms import file_group

@@ -38,7 +38,7 @@ from titan_ckpt.models import hf
 from titan_ckpt.models.layers import Attention, rotate_halves
 from titan_ckpt.models.qwen3 import Qwen3, Qwen3Config
 from titan_ckpt.stores.objects import object_path
-from titan_ckpt.stores.settings import open_location
+from titan_ckpt.stores.store import open_location
 from titan_ckpt.testing import distributed
 
 PAGE = Path(__file__).parents[2] / "docs" / "add-a-model.md"

@@ -15,7 +15,7 @@ from tests.stores import servers
 from tests.stores.servers import Server
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.objects import BucketPath
-from titan_ckpt.stores.settings import StoreConfig, open_location
+from titan_ckpt.stores.store import StoreConfig, open_location
 
 SECONDS = 5.0
 """How long a request is retried in tests."""

@@ -22,7 +22,7 @@ from titan_ckpt.formats.publish.record import RECORDS
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule
 from titan_ckpt.stores.objects import BucketPath
-from titan_ckpt.stores.settings import open_location
+from titan_ckpt.stores.store import open_location
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 _MODEL = {"model_type": "x", "architectures": ["X"]}

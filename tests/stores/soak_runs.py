@@ -29,7 +29,7 @@ from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.objects import BucketPath, ObjectStore
-from titan_ckpt.stores.settings import StoreConfig, open_location
+from titan_ckpt.stores.store import StoreConfig, open_location
 
 Save = tuple[int, int]
 """(step, value): the value is what every file of the save names."""

@@ -24,7 +24,7 @@ from titan_ckpt.errors import ConfigError, PreflightError
 from titan_ckpt.stores.answers import StoreError, store_error
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.objects import BucketPath
-from titan_ckpt.stores.settings import StoreConfig, open_location, require_places, split_url
+from titan_ckpt.stores.store import StoreConfig, open_location, require_places, split_url
 
 KEY_ID = "AKIAIOSFODNN7EXAMPLE"
 

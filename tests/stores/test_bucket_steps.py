@@ -29,7 +29,7 @@ from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, Peer
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.objects import BucketPath, ObjectStore, Version
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.store import StoreConfig
 
 
 def test_a_clean_up_that_fails_fails_no_save_and_is_tried_again(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.object_reader import ObjectReader
 from titan_ckpt.stores.object_writer import PartMemory
 from titan_ckpt.stores.objects import BucketPath
-from titan_ckpt.stores.settings import StoreConfig, open_location
+from titan_ckpt.stores.store import StoreConfig, open_location
 from titan_ckpt.types import StateDict
 
 

@@ -27,7 +27,7 @@ from titan_ckpt.errors import ConfigError, CorruptCheckpointError, PreflightErro
 from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.stores.answers import StoreError, store_error
 from titan_ckpt.stores.bucket import Bucket
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.store import StoreConfig
 
 DENIED = refusal("403 Forbidden", "AccessDenied", "Access Denied")
 DENIED_IN_BULK = Answer(

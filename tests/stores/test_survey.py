@@ -25,7 +25,7 @@ from titan_ckpt.formats.publish.record import Staged
 from titan_ckpt.saving.saver import _write_all
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.objects import MAX_SMALL_BYTES, BucketPath, ObjectFacts, ObjectStore, Version
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.store import StoreConfig
 
 Objects = dict[str, tuple[bytes, Version]]
 

@@ -28,7 +28,7 @@ from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.object_writer import ObjectWriter
 from titan_ckpt.stores.objects import BucketPath
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.store import StoreConfig
 from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
 
 

@@ -17,7 +17,7 @@ from titan_ckpt.directory.bucket_steps import BucketSteps
 from titan_ckpt.formats.native import writer_process
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
 from titan_ckpt.stores.objects import BucketPath
-from titan_ckpt.stores.settings import open_location
+from titan_ckpt.stores.store import open_location
 
 FSDP = {"data_parallel_shard": 2}
 HF: dict[str, Any] = {"last_save_in_hf": True, "last_save_model_only": True}

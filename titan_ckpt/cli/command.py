@@ -120,7 +120,7 @@ def place(path: Path) -> Place:
 
     Raises: ConfigError.
     """
-    from titan_ckpt.stores.settings import StoreConfig, open_location
+    from titan_ckpt.stores.store import StoreConfig, open_location
 
     return open_location(path, settings=StoreConfig(retry_seconds=_RETRY_SECONDS))
 
@@ -128,7 +128,7 @@ def place(path: Path) -> Place:
 def run(command: Command) -> int:
     """Run a command and return the exit code; an error is one line on standard error."""
     from titan_ckpt.encoding.paths import require_local
-    from titan_ckpt.stores.settings import require_places
+    from titan_ckpt.stores.store import require_places
 
     is_shown = sys.stdout.isatty() or "COLUMNS" in os.environ
     console = Output(markup=True, emoji=False, width=None if is_shown else _PIPED_COLUMNS)

@@ -23,8 +23,7 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.loading.origin import CommittedStep, Origin, TorchtitanFolder, check_run, look_at_run
 from titan_ckpt.loading.plan import LoadPlan, LoadSource
 from titan_ckpt.models.registry import read_config
-from titan_ckpt.stores.settings import open_location, split_url
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, open_location, split_url
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.training.model_folder import checkpoint_settings
 

@@ -25,9 +25,8 @@ from titan_ckpt.directory.retention import StepFacts, expired_steps, lacks_metri
 from titan_ckpt.disk.kernel import Holder
 from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, CommitConflictError, PreflightError
-from titan_ckpt.stores.mounted import local_path
 from titan_ckpt.stores.objects import object_path
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, local_path
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from titan_ckpt.formats.huggingface.peft import PeftFormat
 from titan_ckpt.formats.huggingface.reader import TIED
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import TensorInfo
-from titan_ckpt.stores.settings import split_url
+from titan_ckpt.stores.store import split_url
 from titan_ckpt.types import PlacesTensors
 
 logger = logging.getLogger(__name__)

@@ -29,9 +29,7 @@ from titan_ckpt.formats.open import detect_format, locate
 from titan_ckpt.formats.publish.record import Exports, exports_at
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.geometry.chunks import LazyTensor, Stage, TensorInfo, can_freeze, frozen, info_of, local_tensor
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.settings import StoreConfig, open_location, open_source, split_url
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, StoreConfig, open_location, open_source, split_url, store_of
 from titan_ckpt.telemetry.events import Telemetry
 from titan_ckpt.types import ModelConverter, StateDict
 from titan_ckpt.weights.identity import base_settings

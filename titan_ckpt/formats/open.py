@@ -10,8 +10,7 @@ from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.encoding.paths import how_to_get, require_local
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError, listed
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.stores.mounted import local_path, store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, local_path, store_of
 from titan_ckpt.types import Format
 
 

@@ -26,8 +26,7 @@ from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.plan import LoadSource
-from titan_ckpt.stores.mounted import local_path
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, local_path
 from titan_ckpt.types import Format, ModelConverter
 from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.identity import BASE_RECORD, Description, differences

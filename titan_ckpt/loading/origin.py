@@ -38,8 +38,7 @@ from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.loading.adapters import is_adapter
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
 from titan_ckpt.loading.sources import PreparedLoad
-from titan_ckpt.stores.settings import StoreConfig, open_source
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, StoreConfig, open_source
 from titan_ckpt.types import Format, StateDict
 from titan_ckpt.weights.identity import check_base, check_converters, identify_base
 from titan_ckpt.weights.stored_names import MODEL

@@ -15,8 +15,7 @@ from titan_ckpt.encoding import strict_json
 from titan_ckpt.encoding.paths import how_to_get, hub_folder
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, refuse
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 
 INIT_STD = 0.02
 _HF_NAMES = {

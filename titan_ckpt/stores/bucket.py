@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.stores.answers import StoreError, lacks_bucket, store_error
 from titan_ckpt.stores.objects import MAX_SMALL_BYTES, ObjectFacts, ObjectStore, Version
-from titan_ckpt.stores.settings import SCHEMES, StoreConfig, is_endpoint
+from titan_ckpt.stores.store import SCHEMES, StoreConfig, is_endpoint
 
 _REQUEST_SECONDS = 60.0
 """Longest time of one request; a part of 64 MiB needs 1.1 MB/s to meet it."""

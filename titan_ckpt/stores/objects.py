@@ -18,9 +18,7 @@ from typing import Self, TypeVar
 
 from titan_ckpt.disk.files import IO_BYTES, Reader, Writer
 from titan_ckpt.errors import ExportError
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.settings import StoreConfig
-from titan_ckpt.stores.store import Place, Sealed, Store
+from titan_ckpt.stores.store import Place, Sealed, Store, StoreConfig, store_of
 
 MAX_SMALL_BYTES = 32 * 2**20
 """Limit of an object that is read whole without another: a manifest may have as many."""

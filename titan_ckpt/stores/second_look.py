@@ -13,8 +13,7 @@ from typing import TypeVar
 
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 
 logger = logging.getLogger(__name__)
 

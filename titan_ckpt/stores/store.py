@@ -1,20 +1,70 @@
 """Store: a place that holds bytes, as everything above it sees one. A place is a store and a path in it.
 
-Owns the verbs that a checkpoint needs; how they are done is the store's. `titan_ckpt.testing.StoreTests` has the laws.
-Knows no checkpoints.
+Owns the verbs that a checkpoint needs, and which store a place is in or a text names; the list of known schemes; and
+`Posix`, the mounted file systems, whose places are `pathlib.Path`s and whose files `disk.posix` alone changes. How the
+verbs are done is the store's; `titan_ckpt.testing.StoreTests` has the laws. Only the place that a URL names needs a
+client, which is made here. Credentials are no settings: they come by the provider's own environment and files. Knows no
+checkpoints.
 """
 
 from __future__ import annotations
 
+import contextlib
+import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Protocol, Self, TypeVar
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 
-from titan_ckpt.disk.files import Reader, Writer
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.disk import posix
+from titan_ckpt.disk.files import IO_BYTES, FileReader, FileWriter, Reader, Writer
+from titan_ckpt.disk.kernel import Buffer
+from titan_ckpt.encoding.paths import Whole, Written, hub_folder, is_uri, require
+from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys
 
 _Value = TypeVar("_Value")
+SCHEMES = ("s3", "gs", "az")
+"""Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
+
+OTHERS: dict[str, Callable[[str, str, StoreConfig], Any]] = {}
+"""Scheme of a URL -> the class of another place for bytes, an ObjectStore made of scheme, name and settings."""
+
+_BUCKET_URL = re.compile(r"([a-z][a-z0-9]*):/{1,2}([^/?#@:\s]+)((?:/[^/?#\x00-\x1f\x7f]+)*)/?")
+_ENDPOINT = re.compile(r"https?://[^/?#@\s]+(/[^?#@\s]*)?")
+
+
+def is_endpoint(text: str) -> bool:
+    """Return whether this is the URL of a server, without anything secret."""
+    return _ENDPOINT.fullmatch(text) is not None
+
+
+_Endpoint = Annotated[str, Check("an http(s) URL without user, password or query", is_endpoint)]
+_Seconds = Annotated[float, Check("above 0, at most 600 (seconds)", lambda s: 0 < s <= 600)]
+
+
+@dataclass(frozen=True, slots=True)
+class StoreConfig(Checked):
+    """[checkpoint.store]: how the buckets of checkpoints, sources and exports are reached. Credentials, and the region
+    of an S3 bucket (AWS_REGION), come from the provider's own environment and files.
+    """
+
+    FOREIGN_KEYS: ClassVar[ForeignKeys] = {
+        "region": "the environment has it: AWS_REGION, by default us-east-1",
+        "concurrency": "16 requests of a rank are in flight; it is no setting",
+        "part_mib": "a part has 16 MiB, or more in a file of more than 9,000 parts; it is no setting",
+    }
+
+    endpoint: _Endpoint | None = None
+    """URL of a server other than the provider's own, such as MinIO's; absent: AWS_ENDPOINT_URL or
+    AZURE_STORAGE_ENDPOINT, or the provider's."""
+    retry_seconds: _Seconds = 120.0
+    """A request that has failed for this long is given up, and the save or load fails with the last answer."""
+    single_writer: bool = False
+    """You promise that one run at a time writes to the folder. Accepts stores without conditional puts, which cannot
+    keep a second writer out."""
 
 
 class Place(Protocol):
@@ -129,3 +179,177 @@ class Store(ABC):
     @abstractmethod
     def remove(self, places: Sequence[Any]) -> None:
         """Delete files; one that is not there is no error."""
+
+
+class Posix(Store):
+    """The file systems of this machine."""
+
+    settings = StoreConfig()
+    is_mounted = True
+
+    def seen(self, place: Path, made: Mapping[str, bytes] | None = None) -> Path:
+        return hub_folder(place)
+
+    def afresh(self, place: Path) -> Path:
+        """Let the page cache forget the file. Pages that were changed and not yet written stay: the disk lacks them."""
+        try:
+            fd = os.open(place, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:  # the second read will meet it
+            return place
+        try:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        except OSError:  # not a regular file
+            pass
+        finally:
+            os.close(fd)
+        return place
+
+    def open(self, place: Path, *, through_links: bool = False) -> Reader:
+        return FileReader(Path(os.path.realpath(place)) if through_links else place)
+
+    def size(self, place: Path) -> int:
+        return place.stat().st_size
+
+    def read_whole(self, place: Path, max_bytes: int, *, through_links: bool = False) -> bytes:
+        return posix.read_whole(os.path.realpath(place) if through_links else place, max_bytes)
+
+    def names_in(self, place: Path) -> list[str]:
+        return posix.list_folder(place)
+
+    def folder_bytes(self, place: Path) -> int:
+        """Return the bytes of all files in a folder; those that are gone meanwhile do not count."""
+        total = 0
+        for parent, _, files in os.walk(place):
+            for name in files:
+                with contextlib.suppress(OSError):
+                    total += Path(parent, name).lstat().st_size
+        return total
+
+    def holds(self, folder: Path, name: str) -> bool:
+        target = folder / PurePosixPath(name)
+        return target.resolve().is_relative_to(folder.resolve()) and not target.is_symlink()
+
+    def misses(self, place: Path, *, folder: bool = False) -> bool:
+        return not (place.is_dir() if folder else place.exists())
+
+    def new_file(self, place: Path, about_bytes: int) -> Writer:
+        return FileWriter.create(place)
+
+    def write_sealed(self, place: Path, file: Sealed, num_workers: int) -> None:
+        """Write the rest while it is in the processor's cache, and then the head. Its entry is not durable yet."""
+        from titan_ckpt.disk.workers import run_workers  # imports torch, and a list of steps does not wait for it
+
+        end = file.num_bytes - file.start
+
+        with FileWriter.create(place, file.num_bytes) as writer:
+
+            def write_piece(start: int) -> None:
+                stop = min(start + IO_BYTES, end)
+                with file.pieces(start, stop) as view:
+                    file.see([view[: stop - start]], start)
+                    writer.write(view, file.start + start)
+
+            run_workers(range(0, end, IO_BYTES), write_piece, num_workers)
+            head = file.seal()
+            aligned = Buffer.allocate(len(head))
+            aligned.view[:] = head
+            writer.write(aligned.view, 0)
+            writer.finish(file.num_bytes)
+
+    def put_new(self, place: Path, data: bytes) -> None:
+        posix.write_file(place, data)
+
+    def put_beside(self, files: Sequence[tuple[Path, bytes]], work: Callable[[], _Value]) -> _Value:
+        value = work()
+        for place, data in files:
+            posix.write_file(place, data)
+        return value
+
+    def put_companion(self, place: Path, content: bytes | Place) -> None:
+        """Write the content, or copy the bytes of a file, but no metadata; a link becomes a file."""
+        if not place.parent.exists():
+            posix.mkdir(place.parent)
+        if not isinstance(content, bytes) and not (store := store_of(content)).is_mounted:
+            # one answer is of one object, and ranges may be of two
+            content = store.read_whole(content, store.size(content))
+        if isinstance(content, bytes):
+            posix.write_file(place, content)
+            return
+        with contextlib.closing(store_of(content).open(content, through_links=True)) as file:
+            posix.write_blocks(place, (file.read(at, IO_BYTES) for at in range(0, file.num_bytes, IO_BYTES)))
+
+    def remove(self, places: Sequence[Path]) -> None:
+        for place in places:
+            with contextlib.suppress(FileNotFoundError):
+                posix.unlink(place)
+
+
+POSIX = Posix()
+
+
+def store_of(place: Place) -> Store:
+    """Return the store that a place is in."""
+    store: Store = getattr(place, "bucket", POSIX)
+    return store
+
+
+def local_path(place: Place) -> Path | None:
+    """Return the path by which other programs and libraries open a place; None where they cannot."""
+    return place if isinstance(place, Path) else None
+
+
+EXPECTED_PLACE = "a path on a mounted file system, or s3://bucket/key, gs://bucket/key or az://container/key"
+
+FolderOrBucket = Annotated[
+    str,
+    Check("a string that is not empty", str.strip),
+    Whole,
+    Check(EXPECTED_PLACE, lambda text: not _is_unknown(text)),
+    Written,
+]
+"""The type of a setting that names a folder, or a place in a bucket."""
+
+
+def require_places(paths: Mapping[str, str | os.PathLike[str]]) -> None:
+    """Check arguments that may name a bucket by their names. Raises: ConfigError listing all that are refused."""
+    require(paths, EXPECTED_PLACE, _is_unknown)
+
+
+def _is_unknown(text: str | os.PathLike[str]) -> bool:
+    return is_uri(text) and split_url(text) is None
+
+
+def split_url(text: str | os.PathLike[str]) -> tuple[str, str, str] | None:
+    """Return (scheme, bucket, key) of a bucket's URL, None for any other text; key "" is the bucket itself.
+
+    Reads also what pathlib makes of a URL: Path("s3://bucket/run") is "s3:/bucket/run".
+    """
+    match = _BUCKET_URL.fullmatch(os.fspath(text))
+    if match is None or match[1] not in (*SCHEMES, *OTHERS) or any(part in (".", "..") for part in match[3].split("/")):
+        return None
+    return match[1], match[2], match[3].strip("/")
+
+
+def open_location(
+    text: str | os.PathLike[str], base_folder: str | Path = ".", settings: StoreConfig | None = None
+) -> Place:
+    """Return the place that a text names: in a bucket if it is a bucket's URL, else relative to a folder.
+
+    Sends nothing. Raises: ConfigError if the client cannot be made.
+    """
+    parts = split_url(text)
+    if parts is None:
+        return Path(base_folder) / text
+    from titan_ckpt.stores.bucket import Bucket
+    from titan_ckpt.stores.objects import BucketPath
+
+    scheme, name, key = parts
+    return BucketPath(OTHERS.get(scheme, Bucket)(scheme, name, settings or StoreConfig()), key)
+
+
+def open_source(text: str, settings: StoreConfig, revision: str | None = None) -> Place:
+    """Return the place of weights to load: as `open_location` does, and the snapshot of a model's id (`hub_folder`).
+
+    Raises: ConfigError if the client cannot be made; CheckpointNotFoundError for a revision that was not downloaded.
+    """
+    return open_location(hub_folder(text, revision) if split_url(text) is None else text, settings=settings)

@@ -21,8 +21,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CommitConflictError, SaveError
 from titan_ckpt.formats.publish.publication import published
 from titan_ckpt.formats.publish.record import exports_at
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place, Store
+from titan_ckpt.stores.store import Place, Store, store_of
 
 _raises = TestCase().assertRaisesRegex
 _ALONE = Coordinator(0, 1, None, "", 0.0)

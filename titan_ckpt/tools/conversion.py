@@ -32,8 +32,7 @@ from titan_ckpt.loading.adapters import check_named_base, holds_adapter_alone
 from titan_ckpt.loading.merge import AdapterMerge, SharedWeightError, prepare_merge, settle_tables
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.models.config import read_config_json
-from titan_ckpt.stores.mounted import local_path, store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, local_path, store_of
 from titan_ckpt.tools.adapters import Adapter, RecordedBase, adapted_weights, attached, open_adapter, with_settings
 from titan_ckpt.tools.models import CONFIG, ModelTable, find_config, find_table, own_config, require_config, tables_of
 from titan_ckpt.tools.weights import model_keys

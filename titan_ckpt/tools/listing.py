@@ -18,8 +18,7 @@ from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
 from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
 from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports
 from titan_ckpt.formats.publish.record import RECORDS, MadeExports
-from titan_ckpt.stores.mounted import local_path, store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, local_path, store_of
 
 METADATA = ".metadata"
 _CHECKPOINTS, _EXPORTS = "checkpoints", "exports"

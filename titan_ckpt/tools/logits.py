@@ -23,7 +23,7 @@ from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models import hf
 from titan_ckpt.models.config import read_config_json
 from titan_ckpt.models.registry import build_model
-from titan_ckpt.stores.mounted import local_path
+from titan_ckpt.stores.store import local_path
 from titan_ckpt.tools.models import find_table, require_config
 from titan_ckpt.tools.weights import model_keys
 from titan_ckpt.weights.initialize import construct, flag_loaded, initialize_missing, materialize

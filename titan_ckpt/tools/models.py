@@ -28,8 +28,7 @@ from titan_ckpt.models.config import read_config_json
 from titan_ckpt.models.hf_keys import find_key_map
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import ARCHITECTURES, find_architecture
-from titan_ckpt.stores.mounted import local_path, store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, local_path, store_of
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 CONFIG = "config.json"

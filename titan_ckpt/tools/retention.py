@@ -17,8 +17,7 @@ from titan_ckpt.directory.names import PIN_NAME, step_of
 from titan_ckpt.directory.steps import Steps, open_steps, steps_at
 from titan_ckpt.errors import CheckpointNotFoundError, CommitConflictError, ConfigError, NotACheckpointError, SaveError
 from titan_ckpt.formats.publish.record import exports_at
-from titan_ckpt.stores.mounted import local_path
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, local_path
 from titan_ckpt.tools.listing import committed_step, find_checkpoints, resumed_from
 
 _SETTLE_SECONDS = 5.0

@@ -9,8 +9,7 @@ from pathlib import Path
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import refuse
 from titan_ckpt.guard.outside_request import ANSWER, TAKER
-from titan_ckpt.stores.mounted import local_path
-from titan_ckpt.stores.settings import open_location
+from titan_ckpt.stores.store import local_path, open_location
 from titan_ckpt.telemetry.events import METRICS, TELEMETRY
 from titan_ckpt.training.callbacks.process import PROFILES
 from titan_ckpt.training.callbacks.trackers import RUN_ID

@@ -15,9 +15,7 @@ from titan_ckpt.encoding.paths import how_to_get, hub_folder, snapshot_of
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, NotACheckpointError
 from titan_ckpt.formats.huggingface.reader import is_huggingface
 from titan_ckpt.formats.open import detect_format, locate
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.settings import open_source, split_url
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, open_source, split_url, store_of
 from titan_ckpt.training.config import RunConfig
 from titan_ckpt.types import Format
 

@@ -22,7 +22,7 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.language_model import Model
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.settings import open_location, open_source
+from titan_ckpt.stores.store import open_location, open_source
 
 _KEPT = (torch.bfloat16, torch.float16)
 """Stored dtypes that are kept; values of smaller dtypes must be converted before a computation."""

@@ -14,8 +14,7 @@ from tests.steps_tests import StepsTests, manifest_of, save, there, write
 from titan_ckpt.directory.steps import Steps
 from titan_ckpt.errors import CommitConflictError, CorruptCheckpointError
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.settings import open_location
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, open_location
 
 
 class TestFolder(StepsTests):

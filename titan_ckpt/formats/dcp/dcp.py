@@ -30,8 +30,7 @@ from titan_ckpt.formats.reading.slices import put
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Block, Chunk, Entry, TensorInfo, info_of
 from titan_ckpt.geometry.requests import Fill, TensorReader
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 
 _ITEM = TensorInfo((), torch.uint8)
 """In place of the shape and dtype of what is no tensor."""

@@ -38,8 +38,7 @@ from torch.distributed.checkpoint.metadata import (
 from titan_ckpt.encoding.strict_json import MAX_SIZE, is_unicode
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.gc_paused import gc_paused
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 
 _OF_INDEX = ((str,), (torch.Size, type(None)), (int, type(None)))
 """The types of a MetadataIndex's fields: fqn, offset and index."""

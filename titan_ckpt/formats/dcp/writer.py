@@ -52,8 +52,7 @@ from titan_ckpt.formats.publish.publication import (
 from titan_ckpt.formats.publish.record import RecordExport, unrecorded
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 from titan_ckpt.types import StateDict
 
 logger = logging.getLogger(__name__)

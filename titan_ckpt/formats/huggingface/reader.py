@@ -31,8 +31,7 @@ from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 
 logger = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.safetensors import container
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, Shape, TensorInfo, as_bytes, blocks_of, dtype_name, info_of
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 
 FORMAT_VERSION = 1
 BLOCK_BYTES = 1 << 20

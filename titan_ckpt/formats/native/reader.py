@@ -26,9 +26,8 @@ from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Block, Chunk, Entry, Shape, TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.second_look import may_pass, read_twice
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 from titan_ckpt.weights.identity import base_settings
 
 _NOWHERE = torch.empty(0, device="cpu")

@@ -27,9 +27,7 @@ from titan_ckpt.encoding.named import import_named
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.rank_file import write_rank_file
 from titan_ckpt.formats.safetensors.container import Layout
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.settings import OTHERS, StoreConfig, open_location
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import OTHERS, Place, StoreConfig, open_location, store_of
 
 _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
 """Signals that the writer blocks: the trainer answers them, and may need the writer to finish the save in flight."""

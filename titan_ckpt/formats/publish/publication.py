@@ -19,8 +19,7 @@ from titan_ckpt.errors import ExportError, counted, listed
 from titan_ckpt.formats.publish.record import RecordExport, Staged, exports_at, unrecorded
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 
 _Prepared = TypeVar("_Prepared")
 logger = logging.getLogger(__name__)

@@ -29,9 +29,8 @@ from titan_ckpt.disk.unpublished_folder import StagedFolder
 from titan_ckpt.encoding.strict_json import Json, parse
 from titan_ckpt.errors import CorruptCheckpointError, SaveError, listed
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.mounted import POSIX, local_path, store_of
 from titan_ckpt.stores.objects import object_path
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import POSIX, Place, local_path, store_of
 
 RECORDS = ".titan_ckpt-exports"
 UNSAVED_IN = "unsaved_in"

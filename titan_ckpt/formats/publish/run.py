@@ -34,8 +34,7 @@ from titan_ckpt.formats.publish.record import RecordExport, unrecorded
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 from titan_ckpt.weights.quantize import check_quantized
 from titan_ckpt.weights.transforms import FileGroup
 

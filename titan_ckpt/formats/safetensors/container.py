@@ -28,8 +28,7 @@ from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.formats.reading.slices import Slice
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, Chunk, Entry, TensorInfo
-from titan_ckpt.stores.mounted import store_of
-from titan_ckpt.stores.store import Place
+from titan_ckpt.stores.store import Place, store_of
 
 MAX_HEADER_BYTES = 100_000_000
 """The limit of safetensors itself (tensor.rs, MAX_HEADER_SIZE): every reader refuses more."""

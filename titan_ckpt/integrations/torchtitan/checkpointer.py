@@ -32,8 +32,7 @@ from titan_ckpt.integrations.torchtitan.lora import find_lora, over_layers
 from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json, is_allowed
 from titan_ckpt.integrations.torchtitan.wording import InTorchtitansWords, in_torchtitans_words
 from titan_ckpt.manager import CheckpointManager
-from titan_ckpt.stores.mounted import local_path
-from titan_ckpt.stores.settings import StoreConfig
+from titan_ckpt.stores.store import StoreConfig, local_path
 from titan_ckpt.types import Stateful
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.transforms import StateDictTransforms

@@ -15,7 +15,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.paths import is_uri
 from titan_ckpt.errors import ConfigError, counted, refuse
 from titan_ckpt.formats.huggingface.peft import CONFIG as PEFT_CONFIG
-from titan_ckpt.stores.settings import EXPECTED_PLACE, open_location, split_url
+from titan_ckpt.stores.store import EXPECTED_PLACE, open_location, split_url
 
 ASYNC_MODES: Mapping[str, Literal["disabled", "thread", "process"]] = {
     "disabled": "disabled", "async": "thread", "async_with_pinned_mem": "process",

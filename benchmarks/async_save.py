@@ -42,7 +42,8 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.native.writer import StagedFile, WritePlan
+from titan_ckpt.formats.native.arena import StagedFile
+from titan_ckpt.formats.native.writer import WritePlan
 
 OURS, DCP = "titan_ckpt", "dcp.async_save (torchtitan's async)"
 LIMIT = "limit: memcpy, then O_DIRECT write"

@@ -38,8 +38,7 @@ from titan_ckpt.disk.workers import run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.segments import lay_end_to_end
-from titan_ckpt.formats.native.writer import WritePlan
+from titan_ckpt.formats.native.writer import WritePlan, lay_end_to_end
 from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.weights.transforms import StateDictTransforms

@@ -47,7 +47,7 @@ from titan_ckpt.disk.workers import run_workers
 from titan_ckpt.formats.native.rank_file import BLOCK_BYTES
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.objects import BucketPath
-from titan_ckpt.stores.settings import open_location
+from titan_ckpt.stores.store import open_location
 
 KEY = "benchmark"
 """User and password of the server."""

@@ -27,7 +27,7 @@ from tests.world import same, step_with_ones, whole
 from titan_ckpt.components.optimizer_content import PROVED
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.errors import HalfLoadedError, PeerError, SaveError
-from titan_ckpt.formats.native.segments import Segments
+from titan_ckpt.formats.native.writer import Segments
 from titan_ckpt.testing import distributed
 from titan_ckpt.weights.live_memory import Watched
 

@@ -39,7 +39,7 @@ from titan_ckpt.disk import posix
 from titan_ckpt.disk.workers import run_workers
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import SaveError
-from titan_ckpt.formats.native.segments import Segments
+from titan_ckpt.formats.native.writer import Segments
 from titan_ckpt.formats.publish.exchange import Exchange
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.stores.object_writer import ObjectWriter

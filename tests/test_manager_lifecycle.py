@@ -33,7 +33,8 @@ from titan_ckpt.errors import (
     LoadMismatchError,
     StateEncodingError,
 )
-from titan_ckpt.formats.native.writer import StagedFile, WritePlan
+from titan_ckpt.formats.native.arena import StagedFile
+from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.saving.step import DueSave
 
 MODES = pytest.mark.parametrize("mode", ["disabled", "thread"])
@@ -360,7 +361,7 @@ from pathlib import Path
 from safetensors.torch import load_file
 from torch import nn
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
-from titan_ckpt.formats.native.writer import StagedFile
+from titan_ckpt.formats.native.arena import StagedFile
 
 start, write = threading._start_new_thread, StagedFile.write
 

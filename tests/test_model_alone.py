@@ -17,7 +17,7 @@ from tests.world import Run, Value, load, load_fails, read_all, same
 from tests.world import manager as build
 from titan_ckpt.config import InitialLoadConfig
 from titan_ckpt.errors import CheckpointNotFoundError, ExportError
-from titan_ckpt.formats.native import writer
+from titan_ckpt.formats.native import arena
 from titan_ckpt.formats.native.arena import Arena
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.saving.saver import Saver
@@ -158,7 +158,7 @@ def test_memory_for_the_copy_is_made_once_although_saves_differ(
             made.append(num_bytes)
             super().__init__(num_bytes, **settings)
 
-    monkeypatch.setattr(writer, "Arena", Counted)
+    monkeypatch.setattr(arena, "Arena", Counted)
     model = nn.Linear(100, 100)
     optimizer = torch.optim.AdamW(model.parameters())
     save: dict[str, Any] = {"interval": 2, "async_mode": mode, "model_only_last": True}

@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PLANNING = (
     "distributed/sharing", "formats/dcp/dcp", "formats/native/header", "formats/native/rank_file",
-    "formats/native/reader", "formats/native/segments", "formats/publish/exchange", "formats/publish/plan",
+    "formats/native/reader", "formats/native/writer", "formats/publish/exchange", "formats/publish/plan",
     "formats/publish/proof", "formats/publish/write", "formats/quantized/open", "formats/reading/engine",
     "formats/reading/slices", "formats/safetensors/container", "geometry/chunks",
     "geometry/requests",

@@ -36,7 +36,7 @@ from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.store import Place, local_path, store_of
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.stored_names import MODEL, model_tensors
+from titan_ckpt.weights.names import MODEL, model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, StateDictTransforms, cast_all
 
 Format = Literal["hf", "native", "dcp"]

@@ -22,7 +22,8 @@ from tests.run_folder import RunFolder
 from tests.world import Run, gathered, heard, manager, same
 from titan_ckpt import CheckpointManager, ExportConfig
 from titan_ckpt.errors import CheckpointError, LoadMismatchError, PeerError
-from titan_ckpt.formats.native.writer import StagedFile, WritePlan
+from titan_ckpt.formats.native.arena import StagedFile
+from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.testing import distributed
 
 Mode = Literal["disabled", "thread"]

@@ -15,7 +15,7 @@ from tests.forked import fork
 from tests.gpu.run import raw
 from titan_ckpt.disk.cuda import stream_of
 from titan_ckpt.formats.native.arena import COPY_BYTES, Arena
-from titan_ckpt.formats.native.segments import lay_end_to_end
+from titan_ckpt.formats.native.writer import lay_end_to_end
 
 pytestmark = pytest.mark.gpu
 

@@ -22,7 +22,7 @@ from unittest import mock
 import titan_ckpt
 from tests.faults import shim
 from titan_ckpt.formats.native import arena
-from titan_ckpt.formats.native.segments import Segments
+from titan_ckpt.formats.native.writer import Segments
 from titan_ckpt.formats.native.writer_process import WriterProcess
 
 PIECE_BYTES = 32 << 10

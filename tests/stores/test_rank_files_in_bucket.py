@@ -23,10 +23,11 @@ from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.formats.native.arena import StagedFile
 from titan_ckpt.formats.native.header import parse_header
 from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, LARGE_BYTES, lay_out, with_digests
 from titan_ckpt.formats.native.reader import NativeReader
-from titan_ckpt.formats.native.writer import StagedFile, WritePlan
+from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.reading.engine import SliceReader
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo

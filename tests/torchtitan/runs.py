@@ -24,7 +24,7 @@ import torch
 from tests.torchtitan import cpu as cpu  # before torchtitan
 from tests.world import differing, whole
 from titan_ckpt.formats.native import writer_process
-from titan_ckpt.formats.native.writer import StagedFile
+from titan_ckpt.formats.native.arena import StagedFile
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
 from titan_ckpt.testing.ranks import RankError
 from titan_ckpt.testing.ranks import distributed as _distributed

@@ -34,9 +34,8 @@ from titan_ckpt.geometry.chunks import local_tensor, require_range
 from titan_ckpt.geometry.nested import names_of, rename_tensors, take_tensors
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.live_memory import Watched
-from titan_ckpt.weights.names import prefix_in
+from titan_ckpt.weights.names import MODEL, prefix_in
 from titan_ckpt.weights.own_state import plain_attributes
-from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.wrapper import ModelState, require_memory
 
 _COPIED_BYTES = 1 << 20
@@ -124,7 +123,9 @@ def take_snapshot(
     tensors: StateDict = _named(model)
     for name, value in tensors.items() if casts else ():
         require_range(name, local_tensor(value).detach(), casts.get(value.dtype, value.dtype))
-    run, rank = _values(run_state, run_state.items if items is None else items, tensors)
+    state: StateDict = {}
+    run, rank = _values(run_state, run_state.items if items is None else items, state)
+    tensors |= state
     if extra := run.pop("model", {}) | model.values:
         run["model"] = extra
     components = run_state.components() if items is None else tuple(item.component for item in items)
@@ -161,7 +162,8 @@ def _volatile(tensors: Collection[str], run_state: RunState, model: ModelState) 
     parameters = {MODEL + fqn for fqn in run_state.model.parameter_names().values()}
     parameters |= {MODEL + fqn for fqn in model.made_of_parameters()}
     stepped = tuple(f"{item.key}." for item in _stepped(run_state))
-    return frozenset(n for n in tensors if not n.startswith(stepped) and prefix_in(n, parameters) is None)
+    others = (n for n in tensors if n not in parameters and not n.startswith(stepped))
+    return frozenset(n for n in others if prefix_in(n, parameters) is None)
 
 
 def take_mark(run_state: RunState, step: int, unused: Unused) -> Mark:

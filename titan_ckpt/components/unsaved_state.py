@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from titan_ckpt.components.classes import class_name, is_of_library, is_own, is_own_kind, names_of, own_and_base
 from titan_ckpt.rng import codes_within, held_generators, is_random, used_by
-from titan_ckpt.weights.names import OF_EVERY_MODULE
+from titan_ckpt.weights.names import OF_EVERY_MODULE, parts_of
 
 if TYPE_CHECKING:
     from titan_ckpt.components.watched import Watch
@@ -138,14 +138,6 @@ def unless_allowed(what: str, name: str, reason: str, allow: Collection[str]) ->
 def fault_of(role: str, value: Any, reason: str, allow: Collection[str]) -> Iterator[str]:
     """Yield the same for an object, which is allowed by the name of its class, or for a function."""
     yield from unless_allowed(f"{role} {class_name(value)}", class_name(value), reason, allow)
-
-
-def parts_of(root: Any) -> Iterator[Any]:
-    yield root
-    if isinstance(root, nn.Module):
-        for module in root.modules():  # one walk: parameters() and buffers() are a walk each
-            tensors = (*module._parameters.values(), *module._buffers.values())  # noqa: SLF001 - the names cost time
-            yield from (module, *(value for value in tensors if value is not None))
 
 
 def _listed(kind: type, known: Mapping[str, str]) -> str | None:

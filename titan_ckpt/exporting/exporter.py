@@ -34,8 +34,8 @@ from titan_ckpt.telemetry.events import Telemetry
 from titan_ckpt.types import ModelConverter, StateDict
 from titan_ckpt.weights.identity import base_settings
 from titan_ckpt.weights.live_memory import Watched
+from titan_ckpt.weights.names import MODEL
 from titan_ckpt.weights.quantize import WeightQuantizer, quantized
-from titan_ckpt.weights.stored_names import MODEL
 from titan_ckpt.weights.transforms import FileDtype, FileGroup, StateDictTransforms, cast_all, with_tied_names
 
 logger = logging.getLogger(__name__)

@@ -31,7 +31,7 @@ from titan_ckpt.types import Format, ModelConverter
 from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.identity import BASE_RECORD, Description, differences
 from titan_ckpt.weights.low_rank import LoRARecord, StoredUpdates, lora_tensor
-from titan_ckpt.weights.stored_names import model_tensors
+from titan_ckpt.weights.names import model_tensors
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ from titan_ckpt.loading.tables import is_other, shape_of, views_of
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, identify_base
 from titan_ckpt.weights.low_rank import AddedBias, LowRank, TrainedRows, WeightUpdate, is_conv1d
-from titan_ckpt.weights.stored_names import MODEL
+from titan_ckpt.weights.names import MODEL
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 

@@ -41,7 +41,7 @@ from titan_ckpt.loading.sources import PreparedLoad
 from titan_ckpt.stores.store import Place, StoreConfig, open_source
 from titan_ckpt.types import Format, StateDict
 from titan_ckpt.weights.identity import check_base, check_converters, identify_base
-from titan_ckpt.weights.stored_names import MODEL
+from titan_ckpt.weights.names import MODEL
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 _GROUPS = "optimizer.param_groups."

@@ -32,8 +32,7 @@ from titan_ckpt.stores.store import Place
 from titan_ckpt.types import LoadReport, ModelConverter, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
 from titan_ckpt.weights.initialize import empty_tensors, flag_loaded
-from titan_ckpt.weights.names import clean_fqn
-from titan_ckpt.weights.stored_names import StoredNames
+from titan_ckpt.weights.names import StoredNames, clean_fqn
 from titan_ckpt.weights.transforms import ReadPlan, StateDictTransforms, with_tied_names
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper, without_memory
 

@@ -29,8 +29,8 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.replicas import check_replicas
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import SaveError, listed
-from titan_ckpt.formats.native.arena import StagingHandle
-from titan_ckpt.formats.native.writer import StagedFile, WritePlan
+from titan_ckpt.formats.native.arena import StagedFile, StagingHandle
+from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
 from titan_ckpt.stores.store import Place, store_of

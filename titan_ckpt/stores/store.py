@@ -188,7 +188,7 @@ class Posix(Store):
     is_mounted = True
 
     def seen(self, place: Path, made: Mapping[str, bytes] | None = None) -> Path:
-        return hub_folder(place)
+        return place if os.path.lexists(place) else hub_folder(place)
 
     def afresh(self, place: Path) -> Path:
         """Let the page cache forget the file. Pages that were changed and not yet written stay: the disk lacks them."""

@@ -31,7 +31,7 @@ from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.digest import digest_of
 from titan_ckpt.weights.identity import another_base, base_digest, named_base
 from titan_ckpt.weights.low_rank import AddedBias, LoRARecord, LowRank, TrainedRows, lora_tensor
-from titan_ckpt.weights.stored_names import model_tensors
+from titan_ckpt.weights.names import model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, cast_all
 
 _GUESSES = (torch.float32, torch.bfloat16, torch.float16)

@@ -28,7 +28,7 @@ from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.hf import transformers_config
 from titan_ckpt.stores.store import Place
 from titan_ckpt.weights import digest
-from titan_ckpt.weights.stored_names import OTHER_COMPONENTS
+from titan_ckpt.weights.names import OTHER_COMPONENTS
 
 BINS = 20
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")

@@ -16,7 +16,7 @@ from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.adapters import Adapter, adapted_weights, open_adapter
 from titan_ckpt.tools.models import ModelTable, find_config, find_table, require_config
-from titan_ckpt.weights.stored_names import model_tensors
+from titan_ckpt.weights.names import model_tensors
 
 Tensors = dict[str, LazyTensor]
 """Name -> values, which are read when their blocks are asked for."""

@@ -9,7 +9,6 @@ __all__ = [
     "names",
     "own_state",
     "quantize",
-    "stored_names",
     "transforms",
     "wrapper",
 ]

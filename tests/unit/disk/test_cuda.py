@@ -20,7 +20,7 @@ from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.disk.workers import bounce_buffer, finish_uploads, meanwhile, run_workers
 from titan_ckpt.formats.native import arena
 from titan_ckpt.formats.native.arena import Arena
-from titan_ckpt.formats.native.segments import Places, Segments, lay_end_to_end
+from titan_ckpt.formats.native.writer import Places, Segments, lay_end_to_end
 from titan_ckpt.saving.saver import SaveHandle
 
 MIB = 1 << 20

@@ -22,7 +22,7 @@ from tests.run_folder import RunFolder
 from tests.world import manager as build
 from titan_ckpt import RunGuard
 from titan_ckpt.config import StopConfig
-from titan_ckpt.formats.native.writer import StagedFile
+from titan_ckpt.formats.native.arena import StagedFile
 from titan_ckpt.guard import outside_request, run_guard
 
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from titan_ckpt.components.classes import is_of_library, is_own, is_own_kind, package_of
-from titan_ckpt.components.unsaved_state import Own, codes_of, parts_of
+from titan_ckpt.components.unsaved_state import Own, codes_of
 from titan_ckpt.components.watched import Watch, trace
 from titan_ckpt.rng import codes_within, generators_kept
-from titan_ckpt.weights.names import hidden_buffers, named_modules
+from titan_ckpt.weights.names import hidden_buffers, named_modules, parts_of
 
 _JUDGED = frozenset({"lightning", "pytorch_lightning", "torchmetrics"})
 """Packages whose modules have hooks for their state: the integration with Lightning judges them."""

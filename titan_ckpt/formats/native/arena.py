@@ -1,6 +1,7 @@
 """The host arena: memory for a copy of a rank's data section, so that training may go on while the copy is written.
 
-Owns the arena's memory and the copy into it. Decides neither what is saved nor when, and writes no files.
+Owns the arena's memory, the copy into it and the file that is written from it, here or by a writer process. Decides
+neither what is saved nor when.
 
 Fresh memory is slow: its first touch costs ten times the copy, and page-locking it as much again. So it is made ready
 in a thread and used for every later save. It is as large as this rank's file; an asynchronous save needs no other
@@ -9,20 +10,25 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import torch
 
+from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.disk import cuda, kernel
 from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, SharedBuffer, round_up
 from titan_ckpt.disk.workers import BackgroundCall, Latch, num_copy_workers, run_workers
-from titan_ckpt.formats.native.segments import Places, Segments
+from titan_ckpt.formats.native.rank_file import write_rank_file
+from titan_ckpt.formats.native.writer import Places, Segments, WritePlan
+from titan_ckpt.formats.native.writer_process import WriterProcess
+from titan_ckpt.geometry.chunks import Block, LazyTensor, info_of, sharding_of
+from titan_ckpt.stores.store import Place
 
 COPY_BYTES = 32 << 20
 """Bytes that are copied from a device before the next look at what is in flight; divides cuda.REGISTERED_BYTES."""
-
 
 _HOST_BYTES = 32 << 20
 """Bytes that a thread copies in host memory at a time, if there are many times as many. The C library copies so many
@@ -203,3 +209,90 @@ class Arena:
         shared, self.shared = self.shared, None  # first: closed twice, the number may be that of another file
         if shared is not None:
             kernel.close(shared.fd)
+
+
+class StagedFile:
+    """Memory for a copy of the planned tensors, from which the file is written. One save uses it at a time."""
+
+    def __init__(
+        self,
+        plan: WritePlan,
+        *,
+        pinned: bool = False,
+        in_process: bool = False,
+        timeout_seconds: float = 1800.0,
+        room: int = 0,
+    ) -> None:
+        """Map the memory. `pinned`: tensors are on a device. `in_process`: another process writes.
+
+        `timeout_seconds`: as of WriterProcess. `room`: bytes by which the file of another plan may be larger.
+        """
+        self.plan = plan
+        self._timeout_seconds = timeout_seconds
+        beside = plan.layout.header if in_process else b""
+        self._arena = Arena(plan.data_bytes, pinned=pinned, beside=beside, shared=in_process, room=room)
+        self._process: WriterProcess | None = None
+
+    def prepare(self) -> None:
+        """Begin to make the memory ready, in the background."""
+        self._arena.prepare()
+
+    def refit(self, plan: WritePlan) -> bool:
+        """Use the memory for another plan if it is large enough, and return whether it is. No save may be using it."""
+        beside = plan.layout.header if self._arena.shared is not None else b""
+        if not self._arena.refit(plan.data_bytes, beside):
+            return False
+        self.plan = plan
+        return True
+
+    def begin(self, tensors: Mapping[str, torch.Tensor], changed: Callable[[], list[str]] = list) -> StagingHandle:
+        """Start to copy the tensors in the background; they must not change before `wait` of the handle.
+
+        `changed` returns the names of those that have changed all the same.
+        """
+        if self._process is not None and not self._process.is_idle:
+            self._process.close()
+            self._process = None
+        if self._arena.shared is not None and self._process is None:
+            self._process = WriterProcess(self._arena.shared, self._timeout_seconds)
+        return self._arena.stage(self.plan.places, self.plan.bind(tensors), changed)
+
+    def tensors(self, live: Mapping[str, torch.Tensor]) -> dict[str, LazyTensor]:
+        """Return copies of the live tensors, none of them cast: on every rank the chunks that it writes, no replicas.
+
+        They can be read from the end of staging until the next staging starts.
+        """
+        memory = self._arena.buffer.tensor
+        blocks: dict[str, list[Block]] = {fqn: [] for fqn in live}
+        for share, start in zip(self.plan.shares, self.plan.places[0], strict=True):
+            stored = memory[start : start + share.chunk.numel * share.info.dtype.itemsize]
+            data = stored.view(share.info.dtype).view(share.chunk.sizes)
+            blocks[share.name].append(Block(share.chunk, data))
+        return {
+            fqn: LazyTensor(
+                info_of(value),
+                partial(iter, blocks[fqn]),
+                like=tuple(b.chunk for b in blocks[fqn]),
+                in_memory=True,
+                sharding=sharding_of(value),
+            )
+            for fqn, value in live.items()
+        }
+
+    def write(self, folder: Place) -> FileRecord:
+        """Write the file, after staging has finished; otherwise as `WritePlan.write`."""
+        plan, path, staged = self.plan, folder / self.plan.file_name, self._arena.buffer.view
+        if self._process is not None:
+            return plan.record(self._process.write(path, plan.layout, self._arena.beside_at))
+        return plan.record(
+            write_rank_file(
+                path, plan.layout, lambda a, b: nullcontext(staged[a : round_up(b)]), views=lambda a, b: [staged[a:b]]
+            )
+        )
+
+    def close(self) -> None:
+        """End the writer process, and release the memory."""
+        if self._process is not None:
+            self._process.close()
+            self._process = None
+        self._arena.close()

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tests.fake_cuda import on_device
 from tests.world import bits
 from titan_ckpt.disk.kernel import Buffer
-from titan_ckpt.formats.native import segments
-from titan_ckpt.formats.native.segments import Segments, lay_end_to_end
+from titan_ckpt.formats.native import writer
+from titan_ckpt.formats.native.writer import Segments, lay_end_to_end
 
 
 def some_tensors() -> list[torch.Tensor]:
@@ -64,8 +64,8 @@ def test_device_tensors_are_packed_and_copied_in_order(monkeypatch: pytest.Monke
     expected = laid_out(tensors)[1]
 
     for packed, pack in ((1 << 18, 1 << 24), (2000, 4000), (1, 1)):
-        monkeypatch.setattr(segments, "_PACKED_BYTES", packed)
-        monkeypatch.setattr(segments, "_PACK_BYTES", pack)
+        monkeypatch.setattr(writer, "_PACKED_BYTES", packed)
+        monkeypatch.setattr(writer, "_PACK_BYTES", pack)
         mixed = [t if i in (1, 5) else on_device(t) for i, t in enumerate(tensors)]
         for step in (len(expected), 4096, 48):
             target = Buffer.allocate(len(expected))

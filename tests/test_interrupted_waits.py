@@ -42,7 +42,7 @@ from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.writer import Segments
 from titan_ckpt.formats.publish.exchange import Exchange
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
-from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.stores.object_files import ObjectWriter
 from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.store import open_location
 

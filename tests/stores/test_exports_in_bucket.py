@@ -44,7 +44,7 @@ from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.models.llama3 import Llama3
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.stores.object_files import ObjectWriter
 from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.store import Place
 from titan_ckpt.training.run_data import find_tokenizer

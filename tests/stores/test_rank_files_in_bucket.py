@@ -32,8 +32,7 @@ from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.reading.engine import SliceReader
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.stores.bucket import Bucket
-from titan_ckpt.stores.object_reader import ObjectReader
-from titan_ckpt.stores.object_writer import PartMemory
+from titan_ckpt.stores.object_files import ObjectReader, PartMemory
 from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.store import StoreConfig, open_location
 from titan_ckpt.types import StateDict

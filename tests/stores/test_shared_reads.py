@@ -25,7 +25,7 @@ from tests.world import Run, misplaced, same, write_hf
 from titan_ckpt.config import ResumeConfig, StoreConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.reading import shared
-from titan_ckpt.stores.object_reader import HEAD_BYTES
+from titan_ckpt.stores.object_files import HEAD_BYTES
 from titan_ckpt.stores.store import open_location
 from titan_ckpt.testing import distributed
 

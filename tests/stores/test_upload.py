@@ -26,7 +26,7 @@ from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.keymap import Concat, KeyMap, KeyRule, Split, Unstack
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.bucket import Bucket
-from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.stores.object_files import ObjectWriter
 from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.store import StoreConfig
 from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms

@@ -110,9 +110,10 @@ def function_faults(
         function = given.func if isinstance(given, partial) else given
         if isinstance(given, partial):
             name = class_name(function)
+            arguments = [given.args, given.keywords]
             if watch is not None and name not in allow:
-                watch.add(given, f"{role} {name}", name, partial(_arguments_of, given), saved)
-            for generator in (g for g in held_generators([given.args, given.keywords]) if id(g) not in saved):
+                watch.add(given, f"{role} {name}", name, partial(dict, {"its arguments": arguments}), saved)
+            for generator in (g for g in held_generators(arguments) if id(g) not in saved):
                 reason = f"it draws from a {type(generator).__qualname__} that it is given, and no step holds that"
                 yield from fault_of(role, function, reason, allow)
         owner = getattr(function, "__self__", function)
@@ -121,10 +122,6 @@ def function_faults(
             for changed in _filled(owner) if watch is None else ():
                 reason = f"its code changes {changed}, and no step holds it"
                 yield from fault_of(role, owner, reason, allow)
-
-
-def _arguments_of(given: partial[Any]) -> dict[str, Any]:
-    return {"its arguments": [given.args, given.keywords]}
 
 
 def unless_allowed(what: str, name: str, reason: str, allow: Collection[str]) -> Iterator[str]:
@@ -285,14 +282,12 @@ def variables_of(function: FunctionType) -> dict[str, Any]:
     """Return what a function uses beside its arguments: variables around it, defaults, and globals with data."""
     is_users = is_own(function) and not _is_installed(function)
     used = used_by(function, lambda value: is_users and isinstance(value, (*_CONTAINERS, *_ARRAYS)))
-    return used | {name: function.__globals__.get(name) for name in _globals_set_by(function.__code__)}
+    return used | {
+        name: function.__globals__.get(name) for owner, name in _stores(function.__code__) if owner == "global"
+    }
 
 
 @cache
-def _globals_set_by(code: CodeType) -> list[str]:
-    return [name for owner, name in _stores(code) if owner == "global"]
-
-
 def _kept_by(function: FunctionType) -> Iterator[str]:
     """Yield what a function keeps between calls: variables around it and attributes of its own, which its code sets."""
     for owner, name in _stores(function.__code__):

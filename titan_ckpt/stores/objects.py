@@ -147,7 +147,7 @@ class ObjectStore(Store):
         A small file is all head. One that is not there is left to whoever reads it. Raises: StoreError.
         """
         from titan_ckpt.disk.workers import run_workers
-        from titan_ckpt.stores.object_reader import HEAD_BYTES
+        from titan_ckpt.stores.object_files import HEAD_BYTES
 
         heads: dict[str, tuple[bytes, int]] = {}
 
@@ -163,7 +163,7 @@ class ObjectStore(Store):
         return replace(place, heads={})
 
     def open(self, place: BucketPath, *, through_links: bool = False) -> Reader:
-        from titan_ckpt.stores.object_reader import ObjectReader
+        from titan_ckpt.stores.object_files import ObjectReader
 
         return ObjectReader(place)
 
@@ -191,7 +191,7 @@ class ObjectStore(Store):
         return False
 
     def new_file(self, place: BucketPath, about_bytes: int) -> Writer:
-        from titan_ckpt.stores.object_writer import ObjectWriter
+        from titan_ckpt.stores.object_files import ObjectWriter
 
         return ObjectWriter(place, about_bytes)
 
@@ -204,7 +204,7 @@ class ObjectStore(Store):
         import numpy as np
 
         from titan_ckpt.disk.workers import num_copy_workers, run_workers
-        from titan_ckpt.stores.object_writer import PartMemory
+        from titan_ckpt.stores.object_files import PartMemory
 
         end = file.num_bytes - file.start
 

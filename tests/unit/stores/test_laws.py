@@ -23,7 +23,7 @@ from titan_ckpt.errors import ExportError, PreflightError
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.formats.open import locate
 from titan_ckpt.models.llama3 import Llama3
-from titan_ckpt.stores.object_writer import ObjectWriter
+from titan_ckpt.stores.object_files import ObjectWriter
 from titan_ckpt.stores.objects import ObjectFacts, Version
 from titan_ckpt.stores.store import OTHERS, Place, open_location, store_of
 from titan_ckpt.testing import StoreTests

@@ -99,7 +99,8 @@ class WriterProcess:
             answer = b""
         if not answer:
             code = self._process.wait()
-            raise SaveError(f"{path}: the writer process ended with {_cause(code)}; the next save starts another")
+            cause = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+            raise SaveError(f"{path}: the writer process ended with {cause}; the next save starts another")
         self._is_answering = False
         result = json.loads(answer)
         if "errno" in result:
@@ -130,19 +131,16 @@ class WriterProcess:
         for pipe in self._pipes:
             pipe.close()
 
-    def disown(self) -> None:
-        """Let the copy of this object in a forked process, whose child the process is not, have nothing to do."""
-        self._process.returncode = 0
-        for pipe in self._pipes:
-            pipe.close()
-
 
 _running: weakref.WeakSet[WriterProcess] = weakref.WeakSet()
 
 
 def _disown_in_child() -> None:
+    """Let copies of writers in a forked process, whose child no writer process is, have nothing to do."""
     for writer in tuple(_running):
-        writer.disown()
+        writer._process.returncode = 0  # noqa: SLF001 - of this module
+        for pipe in writer._pipes:  # noqa: SLF001 - as above
+            pipe.close()
 
 
 os.register_at_fork(after_in_child=_disown_in_child)
@@ -153,10 +151,6 @@ def _processor_time(pid: int) -> str:
     with suppress(OSError):
         return " ".join(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[11:13])
     return ""
-
-
-def _cause(code: int) -> str:
-    return f"exit code {code}" if code >= 0 else signal.Signals(-code).name
 
 
 def serve(shared: Buffer, trainer: int) -> None:

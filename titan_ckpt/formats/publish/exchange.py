@@ -34,7 +34,7 @@ from titan_ckpt.errors import ExportError
 from titan_ckpt.formats.publish.proof import digest
 from titan_ckpt.geometry.boxes import boxes, hull
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo, chunks_at, info_of, require_range, sharding_of
-from titan_ckpt.stores.object_writer import no_thread
+from titan_ckpt.stores.object_files import no_thread
 from titan_ckpt.weights.transforms import FileGroup
 
 if TYPE_CHECKING:

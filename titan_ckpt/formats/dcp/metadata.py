@@ -335,7 +335,7 @@ def _check_types(metadata: Metadata) -> None:
         _check_place(index, info)
     listed: set[int] = set()
     for name, entry in entries.items():
-        if type(name) is not str or not is_unicode(name):
+        if type(name) is not str or not (name.isascii() or is_unicode(name)):  # there are millions
             raise UnpicklingError("a name is malformed")
         if type(entry) is TensorStorageMetadata:
             _check_tensor(name, vars(entry))

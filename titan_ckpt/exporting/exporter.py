@@ -257,7 +257,7 @@ class Exporter:
         for config, wait in zip(configs, waits, strict=True):
             if not wait:
                 logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
-                self._export(config, step, base)
+                self.export(config, step, base)
         return made
 
     def close(self) -> None:

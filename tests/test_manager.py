@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import random
 from collections.abc import Sequence
 from functools import partial
@@ -382,13 +383,22 @@ class ComputedLate(Twice):
         return {fqn: LazyTensor(info_of(value), partial(blocks_of, value)) for fqn, value in made.items()}
 
 
-def test_an_export_that_cannot_be_staged_is_told_as_any_other(tmp_path: Path) -> None:
-    """It is made while training waits, and the manager knows it as its newest export."""
-    export, model = ExportConfig("dcp", interval=1), with_lora()
-    with build(tmp_path, model, export=(export,), model_converters=ComputedLate()) as manager:
+def test_an_export_that_cannot_be_staged_is_told_as_any_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is made while training waits, the manager knows it as its newest, and a full disk is one warning."""
+    caplog.set_level(logging.INFO)
+    export, model, disk = ExportConfig("dcp", interval=1), with_lora(), Disk()
+    given: dict[str, Any] = {"save": SaveConfig(interval=1, on_failure="warn"), "model_converters": ComputedLate()}
+    with build(tmp_path, model, export=(export,), **given) as manager:
         manager.load()
         manager.save(1)
         assert manager.exported == {export: tmp_path / "exports/step-1"}
+        manager.save(2, export=False)
+        manager.wait()
+        with disk.inserted():
+            disk.error = errno.ENOSPC
+            manager.export(2)
+        assert manager.exported == {export: tmp_path / "exports/step-1"}
+    assert "is made now: its values cannot be staged" in caplog.text and "step 2 is not exported" in caplog.text
 
 
 def test_f12_an_optimizer_step_waits_for_staging(run_folder: RunFolder) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import logging
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from titan_ckpt import ExportConfig, KeyMap, KeyRule, StateDictTransforms
 from titan_ckpt.config import InitialLoadConfig, KeepConfig, ResumeConfig, SaveConfig
 from titan_ckpt.errors import ConverterError, CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.formats.reading import engine
+from titan_ckpt.geometry.chunks import LazyTensor, blocks_of, info_of
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import StateDict
 
@@ -368,6 +371,34 @@ def test_a2_steps_hold_everything_exports_what_converters_make_and_sources_fill_
     result = world.load(build(tmp_path / "other", other, initial_load=[tmp_path / "exports/step-1"], **given))
     assert (*result.report.loaded, *result.report.initialized) == ("weight", "bias", "lora")
     assert same(other.state_dict(), {"weight": 2 * model.weight, "bias": 2 * model.bias, "lora": own})
+
+
+class ComputedLate(Twice):
+    """A converter whose exported values cannot be staged: they are computed when they are written."""
+
+    def state_dict_transform(self, state_dict: StateDict, last_step: bool) -> StateDict:
+        made = super().state_dict_transform(state_dict, last_step)
+        if not last_step:
+            return made
+        return {fqn: LazyTensor(info_of(value), partial(blocks_of, value)) for fqn, value in made.items()}
+
+
+def test_an_export_that_cannot_be_staged_is_told_as_any_other(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """It is made while training waits, the manager knows it as its newest, and a full disk is one warning."""
+    caplog.set_level(logging.INFO)
+    export, model, disk = ExportConfig("dcp", interval=1), with_lora(), Disk()
+    given: dict[str, Any] = {"save": SaveConfig(interval=1, on_failure="warn"), "model_converters": ComputedLate()}
+    with build(tmp_path, model, export=(export,), **given) as manager:
+        manager.load()
+        manager.save(1)
+        assert manager.exported == {export: tmp_path / "exports/step-1"}
+        manager.save(2, export=False)
+        manager.wait()
+        with disk.inserted():
+            disk.error = errno.ENOSPC
+            manager.export(2)
+        assert manager.exported == {export: tmp_path / "exports/step-1"}
+    assert "is made now: its values cannot be staged" in caplog.text and "step 2 is not exported" in caplog.text
 
 
 def test_f12_an_optimizer_step_waits_for_staging(run_folder: RunFolder) -> None:

@@ -352,7 +352,10 @@ class CheckpointManager:
         way = way_to_export(last_step, staged, busy, self.config.save)
         if way == "background":
             assert saver is not None
-            jobs = self._exporter.stage(exports, step, self._base.identity, *saver.staged())
+            jobs, at_once = self._exporter.stage(exports, step, self._base.identity, *saver.staged())
+            for export in at_once:
+                logger.info("export of step %d as %s is made now: its values cannot be staged", step, export.format)
+                self._export_now(export, step, last_step)
             saver.export(step, [partial(self._exporter.run, job) for job in jobs])
         elif way == "left out":
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)

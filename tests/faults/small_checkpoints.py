@@ -99,7 +99,7 @@ def load(root: Path) -> tuple[int, int] | None:
             except CorruptCheckpointError:
                 if step == steps[0]:
                     raise
-        if saved_by_torch := directory.dcp_steps():  # steps for the manager, which resumes from those of torchtitan
+        if saved_by_torch := directory.candidates():  # steps for the manager, which resumes from those of torchtitan
             raise CorruptCheckpointError(f"{root}: step {saved_by_torch[0]} holds no value of this test")
         return None
     finally:

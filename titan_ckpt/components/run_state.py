@@ -316,17 +316,18 @@ class RunState:
         return {name for name in destinations if holds and name.startswith(OPTIMIZER)}
 
     @gc_paused()
-    def apply(self, stored: Stored, tensors: StateDict) -> list[str]:
+    def apply(self, stored: Stored, tensors: StateDict) -> tuple[list[str], bool]:
         """Give all state that was read to its owners, after `check`; random generators last.
 
-        Return the warnings of this rank; those of other ranks may be the same or different.
+        Return the warnings of this rank, those of other ranks may be the same or different, and whether something
+        waits for `apply_together`, which all ranks call if it is so on any.
         """
         restored = self.restored(stored.exclude)
         warnings = [line for item in restored for line in item.warnings(stored)]
         for item in restored:
             if not item.is_collective:
                 item.restore(stored, tensors)
-        return warnings
+        return warnings, any(item.is_collective for item in restored)
 
     def apply_together(self, stored: Stored, tensors: StateDict) -> None:
         """Give what waits for other ranks to its owners, when `apply` has succeeded on all of them. Collective."""

@@ -47,6 +47,8 @@ class CheckpointDirectory:
         self._store = open_steps(root)
         self._listed: dict[int, CommittedStep] = {}
         """On rank 0, the steps that `steps` has found last."""
+        self._listed_dcp: list[int] = []
+        """The steps of torchtitan's that `candidates` has found last."""
         self.root = self._store.root
 
     def steps(self) -> list[int]:
@@ -55,8 +57,27 @@ class CheckpointDirectory:
         Raises: CorruptCheckpointError if there is no committed step but content that looks like one, because a fresh
         start beside it would hide a loss; NotACheckpointError if the path is a file.
         """
+        return self._look()[0]
 
-        def look() -> list[int]:
+    def candidates(self) -> list[int]:
+        """Return the steps that a run may resume, ascending: `steps`, and those that torchtitan saved here.
+
+        Raises: as `steps`.
+        """
+        own, self._listed_dcp = self._look()
+        return sorted({*own, *self._listed_dcp})
+
+    def is_dcp(self, step: int, *, as_listed: bool = False) -> bool:
+        """Return whether torchtitan saved a step in this folder; such steps never expire here.
+
+        `as_listed`: `candidates` was called just before, so that nobody need look once more.
+        """
+        return step in (self._listed_dcp if as_listed else self._on_rank_0("dcp steps", self._store.dcp_steps))
+
+    def _look(self) -> tuple[list[int], list[int]]:
+        """Return what `steps` returns, and the steps of torchtitan's, both ascending. Raises: as `steps`."""
+
+        def look() -> list[list[int]]:
             survey = self._store.look()
             if survey.rejected and not survey.steps and not survey.dcp and not survey.unread:
                 raise CorruptCheckpointError(
@@ -66,13 +87,10 @@ class CheckpointDirectory:
                     str(self.root),
                 )
             self._listed = {step.step: step for step in survey.steps}
-            return sorted({*self._listed, *survey.unread})
+            return [sorted({*self._listed, *survey.unread}), sorted(survey.dcp)]
 
-        return self._on_rank_0("steps", look)
-
-    def dcp_steps(self) -> list[int]:
-        """Return the steps that torchtitan saved in this folder, ascending; they never expire here."""
-        return self._on_rank_0("dcp steps", self._store.dcp_steps)
+        own, dcp = self._on_rank_0("steps", look)
+        return own, dcp
 
     def blocked_after(self, step: int) -> list[str]:
         """Return the names of folders, torchtitan's or broken ones, that are in the way of steps after `step`."""

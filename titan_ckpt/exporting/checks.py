@@ -91,7 +91,7 @@ def check_folders(exporter: Exporter, configs: Sequence[ExportConfig], *, fresh:
                 "folder",
                 listed(there, ", ", " "),
             )
-    if exporter.went_back_to is not None:
+    if configs and exporter.went_back_to is not None:
         exporter.coordinator.on_rank_0("export-branch", partial(exporter.refuse_foreign_branch, configs))
     for config in configs:
         if config.container == "hf":

@@ -212,12 +212,12 @@ class Exporter:
         base: dict[str, Any] | None,
         live: StateDict,
         staged: Mapping[str, LazyTensor],
-    ) -> list[ExportJob]:
-        """Return exports of staged copies, to be run while training continues. Collective.
+    ) -> tuple[list[ExportJob], list[ExportConfig]]:
+        """Return exports of staged copies, to be run while training continues, and what must be made now. Collective.
 
         `live`, `staged`: the tensors of a snapshot and their copies. Values that converters compute from other ranks'
-        values are gathered in this call, and the ranks that exchange bytes of a file are connected. Exports whose
-        values cannot be staged are made in this call, from the live weights.
+        values are gathered in this call, and the ranks that exchange bytes of a file are connected. The second are the
+        exports whose values cannot be staged.
         Raises: ExportError; KeyMapError; PeerError.
         """
         tensors: list[StateDict] = []
@@ -252,11 +252,7 @@ class Exporter:
             return {ranks for job in made for ranks in job.writer.peers(job.folder, self.coordinator)}
 
         self._background.peers.connect(self.coordinator, peers)
-        for config, wait in zip(configs, waits, strict=True):
-            if not wait:
-                logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)
-                self._export(config, step, base)
-        return made
+        return made, [config for config, wait in zip(configs, waits, strict=True) if not wait]
 
     def close(self) -> None:
         """Close the connections of exports in the background."""

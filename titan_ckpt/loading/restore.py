@@ -133,7 +133,7 @@ class Restorer:
         """
         failure: BaseException | None = None
         weights_only: list[int] = []
-        candidates, as_listed = self._candidates(), True
+        candidates, as_listed = self._directory.candidates(), True
         while candidates:
             candidate = candidates.pop()
             if candidate == 0 and weights_only:  # a seed would train again what is trained
@@ -143,7 +143,7 @@ class Restorer:
             except BaseException as error:  # every rank has raised something, and all decide together
                 stop = None if isinstance(error, FAILURES) else error
                 is_corrupt = any(self._coordinator.gather("ladder", isinstance(error, CorruptCheckpointError), stop))
-                if not self._directory.exists(candidate) and (steps := self._candidates()):
+                if not self._directory.exists(candidate) and (steps := self._directory.candidates()):
                     logger.info("step %d was deleted while it was loaded; going on to step %d", candidate, steps[-1])
                     candidates, as_listed, failure = steps, True, None
                     continue
@@ -167,10 +167,6 @@ class Restorer:
             )
         return None
 
-    def _candidates(self) -> list[int]:
-        """Return the steps of the folder, also those that torchtitan saved there, ascending."""
-        return sorted({*self._directory.steps(), *self._directory.dcp_steps()})
-
     def _load(self, origin: Origin) -> Restored:
         """Load from an origin. Collective.
 
@@ -184,7 +180,6 @@ class Restorer:
             state = origin.open_state(load_plan, self._run, self._coordinator, prepared)
             moved = self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
-            self._coordinator.together("load-tables", prepared.check_tables)
             if state is None and self._config.save is not None and not self._config.external:
                 prepared.prove(model, self._coordinator)
             base = origin.identify_base(load_plan, model, prepared, self._coordinator)
@@ -206,11 +201,11 @@ class Restorer:
     def _resume(self, step: int, as_listed: bool = False) -> Restored | None:
         """Resume one step. Return None for a step that holds weights only, from which no run can resume but a seed.
 
-        `as_listed`: as in `CheckpointDirectory.committed`.
+        `as_listed`: the directory has just listed its candidates.
         Raises: CommitConflictError for newer folders of torchtitan's, because saves of these steps would find them.
         """
         origin: Origin
-        if step in self._directory.dcp_steps():
+        if self._directory.is_dcp(step, as_listed=as_listed):
             path = self._directory.step_path(step)
             if self._config.save is not None and (blocked := self._directory.blocked_after(step)):
                 raise CommitConflictError(
@@ -250,15 +245,17 @@ class Restorer:
     def _apply(self, state: ResumeState) -> None:
         """Give the state to its owners, when every tensor is right, and log the ranks' warnings once. Collective."""
 
-        def act() -> list[str]:
+        def act() -> tuple[list[str], bool]:
             self._run.half_loaded.overwrite(state.tensors)  # its owners get them now, and any of them may fail
             self._run.half_loaded.check_replaced()
             return self._run.apply(state.stored, state.tensors)
 
         of_ranks = self._coordinator.gather_results("load-apply", act)
-        self._coordinator.together("load-apply-together", lambda: self._run.apply_together(state.stored, state.tensors))
+        if any(waits for _, waits in of_ranks):
+            together = partial(self._run.apply_together, state.stored, state.tensors)
+            self._coordinator.together("load-apply-together", together)
         if self._coordinator.rank == 0:
-            for line in dict.fromkeys(line for lines in of_ranks for line in lines):
+            for line in dict.fromkeys(line for lines, _ in of_ranks for line in lines):
                 logger.warning("%s", line)
 
     def _agree(self, origin: Origin) -> LoadPlan:
@@ -339,15 +336,23 @@ class Restorer:
         return _sums([of_rank for _, of_rank in of_ranks])
 
     def _complete(self, load_plan: LoadPlan, prepared: PreparedLoad) -> LoadReport:
-        """Take weights from outside if the plan says so; then initialize the tensors that still have no values."""
+        """Take weights from outside if the plan says so; then initialize the tensors that still have no values.
+
+        Afterwards every tensor has its value, and what adapters' folders have of the base is compared with it.
+        """
         report = prepared.report
         if load_plan.external:
             assert self._external_weights is not None, "the constructor refuses"
             report = take_from_outside(self._external_weights, load_plan, self._run.model, self._coordinator)
         if empty_tensors(self._run.model.parts):
             flag_loaded(self._run.model, report.loaded)
-        self._coordinator.together("load-initialize", lambda: self._initialize(report.initialized))
-        self._coordinator.together("load-grown", prepared.read_grown)
+
+        def complete() -> None:
+            self._initialize(report.initialized)
+            prepared.read_grown()
+            prepared.check_tables()
+
+        self._coordinator.together("load-initialize", complete)
         return report
 
 

@@ -1,8 +1,8 @@
 """Steps: what a checkpoint folder's writer and readers need of the place where it is.
 
 Owns the rules that hold in any place: how a save begins, which steps expire, and what a run has rolled back to; and the
-choice how a commit is made: `store` keeps steps on a mounted file system, `bucket_steps` in a bucket. Knows no other
-ranks (`directory` handles them) and no tensors.
+choice how a commit is made: `posix_steps` keeps steps on a mounted file system, `bucket_steps` in a bucket. Knows no
+other ranks (`directory` handles them) and no tensors.
 """
 
 from __future__ import annotations

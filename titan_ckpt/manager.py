@@ -358,14 +358,15 @@ class CheckpointManager:
         elif way == "left out":
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)
         else:
-            weights = [export for export in exports if not export.training_state]
-            for export in exports:
-                if export.training_state:
-                    self._export_now(export, step, last_step)
-            if last_step and weights:
-                self._evaluate()  # the step is saved by now, with the weights of training
-            for export in weights:
-                self._export_now(export, step, last_step)
+            for export in sorted(exports, key=lambda export: not export.training_state):
+                if last_step and not export.training_state:
+                    self._evaluate()  # the step is saved by now, with the weights of training
+                error: Exception | None = None
+                try:
+                    self._exporter.export(export, step, self._base.identity)
+                except Exception as e:
+                    error = e
+                _raise(self._failures.verdict("exported", step, error, is_last=last_step))
 
     def _evaluate(self) -> None:
         """Let optimizers set the weights that they evaluate with. If one is interrupted, the weights are a mixture."""
@@ -382,14 +383,6 @@ class CheckpointManager:
         """Note that the save in flight is the last one, which was not known when it began."""
         if last_step and step == self.completed.saved:
             self._is_last_save = True
-
-    def _export_now(self, export: ExportConfig, step: int, last_step: bool) -> None:
-        error: Exception | None = None
-        try:
-            self._exporter.export(export, step, self._base.identity)
-        except Exception as e:
-            error = e
-        _raise(self._failures.verdict("exported", step, error, is_last=last_step))
 
     def save_step(self, due: DueSave) -> bool:
         """Start the save of a step that is due, and return whether it is saved. Called by `save`, and by RunGuard.

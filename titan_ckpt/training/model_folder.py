@@ -77,8 +77,10 @@ def other_choices(config: RunConfig, tokenizer: Path | None, *, resumed: bool) -
     run's own checkpoint.
     """
     own = _own_tokenizer(config)
-    if tokenizer is not None and own is not None and not _same_file(own / TOKENIZER, tokenizer / TOKENIZER):
-        yield f"data.tokenizer: this run uses and exports the tokenizer in {tokenizer}, and not that of {own}"
+    if tokenizer is not None and own is not None:
+        there = tokenizer / TOKENIZER
+        if not there.is_file() or there.read_bytes() != (own / TOKENIZER).read_bytes():
+            yield f"data.tokenizer: this run uses and exports the tokenizer in {tokenizer}, and not that of {own}"
     folder = config.model.folder
     if resumed or config.checkpoint.external or folder is None:
         return
@@ -104,7 +106,3 @@ def _holds_weights(place: Place, format_: Format | None) -> bool:
         found = locate(place)
         return bool(format_ or detect_format(found))
     return False
-
-
-def _same_file(first: Path, second: Path) -> bool:
-    return second.is_file() and first.read_bytes() == second.read_bytes()

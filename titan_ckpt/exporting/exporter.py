@@ -19,7 +19,6 @@ from titan_ckpt.components.optimizer import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
-from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ExportError, listed
 from titan_ckpt.exporting.torchtitan_state import flat_tensors, flat_values, state_digests
 from titan_ckpt.formats.dcp.writer import DcpExport
@@ -243,10 +242,9 @@ class Exporter:
 
         made = self.coordinator.together("export-stage", jobs)
 
-        def peers() -> set[Ranks]:
-            return {ranks for job in made for ranks in job.writer.peers(job.folder, self.coordinator)}
-
-        self.background.peers.connect(self.coordinator, peers)
+        self.background.peers.connect(
+            self.coordinator, lambda: {r for job in made for r in job.writer.peers(job.folder, self.coordinator)}
+        )
         for config, wait in zip(configs, waits, strict=True):
             if not wait:
                 logger.info("export of step %d as %s is made at once: its values cannot be staged", step, config.format)

@@ -6,7 +6,6 @@ Owns these two defaults, and the warnings about other choices. Reads no weights 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from titan_ckpt.formats.huggingface.reader import is_huggingface
 from titan_ckpt.formats.open import detect_format, locate
 from titan_ckpt.stores.mounted import store_of
 from titan_ckpt.stores.settings import open_source, split_url
-from titan_ckpt.stores.store import Place
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.types import Format
 
 TOKENIZER = "tokenizer.json"
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "consolidated*.pth", "*.gguf", "tf_model.h5", "flax_model.msgpack")
@@ -61,8 +58,10 @@ def refuse_new_tokenizer(config: RunConfig) -> None:
     """Raises: ConfigError if the run starts from weights, which mean nothing under a new tokenizer; StoreError."""
     for source in checkpoint_settings(config).initial_load:
         place = open_source(source.path, config.checkpoint.store, source.revision)
-        if not _holds_weights(place, source.format):
-            continue
+        try:
+            (locate if source.format else detect_format)(place)
+        except (CheckpointNotFoundError, NotACheckpointError):
+            continue  # the load says why
         why = f"holds weights and no {TOKENIZER}"
         if not store_of(place).is_mounted:
             why = "holds weights, and tokenizers are read from mounted file systems alone"
@@ -98,11 +97,3 @@ def _own_tokenizer(config: RunConfig) -> Path | None:
     own = [] if config.model.folder is None else [hub_folder(config.model.folder)]
     sources = [hub_folder(s.path, s.revision) for s in config.checkpoint.initial_load if split_url(s.path) is None]
     return next((folder for folder in [*own, *sources] if (folder / TOKENIZER).is_file()), None)
-
-
-def _holds_weights(place: Place, format_: Format | None) -> bool:
-    """Return whether there is a checkpoint; if there is none, the load says why. Raises: StoreError."""
-    with suppress(CheckpointNotFoundError, NotACheckpointError):
-        found = locate(place)
-        return bool(format_ or detect_format(found))
-    return False

@@ -447,8 +447,8 @@ class CheckpointManager:
 
         Exports come first: a run that is killed between goes on from a newer step and meets no export of another one.
         """
-        if self._exporter.went_back_to is not None:
-            self._exporter.leave_abandoned_branch(self.config.export)
+        if (back := self._exporter.went_back_to) is not None:
+            self._exporter.leave_abandoned_branch(self.config.export, back)
             if self._saver is not None:
                 self._directory.leave_abandoned_branch()
 

@@ -91,8 +91,8 @@ def check_folders(exporter: Exporter, configs: Sequence[ExportConfig], *, fresh:
                 "folder",
                 listed(there, ", ", " "),
             )
-    if exporter.went_back_to is not None:
-        exporter.coordinator.on_rank_0("export-branch", partial(exporter.refuse_foreign_branch, configs))
+    if (back := exporter.went_back_to) is not None:
+        exporter.coordinator.on_rank_0("export-branch", partial(exporter.refuse_foreign_branch, configs, back))
     for config in (config for config in configs if config.container == "hf"):
 
         def export_of_base(config: ExportConfig = config) -> FolderExport:

@@ -98,30 +98,26 @@ class Exporter:
         """Return the model of the run."""
         return self.run_state.model
 
-    def leave_abandoned_branch(self, configs: Sequence[ExportConfig]) -> None:
-        """Set aside the exports of the branch that this run went back from. Collective.
+    def leave_abandoned_branch(self, configs: Sequence[ExportConfig], above: int) -> None:
+        """Set aside the exports of the branch that this run went back from, to the step `above`. Collective.
 
         A run that was interrupted replays its steps with identical weights, so its exports stay.
         Raises: as `refuse_foreign_branch`; PeerError.
         """
-        above = self.went_back_to
-        if above is not None:
 
-            def leave() -> None:
-                self.refuse_foreign_branch(configs)
-                for config in configs:
-                    self.made(config).set_aside(config, above)
+        def leave() -> None:
+            self.refuse_foreign_branch(configs, above)
+            for config in configs:
+                self.made(config).set_aside(config, above)
 
-            self.coordinator.on_rank_0("export-leave", leave)
+        self.coordinator.on_rank_0("export-leave", leave)
         self.went_back_to = None  # only now: if a rename failed, the next save or export tries it again
 
-    def refuse_foreign_branch(self, configs: Sequence[ExportConfig]) -> None:
-        """Refuse what is not set aside and would be taken for an export of the branch that this run goes on with.
+    def refuse_foreign_branch(self, configs: Sequence[ExportConfig], above: int) -> None:
+        """Refuse what is not set aside and would be taken for an export of the branch after the step `above`.
 
         Rank 0 alone calls this. Raises: ExportError naming all of it; OSError.
         """
-        if (above := self.went_back_to) is None:
-            return
         left = [(self.folder(c, step), why) for c in configs for step, why in self.made(c).foreign_after(c, above)]
         if left:
             raise ExportError(

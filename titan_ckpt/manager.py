@@ -147,9 +147,8 @@ class CheckpointManager:
                 "of its eval()",
                 type(self._switches[0]).__name__,
             )
-        self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
-            optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
-        ]
+        # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
+        self._step_hooks = [optimizer.register_step_pre_hook(self._before_optimizer_step) for optimizer in hooked]
         modules = [module for part in model_parts for module in part.modules()]
         moves = any(getattr(m, "max_norm", None) is not None or peft_adapters.changes_weights(m) for m in modules)
         self._may_copy_later = bool(hooked) and not moves and all(type(o) in PROVED for o in hooked)
@@ -360,14 +359,15 @@ class CheckpointManager:
         elif way == "left out":
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)
         else:
-            weights = [export for export in exports if not export.training_state]
-            for export in exports:
-                if export.training_state:
-                    self._export_now(export, step, last_step)
-            if last_step and weights:
-                self._evaluate()  # the step is saved by now, with the weights of training
-            for export in weights:
-                self._export_now(export, step, last_step)
+            for export in sorted(exports, key=lambda export: not export.training_state):
+                if last_step and not export.training_state:
+                    self._evaluate()  # the step is saved by now, with the weights of training
+                error: Exception | None = None
+                try:
+                    self._exporter.export(export, step, self._base.identity)
+                except Exception as e:
+                    error = e
+                _raise(self._failures.verdict("exported", step, error, is_last=last_step))
 
     def _evaluate(self) -> None:
         """Let optimizers set the weights that they evaluate with. If one is interrupted, the weights are a mixture."""
@@ -384,14 +384,6 @@ class CheckpointManager:
         """Note that the save in flight is the last one, which was not known when it began."""
         if last_step and step == self.completed.saved:
             self._is_last_save = True
-
-    def _export_now(self, export: ExportConfig, step: int, last_step: bool) -> None:
-        error: Exception | None = None
-        try:
-            self._exporter.export(export, step, self._base.identity)
-        except Exception as e:
-            error = e
-        _raise(self._failures.verdict("exported", step, error, is_last=last_step))
 
     def save_step(self, due: DueSave) -> bool:
         """Start the save of a step that is due, and return whether it is saved. Called by `save`, and by RunGuard.
@@ -457,8 +449,8 @@ class CheckpointManager:
 
         Exports come first: a run that is killed between goes on from a newer step and meets no export of another one.
         """
-        if self._exporter.went_back_to is not None:
-            self._exporter.leave_abandoned_branch(self.config.export)
+        if (back := self._exporter.went_back_to) is not None:
+            self._exporter.leave_abandoned_branch(self.config.export, back)
             if self._saver is not None:
                 self._directory.leave_abandoned_branch()
 
@@ -472,7 +464,7 @@ class CheckpointManager:
             )
         self._knows_folder = True
 
-    def _before_optimizer_step(self) -> None:
+    def _before_optimizer_step(self, *_: object) -> None:
         self.maybe_wait_for_staging()
         self.completed.is_changing = True
 

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from functools import partial
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from accelerate.data_loader import SeedableRandomSampler
 from datasets import Dataset
 from torch.utils.data import (
     BatchSampler,
@@ -294,6 +296,22 @@ def test_what_differs_is_refused_by_name_and_can_be_allowed(case: Case, fault: s
         world.manager(tmp_path, torch.nn.Linear(1, 1), save=None, dataloader=loader_of(case))
     name = str(refused.value).rpartition('["')[2].partition('"]')[0]
     assert not [*unwrapped_faults(loader_of(case), [name])]
+
+
+def test_a_sampler_that_counts_its_epochs_by_itself_goes_on() -> None:
+    """Within the second epoch, and at the end of the first one."""
+
+    def new() -> Any:
+        return StatefulDataLoader(Plain(10), 2, sampler=SeedableRandomSampler(Plain(10), data_seed=3))
+
+    for number in (5, 7):
+        loader, again = new(), new()
+        run = chain.from_iterable(repeat(loader))
+        for _ in range(number):
+            next(run)
+        position(again).restore(stored(deepcopy(position(loader).value({}))), {})
+        rest = chain.from_iterable(repeat(again))
+        assert [plain(next(rest)) for _ in range(9)] == [plain(next(run)) for _ in range(9)]
 
 
 def test_generators_that_are_made_in_the_middle_of_a_run_are_refused() -> None:

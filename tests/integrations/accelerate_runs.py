@@ -445,6 +445,33 @@ def run_beside(folder: str, **settings: Any) -> None:
     assert found["whole"][-4:] == found["resumed"]
 
 
+def run_left(folder: str) -> None:
+    """Leave the iterator at the last batch of each epoch: the next one begins, whether the loop tells it or not."""
+    for is_told in (False, True):
+        found: dict[str, Any] = {}
+        for part in ("whole", "resumed"):
+            AcceleratorState._reset_state(True)
+            GradientState._reset_state()
+            set_seed(5)
+            accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+            prepared: Any = accelerator.prepare(*built(), DataLoader(Still(), 10, shuffle=True))
+            loader = prepared[-1]
+            config = CheckpointConfig(save=SaveConfig(interval=2 if part == "whole" else 9))
+            with accelerate_manager(accelerator, config, base_folder=f"{folder}/{is_told}") as manager:
+                step = manager.load(2 if part == "resumed" else -1).step
+                for epoch in range(loader.iteration, 3):
+                    if is_told:
+                        loader.set_epoch(epoch)
+                    for batch in loader:
+                        step += 1
+                        found.setdefault(part, []).append((epoch, loader.iteration, batch[:, 0].tolist()))
+                        manager.save(step)
+                        if loader.end_of_dataloader:
+                            break
+        assert [row[:2] for row in found["whole"]] == [(0, 0), (0, 0), (1, 1), (1, 1), (2, 2), (2, 2)]
+        assert found["resumed"] == found["whole"][2:]
+
+
 class Drawn(Noisy):
     """Vectors with noise of a generator of their own."""
 

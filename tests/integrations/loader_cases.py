@@ -193,6 +193,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "noise of a worker that is kept, a stream": lambda: DataLoader(numbers().map(noisy), 2, **KEPT),
     "a stream": lambda: DataLoader(Stream(), 2),
     "a stream with a length": lambda: DataLoader(Sized(), 2),
+    "a stream with a smaller last batch": lambda: DataLoader(Stream(), 6),
     "a stream that draws its order": lambda: DataLoader(Turning(), 2),
     "augmentations": lambda: DataLoader(Augmented(10), 2),
     "a sampler around another": lambda: DataLoader(Plain(10), 2, sampler=Around()),
@@ -230,7 +231,7 @@ class Estimated(BatchSampler):
     """Batches whose number `__len__` does not know."""
 
     def __len__(self) -> int:
-        return 3
+        return 2
 
 
 class Told(Sampler[int]):
@@ -269,6 +270,14 @@ class Giving(Counting):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epochs = state["epochs"]
+
+
+class Reseeding(Giving):
+    """A sampler whose seed is a part of its state."""
+
+    @property
+    def seed(self) -> int:
+        return self.epochs
 
 
 class Giving20(Giving):
@@ -338,6 +347,7 @@ def over(make: Callable[[], Any], *, batches: bool = False) -> Any:
 LOADERS |= {
     "an estimated length": lambda: DataLoader(Numbers(), batch_sampler=Estimated(RandomSampler(Numbers()), 2, False)),
     "a sampler with a state": lambda: DataLoader(Numbers(), 2, sampler=Giving()),
+    "a sampler with a seed in its state": lambda: DataLoader(Numbers(), 2, sampler=Reseeding()),
     "a sampler that is told the epoch": lambda: DataLoader(Numbers(), 2, sampler=Told()),
 }
 SAMPLED = samplers()

@@ -92,6 +92,7 @@ def test_settings_that_a_seed_has_drawn_go_on_bit_for_bit_or_are_refused(ranks: 
         ("run_refused", 1),
         ("run_beside", 1),
         ("run_beside_stateful", 1),
+        ("run_left", 1),
         ("run_evaluated", 1),
         ("run_unheld", 1),
         ("run_skipped", 1),

@@ -166,6 +166,7 @@ LEFT: dict[str, Callable[[], Any]] = {
     "a sampler with a state": LOADERS["a sampler with a state"],
     "a StatefulDataLoader": LOADERS["noise of a worker, stateful"],
     "a stream": LOADERS["a stream with a length"],
+    "a stream that is at its end": lambda: DataLoader(Stream(), 5),
     "a stream of datasets": lambda: StatefulDataLoader(numbers(), 2),
     "a shuffled stream": LOADERS["a shuffled stream, workers"],
 }

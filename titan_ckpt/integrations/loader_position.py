@@ -68,6 +68,8 @@ class PositionedLoader:
 
     judges_collator = True
     """Whether nobody else looks at the function that makes batches."""
+    reads_to_end = True
+    """Whether the loop reads a stream on after as many batches as its length says."""
 
     def __init__(
         self, loader: Any, inner: Any = None, data_rank: DataRank | None = None, allow: Collection[str] = ()
@@ -94,8 +96,11 @@ class PositionedLoader:
         self._pending: dict[str, Any] | None = None
         """The position to continue at, from the start of an epoch until its order is drawn."""
         self._allow = allow
+        self._seeds = _seeds_of(samplers_of(self.inner))
         self._goes_on = False
         """Whether this epoch has more batches than its length says."""
+        self._reading: Any = None
+        """torch's iterator over a stream, which knows that a batch of fewer samples is the last one."""
         self._ahead: dict[str, Any] | None = None
         """The position after the batch that was returned, when one more was read to know whether it is the last."""
         self._is_last = False
@@ -203,15 +208,15 @@ class PositionedLoader:
         self._of_data = _drawn_from(self.inner, self._stream)  # an epoch or the first batch may have made them
         while batch is not _END:
             self.num_batches += 1
+            self._ahead = None
+            self._is_last = getattr(getattr(self._reading, "_dataset_fetcher", None), "ended", False)
             following = _UNREAD
-            if self.looks_ahead:
+            if self.looks_ahead or (self.at_end and self._may_read_on):
+                # a sampler or a stream may change once more at its end, and a length may be an estimate
                 self._ahead = self._place()
                 following = next(batches, _END)
                 self._is_last = following is _END
-            elif self.at_end and (self._gives_state or not isinstance(self.inner.dataset, IterableDataset)):
-                # its sampler may draw once more, and a loader with a state knows its end then
-                following = next(batches, _END)
-                self._goes_on = following is not _END  # a length may be an estimate
+                self._goes_on = not self._is_last
             yield self.deliver(batch)
             if self._num_left != num_left:
                 self.end_epoch()
@@ -233,7 +238,7 @@ class PositionedLoader:
                 _log.warning(f"data: {why} are read again, and not trained on")
                 self._set_random(resumed["start"])
             self._start = self._get_random()
-            batches = _iterated(self.inner, self._seeded)
+            self._reading = batches = _iterated(self.inner, self._seeded)
             deque(islice(batches, self.num_batches), 0)
             if resumed and within:
                 self._set_of_data(resumed)
@@ -254,15 +259,9 @@ class PositionedLoader:
             batches = _iterated(self.inner, self._seeded, partial(self._iterator, resumed))
         else:
             batches = self._iterator(resumed)
+        self._reading = batches
         if resumed and now and (self.num_batches or resumed["is_kept"]):
             self._set_random(now)
-        elif resumed and self._keeps_state and source is dataset:
-            self._set_random(resumed["now"])
-            if next(batches, _END) is not _END:  # else that was the end of the epoch before
-                source.load_state_dict(resumed["source"])
-                self._set_of_data(resumed)
-                self._set_random(resumed["now"])
-            batches = iter(self.inner)
         begin_once(self.inner)
         yield from batches
 
@@ -296,8 +295,8 @@ class PositionedLoader:
             first = next(order, _END)
         order = order if first is _END else chain([first], order)
         deque(islice(order, skipped), 0)
-        if resumed and skipped and resumed["now"]["random"] is not None:
-            self._random.load_state_dict(resumed["now"]["random"])
+        if resumed and skipped and (now := (resumed["ahead"] or resumed["now"])["random"]) is not None:
+            self._random.load_state_dict(now)
         yield from self._seeded(watch.watched(order, self._allow), skipped)
 
     def _seeded(self, order: Iterable[Any], first: int = 0) -> Iterator[Any]:
@@ -356,7 +355,7 @@ class PositionedLoader:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a position. Raises: LoadMismatchError for a position in different batches."""
         self._check_facts(state_dict, self._facts())
-        self._resumed, self._start = state_dict, state_dict["start"]
+        self._resumed, self._start, self._is_last = state_dict, state_dict["start"], False
         self._goes_on = state_dict["batches"] == length_of(self.loader)  # else it would be the end
         self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
         self._set_of_data(state_dict)
@@ -387,7 +386,7 @@ class PositionedLoader:
             )
         batches = total // self.num_batches_at_once
         start = {**stored, "random": None}
-        self._resumed = {**first, "batches": batches, "start": start, "now": start, "is_kept": False}
+        self._resumed = {**first, "batches": batches, "start": start, "now": start, "ahead": None, "is_kept": False}
         self.epoch, self.num_batches = first["epoch"], batches
 
     def _check_facts(self, state_dict: dict[str, Any], found: dict[str, Any]) -> None:
@@ -415,6 +414,11 @@ class PositionedLoader:
         data = getattr(self.inner, "dataset", None)
         is_counted = is_of_torchdata(self.inner) and not isinstance(data, IterableDataset) and not has_state(data)
         return has_state(self.inner) and not is_counted and not self.read_again
+
+    @property
+    def _may_read_on(self) -> bool:
+        """Return whether one more batch may be read at the end, which it may not if a stream would lose it."""
+        return self.reads_to_end or self._gives_state or not isinstance(self.inner.dataset, IterableDataset)
 
     @property
     def _stream(self) -> Any:
@@ -487,7 +491,6 @@ class PositionedLoader:
 
     def _facts(self) -> dict[str, Any]:
         samplers = samplers_of(self.inner)
-        seeds = [getattr(s, name) for s in samplers for name in ("initial_seed", "seed") if hasattr(s, name)]
         sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
         size = sizes[0] if sizes else getattr(self.inner, "batch_size", None)
         return {
@@ -495,7 +498,7 @@ class PositionedLoader:
             "length": length_of(self.loader),
             "samples": length_of(getattr(self.inner, "dataset", None)),
             "batch_size": size,
-            "seed": [*(seed for seed in seeds if isinstance(seed, int)), *seeds_of(self._stream)],
+            "seed": [*self._seeds, *seeds_of(self._stream)],
             "number of random generators in the dataset (made in its constructor)": len(self._of_data),
             "shuffle": [s.shuffle for s in samplers if isinstance(getattr(s, "shuffle", None), bool)],
             "samplers": [type(sampler).__qualname__ for sampler in samplers],
@@ -551,6 +554,12 @@ def generators_in(owners: Collection[Any]) -> list[torch.Generator]:
 def _drawn_from(loader: Any, data: Any) -> list[Any]:
     """Return the generators that a loader's data and the function that makes batches draw from."""
     return held_generators([data, *functions_of(data), getattr(loader, "collate_fn", None)])
+
+
+def _seeds_of(samplers: Collection[Any]) -> list[int]:
+    """Return the seeds that samplers are built with; one with a state may change its own in each epoch."""
+    found = [getattr(sampler, name, None) for sampler in samplers for name in ("initial_seed", "seed")]
+    return [seed for seed in found if isinstance(seed, int)]
 
 
 def _seed_of(*facts: Any) -> int:

@@ -89,7 +89,9 @@ def is_live(value: object, live: torch.Tensor | None) -> bool:
 
 def is_same(a: Any, b: Any) -> bool:
     """Return whether two values are equal, tensors bit for bit on this rank."""
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+    if isinstance(a, torch.Tensor) != isinstance(b, torch.Tensor):
+        return False
+    if not isinstance(a, torch.Tensor):
         return typed_json.encode(a) == typed_json.encode(b)
     a, b = local_tensor(a), local_tensor(b)
     if a.shape != b.shape or a.dtype != b.dtype:

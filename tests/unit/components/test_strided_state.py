@@ -86,3 +86,4 @@ def test_the_bytes_of_any_slice_are_its_values(shape: tuple[int, ...]) -> None:
     assert as_bytes(part).numpy().tobytes() == part.numpy().tobytes()
     assert is_same(part, part.clone())
     assert not part.numel() or not is_same(part, part + 1)
+    assert not is_same(part, object())

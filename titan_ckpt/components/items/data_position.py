@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested
-from titan_ckpt.components.known.loaders import begin_at, generators_beside, is_of_torchdata
+from titan_ckpt.components.known.loaders import begin_at, generators_beside, is_of_torchdata, told_samplers
 from titan_ckpt.components.known.streams import begin_once
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, counted, listed
 from titan_ckpt.rng import get_random
@@ -27,8 +27,8 @@ from titan_ckpt.types import StateDict, Stateful
 
 _RANK = "dp_rank_"
 """torchtitan's name of a data-parallel rank's position."""
-_DRAWN = "titan_ckpt_generators"
-"""Where the position of a StatefulDataLoader has the states of generators that its own state leaves out."""
+_DRAWN, _EPOCHS = "titan_ckpt_generators", "titan_ckpt_epochs"
+"""Where the position of a StatefulDataLoader has what its own state leaves out: states of generators, and epochs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +73,12 @@ class DataPosition(Item):
 
     def value(self, tensors: StateDict) -> Any:
         state = self._dataloader.state_dict()
-        drawn = [*map(get_random, generators_beside(self._dataloader))]
-        return {**state, _DRAWN: drawn} if drawn else state
+        beside = {
+            _DRAWN: [*map(get_random, generators_beside(self._dataloader))],
+            _EPOCHS: [sampler.epoch for sampler in told_samplers(self._dataloader)],
+        }
+        beside = {name: values for name, values in beside.items() if values}
+        return {**state, **beside} if beside else state
 
     def check(self, stored: Stored) -> None:
         """Raises: LoadMismatchError if the dataloader cannot divide the stored positions among this run's ranks."""
@@ -103,7 +107,10 @@ class DataPosition(Item):
             return
         state = positions[self._data_rank().rank]
         if is_of_torchdata(dataloader):
-            begin_at(dataloader, {k: v for k, v in state.items() if k != _DRAWN}, state.get(_DRAWN))
+            for sampler, epoch in zip(told_samplers(dataloader), state.get(_EPOCHS, ()), strict=False):
+                sampler.set_epoch(epoch)
+            own = {name: value for name, value in state.items() if name not in (_DRAWN, _EPOCHS)}
+            begin_at(dataloader, own, state.get(_DRAWN))
         else:
             dataloader.load_state_dict(state)
         begin_once(dataloader)

@@ -166,6 +166,13 @@ def generators_beside(loader: Any) -> list[Any]:
     return [*held_generators(own), *([] if loader.num_workers else _drawn_for(loader))]
 
 
+def told_samplers(loader: Any) -> list[Any]:
+    """Return the samplers of a StatefulDataLoader that go on by the number of an epoch, which its state leaves out."""
+    samplers = samplers_of(loader) if is_of_torchdata(loader) else []
+    told = [sampler for sampler in samplers if hasattr(sampler, "set_epoch") and not hasattr(sampler, "state_dict")]
+    return [sampler for sampler in told if type(getattr(sampler, "epoch", None)) is int]
+
+
 def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) -> None:
     """Load a StatefulDataLoader's state so that the iterator that it makes for it draws nothing that a step draws.
 

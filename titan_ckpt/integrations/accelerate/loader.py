@@ -120,6 +120,8 @@ class Positioned(Iterated):
     titan_ckpt: LoopLoader
 
     def set_epoch(self, epoch: int) -> None:
+        if self.titan_ckpt.at_end:  # the loop has left its iterator at the last batch
+            self.titan_ckpt.begin_next()
         self.titan_ckpt.check_epoch(epoch)
         super().set_epoch(epoch)  # type: ignore[misc]  # DataLoaderShard, which `extend` puts behind, has it
 

@@ -225,6 +225,8 @@ class TitanCheckpoint(LoopCheckpoint):
 class _LightningLoader(PositionedLoader):
     """The position in a loader whose sampler Lightning tells the epoch."""
 
+    reads_to_end = False
+
     def begin_epoch(self) -> None:
         """Leave the sampler as Lightning has set it."""
 

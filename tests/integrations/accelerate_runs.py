@@ -277,6 +277,8 @@ CASES = OF_LOADERS | OF_PLUGINS | OF_FSDP2
 def run(folder: str, interval: int, stopped_at: int | None, name: str, *, kills: bool = False) -> None:
     """Train; write the weights, the rates and the samples of each step."""
     case, path, rank = CASES[name], Path(folder), int(os.environ.get("RANK", 0))
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
     # accelerate knows meshes on accelerators alone, and does nothing for them that needs one
     with fsdp2_on_a_cpu(), mock.patch.object(ParallelismConfig, "_validate_accelerator"):
         given = {"gradient_accumulation_steps": case.accumulated, **case.accelerator()}

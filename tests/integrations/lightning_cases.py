@@ -28,7 +28,6 @@ from torch.utils.data import DataLoader
 
 from tests.integrations.lightning_runs import attached, model, write
 from tests.integrations.phases import leave_behind
-from tests.integrations.playing import Run
 
 EVENTS: list[list[Any]] = []
 
@@ -347,10 +346,6 @@ class Case:
     draws_validation: bool = False
     """Whether validations read data in an order, and with noise, of generators of its own."""
 
-    @property
-    def run(self) -> Run:
-        return Run("run", self.ranks, self.interval, self.killed_at)
-
 
 class Parser:
     """Stands for LightningCLI's parser, which writes its configuration."""
@@ -517,6 +512,7 @@ CASES = {
 def run(folder: str, interval: int, killed_at: int | None) -> None:
     """Train the case that the folder above is named after."""
     case, path = CASES[Path(folder).parent.name], Path(folder)
+    EVENTS.clear()
     L.seed_everything(0, verbose=False)
     module = case.module(killed_at, interval, path)
     callbacks = [Watch(), *case.callbacks()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import mmap
 import os
 import shutil
 import signal
@@ -13,6 +14,9 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
+
+import torch.distributed as dist
 
 from tests.forked import fork
 
@@ -44,27 +48,49 @@ def leave_behind(folder: Path) -> None:
 
 
 def play(module: str, phases: Sequence[Phase]) -> list[list[int]]:
-    """Run the phases in order, and return the exit codes of their ranks."""
+    """Run the phases in order, each in processes of its own, and return the exit codes of their ranks."""
     programs = importlib.import_module(module)
-    codes = []
-    for phase in phases:
-        Path(phase.folder).mkdir(parents=True, exist_ok=True)
-        port = _free_port()
-        children = [fork(partial(_play, programs, phase, rank, port)) for rank in range(phase.ranks)]
-        codes.append([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children])
+    return [codes for phase in phases for codes in _codes(programs, [phase])]
+
+
+def play_together(module: str, phases: Sequence[Phase]) -> list[list[int]]:
+    """Do the same in the same processes, because each new one pays for the first use of what it uses.
+
+    The phases have equally many ranks. After one that fails, new processes go on with the next.
+    """
+    programs = importlib.import_module(module)
+    codes: list[list[int]] = []
+    while len(codes) < len(phases):
+        codes += _codes(programs, phases[len(codes) :])
     return codes
 
 
-def _play(programs: Any, phase: Phase, rank: int, port: int) -> None:
+def _codes(programs: Any, phases: Sequence[Phase]) -> list[list[int]]:
+    """Run phases in the same processes up to one that fails, and return the exit codes of each that was begun."""
+    for phase in phases:
+        Path(phase.folder).mkdir(parents=True, exist_ok=True)
+    ranks, port = range(phases[0].ranks), _free_port()
+    done = memoryview(mmap.mmap(-1, 4 * len(ranks))).cast("i")  # shared with the children
+    children = [fork(partial(_play, programs, phases, rank, port, done)) for rank in ranks]
+    ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return [[0] * len(ranks)] * min(done) + [ended] * (min(done) < len(phases))
+
+
+def _play(programs: Any, phases: Sequence[Phase], rank: int, port: int, done: memoryview) -> None:
     warnings.simplefilter("ignore")  # of the libraries, in this process, which is a fork of pytest's
-    world = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": phase.ranks, "LOCAL_WORLD_SIZE": phase.ranks}
-    if phase.ranks == 1:
+    world = dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), len(done)) | {"RANK": rank, "LOCAL_RANK": rank}
+    if len(done) == 1:
         for name in world:  # a world of the zoo has them
             os.environ.pop(name, None)
     else:
         os.environ.update({name: str(value) for name, value in world.items()})
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
-    getattr(programs, phase.function)(phase.folder, *phase.arguments)
+        if len(phases) > 1:
+            dist.init_process_group("gloo")  # once: what torch keeps of a mesh has the names of its groups
+    for phase in phases:
+        with mock.patch.dict(os.environ):  # accelerate and Lightning set some of it, and delete some
+            getattr(programs, phase.function)(phase.folder, *phase.arguments)
+        done[rank] += 1
 
 
 def _free_port() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,27 +23,13 @@ class Run(NamedTuple):
 
 def played(module: str, run: Run, root: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Play a run whole, killed and resumed; return for each rank the results of the resumed and of the whole run."""
-    whole, killed, resumed = play_in(
-        module, run, root, (("whole", None), ("resumed", run.killed_at), ("resumed", None))
-    )
+    parts = (("whole", None), ("resumed", run.killed_at), ("resumed", None))
+    phases = [Phase(run.function, str(root / part), run.ranks, (run.interval, at)) for part, at in parts]
+    whole, killed, resumed = play(module, phases)
     assert whole == resumed == [0] * run.ranks
     # a rank that still waits for one that has killed itself ends with a PeerError
     assert -signal.SIGKILL in killed
     assert 0 not in killed
-    return results(run, root)
-
-
-def left_behind(module: str, run: Run, root: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Do the same for a run that leaves behind what a kill would leave, and goes on as the whole one."""
-    assert play_in(module, run, root, (("whole", run.killed_at), ("resumed", None))) == [[0] * run.ranks] * 2
-    return results(run, root)
-
-
-def play_in(module: str, run: Run, root: Path, folders: Iterable[tuple[str, int | None]]) -> list[list[int]]:
-    return play(module, [Phase(run.function, str(root / name), run.ranks, (run.interval, at)) for name, at in folders])
-
-
-def results(run: Run, root: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     files = [f"result-{rank}.pt" for rank in range(run.ranks)]
     return [(torch.load(root / "resumed" / file), torch.load(root / "whole" / file)) for file in files]
 

@@ -14,7 +14,7 @@ from accelerate.utils import DataLoaderConfiguration, KwargsHandler
 
 from tests.integrations.accelerate_draws import drawn, verdict
 from tests.integrations.accelerate_runs import CASES, OF_FSDP2
-from tests.integrations.phases import Phase, play
+from tests.integrations.phases import Phase, play, play_together
 from tests.zoo.offered import below
 from titan_ckpt.integrations.accelerate.known import HANDLERS
 
@@ -40,17 +40,17 @@ RUNS = [
 DRAWN = range(12)
 
 
-def assert_same(root: Path, ranks: int) -> None:
+def assert_same(root: Path, case: str, ranks: int, *_: int) -> None:
     """Compare weights, losses, samples and rates of each step, and the random numbers that come next."""
     for rank in range(ranks):
         found, whole = (torch.load(root / part / f"result-{rank}.pt") for part in ("resumed", "whole"))
-        assert min(found["read"]) > 1
-        assert found["read"] == {step: read for step, read in whole["read"].items() if step in found["read"]}
-        assert found["rates"] == {step: rate for step, rate in whole["rates"].items() if step in found["rates"]}
-        assert (found["random"], found["scaler"]) == (whole["random"], whole["scaler"])
-        assert found["weights"].keys() == whole["weights"].keys()
-        assert all(torch.equal(value, whole["weights"][name]) for name, value in found["weights"].items())
-        assert found["num_read"] <= 0.8 * whole["num_read"]
+        assert min(found["read"]) > 1, case
+        assert found["read"] == {step: read for step, read in whole["read"].items() if step in found["read"]}, case
+        assert found["rates"] == {step: rate for step, rate in whole["rates"].items() if step in found["rates"]}, case
+        assert (found["random"], found["scaler"]) == (whole["random"], whole["scaler"]), case
+        assert found["weights"].keys() == whole["weights"].keys(), case
+        assert all(torch.equal(value, whole["weights"][name]) for name, value in found["weights"].items()), case
+        assert found["num_read"] <= 0.8 * whole["num_read"], case
 
 
 @pytest.mark.parametrize(("name", "ranks"), KILLED)
@@ -62,16 +62,22 @@ def test_a_killed_loop_goes_on_bit_for_bit(name: str, ranks: int, tmp_path: Path
     whole, killed, resumed = play(MODULE, phases)
     assert whole == resumed == [0] * ranks
     assert -signal.SIGKILL in killed and 0 not in killed
-    assert_same(tmp_path, ranks)
+    assert_same(tmp_path, name, ranks)
 
 
-@pytest.mark.parametrize(("name", "ranks", "interval", "stop"), RUNS)
-def test_each_setting_goes_on_bit_for_bit(name: str, ranks: int, interval: int, stop: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", sorted({run[1] for run in RUNS}))
+def test_each_setting_goes_on_bit_for_bit(ranks: int, tmp_path: Path) -> None:
     """From a copy of what a kill leaves behind, within an epoch and at its end."""
-    parts = (("whole", stop), ("resumed", None))
-    phases = [Phase("run", str(tmp_path / part), ranks, (interval, at, name)) for part, at in parts]
-    assert play(MODULE, phases) == [[0] * ranks] * 2
-    assert_same(tmp_path, ranks)
+    runs = [run for run in RUNS if run[1] == ranks]
+    for part in ("whole", "resumed"):
+        phases = [
+            Phase("run", str(tmp_path / str(number) / part), ranks, (interval, stop if part == "whole" else None, name))
+            for number, (name, _, interval, stop) in enumerate(runs)
+        ]
+        codes = play_together(MODULE, phases)
+        assert [(run, ended) for run, ended in zip(runs, codes, strict=True) if any(ended)] == []
+    for number, run in enumerate(runs):
+        assert_same(tmp_path / str(number), *run)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.integrations.lightning_cases import CASES
-from tests.integrations.playing import left_behind, play_in, results
+from tests.integrations.phases import Phase, play_together
 
 NAMES = sorted(CASES)[:: 1 if os.environ.get("TITAN_CKPT_SOAK") else 4]
 """A quarter of the cases; all of them in the soak."""
-
-
 DONE = [
     "2 ranks, statistics of each", "an early stop within an epoch", "an unfrozen backbone, within",
     "averages, accumulated", "averages, ended within an epoch", "limited batches, at an epoch's end",
@@ -25,31 +24,32 @@ DONE = [
 """Cases that end within an epoch or at its end."""
 
 
-@pytest.mark.parametrize("name", DONE)
-def test_a_run_that_is_done_ends_once_more_as_it_had_ended(name: str, tmp_path: Path) -> None:
-    """After a kill behind its last save: the hooks of the end, the epoch's metrics, and what is frozen."""
-    run, root = CASES[name].run, tmp_path / name
-    assert play_in("tests.integrations.lightning_cases", run, root, [("whole", None)]) == [[0] * run.ranks]
-    shutil.copytree(root / "whole" / "checkpoints", root / "resumed" / "checkpoints")
-    assert play_in("tests.integrations.lightning_cases", run, root, [("resumed", None)]) == [[0] * run.ranks]
-    for rank, (found, expected) in enumerate(results(run, root)):
-        assert found["logs"] == expected["logs"]
-        assert all(torch.equal(value, expected["weights"][key]) for key, value in found["weights"].items())
-        rest, whole = (
-            (root / folder / f"events-{rank}.txt").read_text().splitlines() for folder in ("resumed", "whole")
-        )
-        assert rest and rest == whole[-len(rest) :]
+def play_cases(runs: Iterable[tuple[str, Path, int | None]]) -> None:
+    """Play cases on equally many ranks, each in a folder whose parent has its name, and one step of which is left."""
+    phases = [Phase("run", str(folder), CASES[n].ranks, (CASES[n].interval, at)) for n, folder, at in runs]
+    codes = play_together("tests.integrations.lightning_cases", phases)
+    assert [(phase.folder, ended) for phase, ended in zip(phases, codes, strict=True) if any(ended)] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_resumed_run_does_the_rest_of_the_whole_run(name: str, tmp_path: Path) -> None:
-    """Weights, optimizers, schedules, callbacks, metrics, the samples read and the order of all hooks are equal."""
-    root = tmp_path / name
-    for rank, (found, expected) in enumerate(left_behind("tests.integrations.lightning_cases", CASES[name].run, root)):
-        assert found["logs"] == expected["logs"]
-        assert all(torch.equal(value, expected["weights"][key]) for key, value in found["weights"].items())
-        rest, whole = (
-            (root / folder / f"events-{rank}.txt").read_text().splitlines() for folder in ("resumed", "whole")
-        )
-        assert rest == whole[-len(rest) :]
-        assert 0 < len(rest) < 0.95 * len(whole)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_resumed_run_does_the_rest_of_the_whole_run(ranks: int, tmp_path: Path) -> None:
+    """Weights, optimizers, schedules, callbacks, metrics, the samples read and the order of all hooks are equal.
+
+    A run that is done ends once more as it had ended: after a kill behind its last save.
+    """
+    killed, done = ([name for name in names if CASES[name].ranks == ranks] for names in (NAMES, DONE))
+    play_cases((name, tmp_path / name / "whole", CASES[name].killed_at) for name in dict.fromkeys([*killed, *done]))
+    resumed = [(name, tmp_path / name / "resumed") for name in killed]
+    for name in done:
+        again = tmp_path / "done" / name / "resumed"
+        shutil.copytree(tmp_path / name / "whole" / "checkpoints", again / "checkpoints")
+        resumed.append((name, again))
+    play_cases((name, folder, None) for name, folder in resumed)
+    for name, folder in resumed:
+        for rank in range(ranks):
+            found, expected = (torch.load(f / f"result-{rank}.pt") for f in (folder, tmp_path / name / "whole"))
+            assert found["logs"] == expected["logs"], folder
+            assert all(torch.equal(value, expected["weights"][key]) for key, value in found["weights"].items()), folder
+            rest, whole = ((f / f"events-{rank}.txt").read_text() for f in (folder, tmp_path / name / "whole"))
+            assert rest and f"\n{whole}".endswith(f"\n{rest}"), folder
+            assert "done" in folder.parts or len(rest) < 0.95 * len(whole), folder

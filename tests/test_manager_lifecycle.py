@@ -370,14 +370,15 @@ def test_what_is_no_list_or_no_dict_is_named(tmp_path: Path) -> None:
 
 
 def test_steps_that_a_loop_counts_by_numpy_are_saved(run_folder: RunFolder) -> None:
+    steps: Any = np.arange(1, 3)
     with manager(run_folder, model=nn.Linear(2, 2)) as m:
         m.load()
-        for step in np.arange(1, 3):
+        for step in steps:
             assert m.save(step)
             m.completed.complete(step)
         assert m.completed.marked is None or type(m.completed.marked) is int
         m.wait()
-        assert m.load(np.int64(1)).step == 1
+        assert m.load(steps[0]).step == 1
 
 
 @pytest.mark.parametrize("step", ["1", 1.0, None, True, -2, torch.tensor(1.0)])

@@ -206,7 +206,8 @@ class CheckpointManager:
         the config.json or the base of an export.
         """
         self._check_open()
-        step = -1 if isinstance(step, int) and step == -1 else step_number(step)
+        if step != -1:
+            step = step_number(step)
         self.wait()
         self.telemetry.start()
         with self.telemetry.event("load") as event:

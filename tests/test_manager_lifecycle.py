@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -353,6 +354,42 @@ def test_a_module_in_place_of_a_list_is_named(tmp_path: Path) -> None:
     """A Sequential is a sequence of modules too, and would lose its names."""
     with pytest.raises(TypeError, match=r"one Sequential: put it in a list"):
         CheckpointManager(CheckpointConfig(), model_parts=nn.Sequential(nn.Linear(2, 2)), base_folder=tmp_path)  # type: ignore[arg-type]
+
+
+def test_what_is_no_list_or_no_dict_is_named(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"optimizers": optimizer}, r"optimizers is one SGD: put it in a list"),
+        ({"lr_schedulers": scheduler}, r"lr_schedulers is one StepLR: put it in a list"),
+        ({"states": [scheduler]}, r"states is a list: give each object a name"),
+    ]
+    for given, message in wrong:
+        with pytest.raises(TypeError, match=message):
+            CheckpointManager(CheckpointConfig(), model_parts=[model], base_folder=tmp_path, **given)
+
+
+def test_steps_that_a_loop_counts_by_numpy_are_saved(run_folder: RunFolder) -> None:
+    steps: Any = np.arange(1, 3)
+    with manager(run_folder, model=nn.Linear(2, 2)) as m:
+        m.load()
+        for step in steps:
+            assert m.save(step)
+            m.completed.complete(step)
+        assert m.completed.marked is None or type(m.completed.marked) is int
+        m.wait()
+        assert m.load(steps[0]).step == 1
+
+
+@pytest.mark.parametrize("step", ["1", 1.0, None, True, -2, torch.tensor(1.0)])
+def test_what_is_no_step_is_refused_at_once(run_folder: RunFolder, step: Any) -> None:
+    """And does not lead to the newest step, nor to a save that fails when training has gone on."""
+    with manager(run_folder, model=nn.Linear(2, 2)) as m:
+        m.load()
+        for call in (m.save, m.export, m.load, m.completed.complete):
+            with pytest.raises(CheckpointError, match="is no step"):
+                call(step)
 
 
 ENDS_WITHOUT_CLOSE = """

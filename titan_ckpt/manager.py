@@ -6,7 +6,7 @@ import logging
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -37,7 +37,15 @@ from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
 from titan_ckpt.saving.saver import SaveHandle, Saver
-from titan_ckpt.saving.step import CompletedStep, DueSave, Failures, ModelContent, may_be_there, way_to_export
+from titan_ckpt.saving.step import (
+    CompletedStep,
+    DueSave,
+    Failures,
+    ModelContent,
+    may_be_there,
+    step_number,
+    way_to_export,
+)
 from titan_ckpt.stores.store import Place, open_location
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import ModelConverter, Stateful
@@ -94,6 +102,11 @@ class CheckpointManager:
         optimizers of PEFT that were not proved to continue exactly; StateEncodingError for tensors of the model and
         for `states` that no checkpoint can hold.
         """
+        for argument, given in (("optimizers", optimizers), ("lr_schedulers", lr_schedulers)):
+            if not isinstance(given, Iterable):
+                raise TypeError(f"{argument} is one {type(given).__name__}: put it in a list, {argument}=[...]")
+        if not isinstance(states or {}, Mapping):
+            raise TypeError(f'states is a {type(states).__name__}: give each object a name, states={{"name": object}}')
         exports = any(export.container == "hf" for export in config.export)
         if sd_transforms is None and model_converters is None and (exports or config.initial_load):
             sd_transforms = transforms_for(model_parts, exports=exports)
@@ -191,6 +204,8 @@ class CheckpointManager:
         the config.json or the base of an export.
         """
         self._check_open()
+        if step != -1:
+            step = step_number(step)
         self.wait()
         self.telemetry.start()
         with self.telemetry.event("load") as event:
@@ -260,6 +275,7 @@ class CheckpointManager:
         returns False if it has failed by then. `last_step` says that this save is the last: it always raises.
         Raises: the error of an earlier background save, once; SaveError; ExportError; HalfLoadedError.
         """
+        step = step_number(step)
         self._check_keepable(f"step {step} is not saved")
         saved = False
         config = self.config.save
@@ -312,6 +328,7 @@ class CheckpointManager:
         step was saved asynchronously, its staged copy is exported in the background; the next `wait` raises its errors.
         Raises: ExportError; on the last step also the error of the save; HalfLoadedError.
         """
+        step = step_number(step)
         self._check_keepable(f"step {step} is not exported")
         self._note_last(step, last_step)
         due = [export for export in self.config.export if export.is_due(step, last_step)]

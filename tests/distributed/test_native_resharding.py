@@ -155,3 +155,13 @@ def test_ranks_that_disagree_about_a_tensor_fail_together() -> None:
     with both_write_the_same_rows, pytest.raises((StateEncodingError, PeerError), match="overlap"):
         WritePlan.of(shards, coordinator)
     WritePlan.of(shards, coordinator)
+
+
+@distributed(nproc=2)
+def test_a_sum_that_ranks_have_not_made_is_refused_by_name() -> None:
+    """A mean of a sharded gradient, as optimizers of one's own keep it."""
+    mesh = init_device_mesh("cpu", (2,))
+    mean = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)]).mean()
+    assert isinstance(mean, DTensor) and mean.placements[0].is_partial()
+    with pytest.raises(StateEncodingError, match=r"optimizer\.a\.mean: ranks have not reduced it yet.*full_tensor"):
+        WritePlan.of({"optimizer.a.mean": mean}, Coordinator.current())

@@ -302,3 +302,29 @@ def test_an_attribute_that_changes_later_and_is_in_the_state_dict_comes_back(tmp
     whole = trained(tmp_path / "whole", WholeRare, 20)
     trained(tmp_path / "resumed", WholeRare, 17)
     assert all(map(torch.equal, whole, trained(tmp_path / "resumed", WholeRare, 20)))
+
+
+class CallsAlone(Plain):
+    """Holds a function, so that it is not rehearsed, and keeps nothing else."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.reduce = torch.sign
+
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
+        return self.reduce(grad)
+
+
+def test_what_a_scheduler_of_torch_notes_in_an_optimizer_is_no_state(tmp_path: Path) -> None:
+    """It sets an attribute at the first step, which a watch of attributes finds changed."""
+    model = nn.Linear(2, 2)
+    optimizer = CallsAlone(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    given = {"lr_schedulers": [scheduler]}
+    with world.manager(tmp_path, model, optimizer, async_mode="disabled", **given) as m:
+        m.load()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        assert m.save(1)

@@ -172,7 +172,8 @@ class Own:
         self._kinds = [
             kind for kind in own if not kind.__module__.startswith("titan_ckpt.")
         ]  # what an integration has put before them
-        self._inherited = _stored_within(tuple(kind for kind in kinds if kind not in self._kinds))
+        inherited = _stored_within(tuple(kind for kind in kinds if kind not in self._kinds))
+        self._inherited = inherited | {"self._opt_called"}  # torch's schedulers set it in an optimizer that steps
         self._is_within = is_within
 
     def _attributes(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,7 @@ from titan_ckpt.components.snapshot import Mark, Snapshot, as_marked, snapshot_o
 from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.directory.manifest import Kind
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.errors import ConfigError, ExportSettingError, PeerError, counted, listed
+from titan_ckpt.errors import CheckpointError, ConfigError, ExportSettingError, PeerError, counted, listed
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.saving.saver import Saver
 from titan_ckpt.weights.identity import TrackedBase
@@ -62,6 +63,17 @@ class DueSave:
 
 ExportWay = Literal["now", "background", "left out"]
 """At once, while training waits; from a staged copy, while it goes on; not at all, because training must not wait."""
+
+
+def step_number(step: Any) -> int:
+    """Return a step as a plain integer, as JSON holds it: a loop may count by numpy. Raises: CheckpointError."""
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise CheckpointError(f"{step!r:.50} is no step: give the number of the optimizer's steps, an integer")
+    return number
 
 
 def may_be_there(step: int, last_step: bool, resumed_from: int | None) -> bool:
@@ -117,7 +129,7 @@ class CompletedStep:
         Call it after the optimizer, schedulers and counters of the step. Not collective, and cheap.
         """
         if self.saver is not None and not self.run.half_loaded:  # that is no step
-            self.mark, self.is_changing = take_mark(self.run, step, self.gradients.unused()), False
+            self.mark, self.is_changing = take_mark(self.run, step_number(step), self.gradients.unused()), False
 
     @property
     def saved(self) -> int | None:

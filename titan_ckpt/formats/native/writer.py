@@ -180,6 +180,8 @@ def _fault(fqn: str, value: object) -> str | None:
     if not isinstance(value, torch.Tensor):
         return f"{fqn}: expected a tensor, found {type(value).__name__}"
     local = local_tensor(value)
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        return f"{fqn}: ranks have not reduced it yet, it is {[*value.placements]}; keep what its full_tensor() returns"
     if local.layout != torch.strided or local.is_meta or is_traceable_wrapper_subclass(local):
         kind = "meta" if local.is_meta else f"{type(local).__name__}, {local.layout}"
         return f"{fqn}: expected a plain tensor with memory of its own, found {kind}; unwrap or materialize it first"

@@ -200,13 +200,9 @@ class ExportConfig(Checked):
     @property
     def container(self) -> Literal["hf", "peft", "dcp"]:
         """Return what the files are of."""
-        match self.format:
-            case "hf" | "hf_quantized":
-                return "hf"
-            case "peft":
-                return "peft"
-            case "dcp" | "torchtitan" | "torchtitan_weights":
-                return "dcp"
+        if self.format in ("hf", "hf_quantized"):
+            return "hf"
+        return "peft" if self.format == "peft" else "dcp"
 
     @property
     def quantized(self) -> bool:

@@ -147,9 +147,8 @@ class CheckpointManager:
                 "of its eval()",
                 type(self._switches[0]).__name__,
             )
-        self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
-            optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step()) for optimizer in hooked
-        ]
+        # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
+        self._step_hooks = [optimizer.register_step_pre_hook(self._before_optimizer_step) for optimizer in hooked]
         modules = [module for part in model_parts for module in part.modules()]
         moves = any(getattr(m, "max_norm", None) is not None or peft_adapters.changes_weights(m) for m in modules)
         self._may_copy_later = bool(hooked) and not moves and all(type(o) in PROVED for o in hooked)
@@ -365,7 +364,7 @@ class CheckpointManager:
                 if export.training_state:
                     self._export_now(export, step, last_step)
             if last_step and weights:
-                self._evaluate()  # the step is saved by now, with the weights of training
+                self._evaluate()  # once; the step is saved by now, with the weights of training
             for export in weights:
                 self._export_now(export, step, last_step)
 
@@ -457,8 +456,8 @@ class CheckpointManager:
 
         Exports come first: a run that is killed between goes on from a newer step and meets no export of another one.
         """
-        if self._exporter.went_back_to is not None:
-            self._exporter.leave_abandoned_branch(self.config.export)
+        if (back := self._exporter.went_back_to) is not None:
+            self._exporter.leave_abandoned_branch(self.config.export, back)
             if self._saver is not None:
                 self._directory.leave_abandoned_branch()
 
@@ -472,7 +471,7 @@ class CheckpointManager:
             )
         self._knows_folder = True
 
-    def _before_optimizer_step(self) -> None:
+    def _before_optimizer_step(self, *_: object) -> None:
         self.maybe_wait_for_staging()
         self.completed.is_changing = True
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 from rich.console import Console
 
+from titan_ckpt.cli import tables
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, SaveError, printable
 
 if TYPE_CHECKING:
@@ -65,8 +66,6 @@ class Shown(Command):
 
     def say(self, console: Console, text: str, **found: Any) -> int:
         """Print a result that is one sentence."""
-        from titan_ckpt.cli import tables
-
         return self.show(found, lambda: tables.say(console, text))
 
 
@@ -77,12 +76,9 @@ def commands() -> list[type[Command]]:
     """
     folder = import_module("titan_ckpt.cli.commands")
     modules = [import_module(f"{folder.__name__}.{module.name}") for module in iter_modules(folder.__path__)]
-    found = {cls.__name__: cls for module in modules for cls in vars(module).values() if _is_command(cls)}
+    classes = [cls for module in modules for cls in vars(module).values() if isinstance(cls, type)]
+    found = {cls.__name__: cls for cls in classes if issubclass(cls, Command) and not inspect.isabstract(cls)}
     return [found[name] for name in dict.fromkeys([*_FIRST, *sorted(found)])]
-
-
-def _is_command(value: object) -> bool:
-    return isinstance(value, type) and issubclass(value, Command) and not inspect.isabstract(value)
 
 
 @contextmanager

@@ -32,7 +32,11 @@ def main(args: list[str] | None = None) -> int:
     if given[:1] == ["train"]:  # any --table.key VALUE may follow, which tyro cannot know
         return train.main(given[1:])
     try:
-        code = _answer(given)
+        if given == ["--version"]:
+            from importlib.metadata import version
+
+            sys.stdout.write(f"titan-ckpt {version('titan-ckpt')}\n")
+        code = 0 if given == ["--version"] else run(_parsed(given))
         sys.stdout.flush()
     except BrokenPipeError:  # the reader has gone, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more at its end
@@ -41,15 +45,6 @@ def main(args: list[str] | None = None) -> int:
         sys.stderr.write(f"titan-ckpt: standard output: {error.strerror}\n")
         return 2
     return code
-
-
-def _answer(given: list[str]) -> int:
-    if given == ["--version"]:
-        from importlib.metadata import version
-
-        sys.stdout.write(f"titan-ckpt {version('titan-ckpt')}\n")
-        return 0
-    return run(_parsed(given))
 
 
 class _Paragraphs(io.StringIO):

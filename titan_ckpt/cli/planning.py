@@ -18,7 +18,7 @@ from titan_ckpt.directory.steps import open_steps
 from titan_ckpt.encoding.named import is_import_name
 from titan_ckpt.encoding.overrides import apply_overrides
 from titan_ckpt.encoding.toml import from_dict, read_toml
-from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError
+from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ConfigError, collected
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.loading.origin import CommittedStep, Origin, TorchtitanFolder, check_run, look_at_run
 from titan_ckpt.loading.plan import LoadPlan, LoadSource
@@ -84,7 +84,9 @@ def plan_load(config: Path, overrides: Sequence[str] = ()) -> Plan:
         except (CheckpointError, OSError) as error:
             problems.append(f"{source.path}: {' '.join(str(error).split())}")
     action = _action(plan, problems)
-    problems += _misfits_of_shape(run)
+    if not is_import_name(run.model.name):  # the code of a model of one's own is not run
+        with collected(problems):
+            read_config(run.model.name, flavor=run.model.flavor, folder=run.model.folder)
     problems += _not_installed(run, tables)
     notes += _about(settings, plan, origin.manifest, tables)
     return Plan(str(config), action, origin.step, tuple(sources), tuple(notes), tuple(problems))
@@ -144,17 +146,6 @@ def _action(plan: LoadPlan, problems: Sequence[str]) -> str:
     if plan.external:
         return "take the weights from outside (external_weights)"
     return "load initial weights" if plan.sources else "start from step 0 with initial values"
-
-
-def _misfits_of_shape(run: RunConfig) -> Sequence[str]:
-    """Return why the model's shape cannot be read; nothing for a model of one's own, whose code is not run."""
-    if is_import_name(run.model.name):
-        return ()
-    try:
-        read_config(run.model.name, flavor=run.model.flavor, folder=run.model.folder)
-    except ConfigError as error:
-        return error.problems
-    return ()
 
 
 def _not_installed(run: RunConfig, tables: Sequence[Mapping[str, Any]]) -> Iterator[str]:

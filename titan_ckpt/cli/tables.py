@@ -16,7 +16,7 @@ from titan_ckpt.tools.listing import Listing, age, size
 if TYPE_CHECKING:
     from titan_ckpt.cli.planning import Plan
     from titan_ckpt.tools.conversion import Written
-    from titan_ckpt.tools.difference import Difference, SettingDifference, TensorDifference
+    from titan_ckpt.tools.difference import Difference, TensorDifference
     from titan_ckpt.tools.inspecting import ComponentContent, Content, TensorStatistics
     from titan_ckpt.tools.logits import ComparedLogits
     from titan_ckpt.tools.retention import Pruned
@@ -170,10 +170,13 @@ def difference(found: Difference, console: Console, top: int) -> None:
         if differing:
             console.print(_tensor_differences(component.tensors[:top]))
             _more(differing, top, console)
-    rows = {"state": found.state, "a time, which does not count": found.times, "settings": found.settings}
-    for title, differences in rows.items():
+    others = {"state": found.state, "a time, which does not count": found.times, "settings": found.settings}
+    for title, differences in others.items():
         if differences:
-            console.print(_setting_differences(title, differences[:top]))
+            rows = _table(title, "first", "second")
+            for d in differences[:top]:
+                _add(rows, d.name, *("nothing" if side is None else side for side in (d.left, d.right)))
+            console.print(rows)
             _more(len(differences), top, console)
     for line in found.not_compared:
         say(console, f"not compared: {line}")
@@ -191,13 +194,6 @@ def _tensor_differences(differences: Iterable[TensorDifference]) -> Table:
         how = d.kind if d.kind == "values" else f"{d.kind}: {d.left or 'nothing'} -> {d.right or 'nothing'}"
         distances = (None if figure is None else f"{figure:.3g}" for figure in (d.max_abs, d.mean_abs))
         _add(table, d.name, how, d.num_different, *distances, None if d.cosine is None else f"{d.cosine:.6f}")
-    return table
-
-
-def _setting_differences(title: str, differences: Iterable[SettingDifference]) -> Table:
-    table = _table(title, "first", "second")
-    for d in differences:
-        _add(table, d.name, *("nothing" if side is None else side for side in (d.left, d.right)))
     return table
 
 
@@ -245,8 +241,8 @@ def plan(found: Plan, console: Console) -> None:
     say(console, f"{found.config}: {found.action}")
     table = _table("", "source", "format", "tensors", "size", right=("tensors", "size"))
     for number, source in enumerate(found.sources, 1):
-        cells = (f"{source.role} {source.path}", source.format, source.num_tensors, size(source.num_bytes))
-        _add(table, number, *cells)
+        path = f"{source.role} {source.path}"
+        _add(table, number, path, source.format, source.num_tensors, size(source.num_bytes))
     if found.sources:
         console.print(table)
     for line in found.notes:

@@ -91,17 +91,14 @@ def check_folders(exporter: Exporter, configs: Sequence[ExportConfig], *, fresh:
                 "folder",
                 listed(there, ", ", " "),
             )
-    if configs and exporter.went_back_to is not None:
-        exporter.coordinator.on_rank_0("export-branch", partial(exporter.refuse_foreign_branch, configs))
-    for config in configs:
-        if config.container == "hf":
-            exporter.coordinator.together("export-folder", partial(_export_of_base, exporter, config)).check(
-                exporter.coordinator
-            )
+    if configs and (back := exporter.went_back_to) is not None:
+        exporter.coordinator.on_rank_0("export-branch", partial(exporter.refuse_foreign_branch, configs, back))
+    for config in (config for config in configs if config.container == "hf"):
 
+        def export_of_base(config: ExportConfig = config) -> FolderExport:
+            return exporter.huggingface(config, exporter.model.state_dict("base"))
 
-def _export_of_base(exporter: Exporter, config: ExportConfig) -> FolderExport:
-    return exporter.huggingface(config, exporter.model.state_dict("base"))
+        exporter.coordinator.together("export-folder", export_of_base).check(exporter.coordinator)
 
 
 def _check(exporter: Exporter, configs: Sequence[ExportConfig], owned: bool) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from titan_ckpt.components.optimizer_content import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.config import ExportConfig, InitialLoadConfig
 from titan_ckpt.distributed.coordinator import Coordinator, bounded
-from titan_ckpt.distributed.peer_groups import Ranks
 from titan_ckpt.errors import CheckpointError, CheckpointNotFoundError, ExportError, listed
 from titan_ckpt.exporting.torchtitan_state import flat_tensors, flat_values, state_digests
 from titan_ckpt.formats.dcp.writer import DcpExport
@@ -37,6 +36,7 @@ from titan_ckpt.weights.live_memory import Watched
 from titan_ckpt.weights.names import MODEL
 from titan_ckpt.weights.quantize import WeightQuantizer, quantized
 from titan_ckpt.weights.transforms import FileDtype, FileGroup, StateDictTransforms, cast_all, with_tied_names
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 logger = logging.getLogger(__name__)
 
@@ -67,67 +67,55 @@ class ExportJob:
             raise ExportError(f"export of step {self.step} to {self.folder} {became}: {error}") from error
 
 
+@dataclass
 class Exporter:
     """Makes the exports of one run."""
 
-    def __init__(
-        self,
-        base_folder: Path,
-        run: RunState,
-        transforms: StateDictTransforms,
-        coordinator: Coordinator,
-        background: Coordinator,
-        initial_load: Sequence[InitialLoadConfig],
-        store: StoreConfig,
-        telemetry: Telemetry,
-    ) -> None:
-        """Bind to a run.
+    base_folder: Path
+    run_state: RunState
+    transforms: StateDictTransforms
+    coordinator: Coordinator
+    background: Coordinator
+    """The line that exports of staged copies are given."""
+    initial_load: Sequence[InitialLoadConfig]
+    """Sources of the base, whose dtypes and file layout exports may take over."""
+    store: StoreConfig
+    """How buckets are reached."""
+    telemetry: Telemetry
+    """Gets an event for each export that `export` and `run` make."""
+    exported: dict[ExportConfig, Place] = field(default_factory=dict)
+    """The newest export of each kind that this process has made, or found there when it was due."""
+    went_back_to: int | None = None
+    """The step that the user told this run to go back to, until the exports made after it are set aside."""
+    unsaved_in: str | None = None
+    """The place of this run's steps while none is committed, so that a restart would begin at step 0 again."""
+    _made: dict[str, Exports] = field(default_factory=dict)
 
-        `background`: the line that exports of staged copies are given. `initial_load`: sources of the base, whose
-        dtypes and file layout exports may take over. `store`: how buckets are reached. `telemetry`: gets an event for
-        each export that `export` and `run` make.
-        """
-        self.coordinator = coordinator
-        self.model = run.model
-        self.transforms = transforms
-        self.base_folder = base_folder
-        self._run = run
-        self._background = background
-        self._initial_load = initial_load
-        self._store = store
-        self._telemetry = telemetry
-        self._made: dict[str, Exports] = {}
-        self.exported: dict[ExportConfig, Place] = {}
-        """The newest export of each kind that this process has made, or found there when it was due."""
-        self.went_back_to: int | None = None
-        """The step that the user told this run to go back to, until the exports made after it are set aside."""
-        self.unsaved_in: str | None = None
-        """The place of this run's steps while none is committed, so that a restart would begin at step 0 again."""
+    @property
+    def model(self) -> ModelWrapper:
+        """Return the model of the run."""
+        return self.run_state.model
 
-    def leave_abandoned_branch(self, configs: Sequence[ExportConfig]) -> None:
-        """Set aside the exports of the branch that this run went back from. Collective.
+    def leave_abandoned_branch(self, configs: Sequence[ExportConfig], above: int) -> None:
+        """Set aside the exports of the branch that this run went back from, to the step `above`. Collective.
 
         A run that was interrupted replays its steps with identical weights, so its exports stay.
         Raises: as `refuse_foreign_branch`; PeerError.
         """
-        above = self.went_back_to
-        if above is not None:
 
-            def leave() -> None:
-                self.refuse_foreign_branch(configs)
-                for config in configs:
-                    self.made(config).set_aside(config, above)
+        def leave() -> None:
+            self.refuse_foreign_branch(configs, above)
+            for config in configs:
+                self.made(config).set_aside(config, above)
 
-            self.coordinator.on_rank_0("export-leave", leave)
+        self.coordinator.on_rank_0("export-leave", leave)
         self.went_back_to = None  # only now: if a rename failed, the next save or export tries it again
 
-    def refuse_foreign_branch(self, configs: Sequence[ExportConfig]) -> None:
-        """Refuse what is not set aside and would be taken for an export of the branch that this run goes on with.
+    def refuse_foreign_branch(self, configs: Sequence[ExportConfig], above: int) -> None:
+        """Refuse what is not set aside and would be taken for an export of the branch after the step `above`.
 
         Rank 0 alone calls this. Raises: ExportError naming all of it; OSError.
         """
-        if (above := self.went_back_to) is None:
-            return
         left = [(self.folder(c, step), why) for c in configs for step, why in self.made(c).foreign_after(c, above)]
         if left:
             raise ExportError(
@@ -167,14 +155,14 @@ class Exporter:
         """Return the exports at the place of a config's own."""
         url = config.folder if split_url(config.folder) else ""  # a mounted file system has one record for all
         if url not in self._made:
-            self._made[url] = exports_at(open_location(url, self.base_folder, self._store))
+            self._made[url] = exports_at(open_location(url, self.base_folder, self.store))
         return self._made[url]
 
     @contextlib.contextmanager
     def _told(self, config: ExportConfig, step: int, folder: Place, *, background: bool) -> Iterator[None]:
         """Record the export that the block makes, with its size, which is rank 0's."""
         about = {"step": step, "format": config.format, "folder": str(folder), "background": background}
-        with self._telemetry.event("export", **about) as event:
+        with self.telemetry.event("export", **about) as event:
             yield
             self.exported[config], num_bytes = folder, None
             if self.coordinator.rank == 0:
@@ -248,15 +236,14 @@ class Exporter:
 
         made = self.coordinator.together("export-stage", jobs)
 
-        def peers() -> set[Ranks]:
-            return {ranks for job in made for ranks in job.writer.peers(job.folder, self.coordinator)}
-
-        self._background.peers.connect(self.coordinator, peers)
+        self.background.peers.connect(
+            self.coordinator, lambda: {r for job in made for r in job.writer.peers(job.folder, self.coordinator)}
+        )
         return made, [config for config, wait in zip(configs, waits, strict=True) if not wait]
 
     def close(self) -> None:
         """Close the connections of exports in the background."""
-        self._background.peers.discard()
+        self.background.peers.discard()
 
     def _constant(self, live: StateDict) -> StateDict:
         """Return the base parameters without a copy. They are frozen: a save of adapters alone leaves them out."""
@@ -288,24 +275,29 @@ class Exporter:
         if config.container == "peft":
             return self.model.owned_state_dict()
         if config.training_state:
-            return self.model.state_dict("full") | flat_tensors(self._run.items)
+            return self.model.state_dict("full") | flat_tensors(self.run_state.items)
         with bounded(self.coordinator.timeout_seconds):  # a converter may ask the other ranks
             return self.model.state_dict("export")
 
     def _job(self, config: ExportConfig, step: int, base: dict[str, Any] | None, tensors: StateDict) -> ExportJob:
         """Decide how the tensors are exported."""
         writer: FolderExport | DcpExport
+        dtype = None if config.dtype is None or config.container == "hf" else getattr(torch, config.dtype)
         if config.container == "hf":
             writer = self.huggingface(config, tensors)
         elif config.container == "dcp":
-            tensors = self._dcp_names(config, tensors)
-            of_model = self.model.extra_state() | self.model.state("full").values if config.training_state else {}
-            values = flat_values(self._run.items, of_model) if config.training_state else {}
-            dtype = None if config.dtype is None else getattr(torch, config.dtype)
-            digests = state_digests(self._run.items) if config.training_state else {}
-            writer = DcpExport(cast_all(tensors, dtype), values, digests)
+            if config.format == "torchtitan_weights":
+                names = self.transforms.names_in_torchtitan(tensors)
+                tensors = {name: value for fqn, value in tensors.items() for name in names[fqn]}
+            else:  # a tied one is there under each of its names
+                tensors = tensors | {alias: tensors[fqn] for alias, fqn in self.model.tied.items() if fqn in tensors}
+            writer = DcpExport(cast_all(tensors, dtype))
+            if config.training_state:
+                of_model = self.model.extra_state() | self.model.state("full").values
+                values = flat_values(self.run_state.items, of_model)
+                writer = replace(writer, values=values, digests=state_digests(self.run_state.items))
         else:
-            converter, dtype = self.model.converter, _dtype(config, None)
+            converter = self.model.converter
             adapter = None if converter is None else converter.state_dict_adapter()
             assert adapter is not None, "check() comes first"
             about = adapter.file_config(self.transforms.key_map)
@@ -314,13 +306,6 @@ class Exporter:
             groups = self.transforms.to_file(tensors, converter, dtype)
             writer = FolderExport(groups, PeftFormat(about), buffers=self.model.buffers().keys())
         return ExportJob(config, step, self.folder(config, step), writer, self.made(config))
-
-    def _dcp_names(self, config: ExportConfig, tensors: StateDict) -> StateDict:
-        """Return the tensors by the names in a DCP folder, which has a tied one under each of its names."""
-        if config.format == "torchtitan_weights":
-            names = self.transforms.names_in_torchtitan(tensors)
-            return {name: value for fqn, value in tensors.items() for name in names[fqn]}
-        return tensors | {alias: tensors[fqn] for alias, fqn in self.model.tied.items() if fqn in tensors}
 
     def huggingface(self, config: ExportConfig, tensors: StateDict) -> FolderExport:
         """Return the export of these tensors as a Hugging Face folder, under the names of its base."""
@@ -355,9 +340,9 @@ class Exporter:
     def source(self) -> tuple[InitialLoadConfig, Place] | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
         found: list[tuple[InitialLoadConfig, Place]] = []
-        for source in self._initial_load:
+        for source in self.initial_load:
             with contextlib.suppress(CheckpointNotFoundError):
-                path = locate(open_source(source.path, self._store, source.revision))
+                path = locate(open_source(source.path, self.store, source.revision))
                 if (source.format or detect_format(path)) == "hf":
                     found.append((source, path))
         return found[0] if len(found) == 1 else None

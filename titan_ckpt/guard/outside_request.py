@@ -117,7 +117,12 @@ def await_answer(run: Path, name: str, timeout_seconds: float) -> Answer:
     deadline = time.monotonic() + timeout_seconds
     while time.monotonic() < deadline:
         with suppress(FileNotFoundError):
-            latest = _read(run / ANSWER)
+            data = posix.read_whole(run / ANSWER, _MAX_BYTES)
+            try:
+                latest = Answer(**json.loads(data))
+            except (ValueError, TypeError, RecursionError):
+                fault = f"{run / ANSWER}: no answer of a run; remove it and ask again"
+                raise CorruptCheckpointError(fault, str(run / ANSWER)) from None
             if latest.request == name:
                 return latest
         time.sleep(0.2)
@@ -127,11 +132,3 @@ def await_answer(run: Path, name: str, timeout_seconds: float) -> Answer:
         f"{run}: no answer for {timeout_seconds:g} s. Is a run writing there, in a loop with a RunGuard, and are its "
         "steps shorter than that? --timeout-seconds waits longer"
     )
-
-
-def _read(path: Path) -> Answer:
-    data = posix.read_whole(path, _MAX_BYTES)
-    try:
-        return Answer(**json.loads(data))
-    except (ValueError, TypeError, RecursionError):
-        raise CorruptCheckpointError(f"{path}: no answer of a run; remove it and ask again", str(path)) from None

@@ -197,12 +197,6 @@ class RunGuard:
             os.write(2, f"titan_ckpt: second signal ({signal.Signals(number).name}): stopping at once\n".encode())
             os._exit(128 + number)
 
-    def forget(self) -> None:
-        """Restore the default handlers of signals, in a forked process."""
-        signal.set_wakeup_fd(-1)
-        for number in self._handlers:
-            signal.signal(number, signal.SIG_DFL)
-
     def _look_at_the_clock(self, step_seconds: float) -> None:
         """Post a stop while there is time for one more step, as long as the longest of the last ones, and for a save.
 
@@ -325,8 +319,9 @@ def _noticed_elsewhere(number: int, frame: FrameType | None) -> None:
 
 def _forget_in_child() -> None:
     """Remove the guards from a forked process, such as a dataloader's worker: signals end it as any other."""
-    for guard in _guards:
-        guard.forget()
+    for number in {number for guard in _guards for number in guard._handlers}:  # noqa: SLF001
+        signal.set_wakeup_fd(-1)
+        signal.signal(number, signal.SIG_DFL)
     _guards.clear()
 
 

@@ -222,15 +222,12 @@ def _causal_class(config: PretrainedConfig, source: str | Path | Mapping[str, An
         kinds = known if isinstance(known, (list, tuple)) else [known]
         return next((kind for kind in kinds if kind.__name__ in (config.architectures or ())), kinds[0])
     named = _named_class(config)
-    if named is None or not _turns_tokens_into_logits(named, config):
+    ends = ("ForCausalLM", "ForConditionalGeneration")
+    is_of_text = named is not None and named.main_input_name == "input_ids" and named.__name__.endswith(ends)
+    if not is_of_text or getattr(config, "is_encoder_decoder", False):
         what = "this config" if named is None else named.__name__
         raise ConfigError([f"model_type: {config.model_type!r}: {_NO_CAUSAL.format(what)}"], _place(source))
     return named
-
-
-def _turns_tokens_into_logits(kind: Any, config: PretrainedConfig) -> bool:
-    is_of_text = kind.main_input_name == "input_ids" and not getattr(config, "is_encoder_decoder", False)
-    return kind.__name__.endswith(("ForCausalLM", "ForConditionalGeneration")) and is_of_text
 
 
 def _named_class(config: PretrainedConfig) -> Any:

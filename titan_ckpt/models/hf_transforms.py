@@ -71,14 +71,10 @@ def _is_pretrained(model: nn.Module) -> bool:
 
 def _architecture(model: Any) -> str:
     """Return the name of the class that opens the model, as save_pretrained writes it: transformers' own if it can."""
-    kinds = [kind for kind in type(model).__mro__ if _is_model(kind)]
-    if not kinds[0].__module__.startswith("transformers.models.") and (named := model.config.architectures):
-        return str(named[0])
-    own = next((kind for kind in kinds if kind.__module__.startswith("transformers.models.")), kinds[0])
-    return own.__name__
-
-
-def _is_model(kind: type) -> bool:
     base = sys.modules["transformers.modeling_utils"].PreTrainedModel
-    is_base = kind is base or kind.__name__.endswith("PreTrainedModel")
-    return issubclass(kind, base) and not is_base and not issubclass(kind, FSDPModule)
+    kinds = [kind for kind in type(model).__mro__ if issubclass(kind, base) and not issubclass(kind, FSDPModule)]
+    kinds = [kind for kind in kinds if not kind.__name__.endswith("PreTrainedModel")]  # as the bases of a family
+    own = [kind for kind in kinds if kind.__module__.startswith("transformers.models.")]
+    if kinds[0] not in own and (named := model.config.architectures):
+        return str(named[0])
+    return [*own, kinds[0]][0].__name__

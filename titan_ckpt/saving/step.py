@@ -176,44 +176,46 @@ class CompletedStep:
         return max(self.saver.seconds, default=0.0) or 5.0 + self.expected_bytes() / 1e8
 
 
+@dataclass(slots=True)
 class ModelContent:
     """The model's part of the steps of one run."""
 
-    def __init__(self, config: CheckpointConfig, model: ModelWrapper, base: TrackedBase) -> None:
-        self._config, self._model, self._base = config, model, base
-        self.is_settled = False
-        """Whether the first step since the load has shown if training changes the base; it must not change it later."""
+    config: CheckpointConfig
+    model: ModelWrapper
+    base: TrackedBase
+    is_settled: bool = False
+    """Whether the first step since the load has shown if training changes the base; it must not change it later."""
 
     @property
     def is_adapter_only(self) -> bool:
         """Whether a save leaves out the base, because it is on disk already."""
-        return self._base.is_stored and self._config.save is not None and not self._config.save.include_base
+        return self.base.is_stored and self.config.save is not None and not self.config.save.include_base
 
     def kind(self, model_only: bool | str) -> Kind:
         """Return the kind of the next step. `model_only`: whether it is the model alone, or in which dtype."""
-        if self._config.external:
+        if self.config.external:
             return "external"
         return "model" if model_only else "adapter" if self.is_adapter_only else "full"
 
     def num_bytes(self) -> int:
         """Return this rank's bytes of the model in a step."""
-        return 0 if self._config.external else self._model.num_bytes(owned=self.is_adapter_only)
+        return 0 if self.config.external else self.model.num_bytes(owned=self.is_adapter_only)
 
     def state(self, *, room: bool = False) -> ModelState:
         """Return what a step holds. `room`: as memory to fill. Raises: ConfigError for a base that changes late."""
-        if self._config.external:
+        if self.config.external:
             return ModelState({}, {}, ())
-        state = self._model.state("full", room=room)
+        state = self.model.state("full", room=room)
         if not self.is_adapter_only:
             return state
-        if self.is_settled and (changed := self._base.changes()):
+        if self.is_settled and (changed := self.base.changes()):
             problem = (
                 f"save.include_base: training changes {counted(len(changed), 'tensor')} of the base, such as "
                 f"{changed[0]}, and saves of the adapter alone lose them: set it to true, and start the "
                 "run again from its newest step"
             )
             raise ConfigError([problem], "checkpoint")
-        return replace(state, tensors={fqn: value for fqn, value in state.tensors.items() if self._model.owns(fqn)})
+        return replace(state, tensors={fqn: value for fqn, value in state.tensors.items() if self.model.owns(fqn)})
 
     def settle(self) -> None:
         """After the first step, let saves hold the base too if the step has changed it. Collective.
@@ -221,15 +223,15 @@ class ModelContent:
         Raises: ExportSettingError for an export of the adapter alone, which would lose the changes.
         """
         was_left_out = self.is_adapter_only
-        changed = self._base.forget_if_changed()
-        self.refuse_adapter_of_changed_base(self._config.export, changed)
+        changed = self.base.forget_if_changed()
+        self.refuse_adapter_of_changed_base(self.config.export, changed)
         if changed and was_left_out:
             logger.warning("%s: every save holds the base, not the adapter alone", _changes(changed))
         self.is_settled = True
 
     def refuse_adapter_of_changed_base(self, exports: Sequence[ExportConfig], changed: Sequence[str] = ()) -> None:
         """Raises: ExportSettingError for an export of the adapter alone if training changes the base."""
-        if self._base.is_changed and any(export.format == "peft" for export in exports):
+        if self.base.is_changed and any(export.format == "peft" for export in exports):
             raise ExportSettingError(
                 f"checkpoint.export: peft: {_changes(changed)}, which an adapter does not hold: export merged weights "
                 '(format = "hf"), or start a run whose base is frozen, its buffers included'
@@ -241,14 +243,14 @@ def _changes(changed: Sequence[str]) -> str:
     return f"training changes {what}"
 
 
+@dataclass(slots=True)
 class Failures:
     """The failures of one run, counted alike on every rank."""
 
-    def __init__(self, config: SaveConfig | None, coordinator: Coordinator) -> None:
-        """Take on_failure; without a config, every failure ends the run."""
-        self._config = config
-        self._coordinator = coordinator
-        self._in_row: Counter[str] = Counter()
+    config: SaveConfig | None
+    """It has on_failure; without it, every failure ends the run."""
+    coordinator: Coordinator
+    in_row: Counter[str] = field(default_factory=Counter)
 
     def verdict(
         self, what: Literal["saved", "exported"], step: int, error: BaseException | None, *, is_last: bool
@@ -259,20 +261,20 @@ class Failures:
         Return what the caller must raise, on all ranks, so that none waits for another: `error`, or PeerError on a rank
         that has no error of its own; None if the run goes on.
         """
-        if self._config is None or self._config.on_failure == "raise" or is_last:
+        if self.config is None or self.config.on_failure == "raise" or is_last:
             return error
         try:
-            of_ranks: list[Any] = self._coordinator.gather(f"is step {step} {what}", outcome_of(error))
+            of_ranks: list[Any] = self.coordinator.gather(f"is step {step} {what}", outcome_of(error))
         except PeerError as lost:
             return error or lost
         failed = [rank for rank, outcome in enumerate(of_ranks) if outcome != "done"]
         of_peers = PeerError(f"step {step} was not {what} on rank {listed([*map(str, failed)], ', ', ' ')}", failed)
         if not is_disk_failure(of_ranks):
-            self._in_row[what] = 0
+            self.in_row[what] = 0
             return (error or of_peers) if failed else None
         assert error is not None, "all ranks failed"
-        self._in_row[what] += 1
-        count = self._in_row[what]
+        self.in_row[what] += 1
+        count = self.in_row[what]
         logger.warning("step %d is not %s (%d in a row, %d are accepted): %s", step, what, count, _MOST_IN_ROW, error)
         return error if count > _MOST_IN_ROW else None
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -249,6 +249,7 @@ def effects(adapter: Adapter, source: Place) -> dict[str, str]:
     return {**scales, "use_dora": str(record.use_dora), **base}
 
 
+@dataclass
 class RecordedBase:
     """The digests that the weights of a base may have had in the memory of the run that trained an adapter on it.
 
@@ -256,19 +257,19 @@ class RecordedBase:
     and no dtype if its step is of an earlier version, or if the base had several.
     """
 
-    def __init__(
-        self, path: Place, variants: Callable[[], Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]]
-    ) -> None:
-        """Digest nothing yet. `variants`: the base's tensors by the names of each architecture that reads it."""
-        self._path, self._variants = path, variants
-        self._digests: dict[tuple[frozenset[str], torch.dtype | None], str] = {}
+    path: Place
+    variants: Callable[[], Iterator[tuple[ModelTable, Mapping[str, LazyTensor]]]]
+    """Yields the base's tensors by the names of each architecture that reads it."""
+    _digests: dict[tuple[frozenset[str], torch.dtype | None], str] = field(default_factory=dict)
 
-    def check(self, adapter: Place, record: Mapping[str, Any]) -> str:
+    def check(self, adapter: Place, record: Mapping[str, Any] | None) -> str:
         """Return in words what the digest says. Raises: BaseMismatchError if the adapter has another base."""
+        if record is None:
+            return f"{adapter} records no digest of its base, so nothing shows that this one is it"
         expected, dtype = record.get("digest"), _BY_NAME.get(record.get("dtype"))
         found: list[str] = []
         lacking: list[str] = []
-        for table, tensors in self._variants():
+        for table, tensors in self.variants():
             lacking += (missing := [name for name in table.tensors if name not in tensors])
             floats = {v.info.dtype for v in tensors.values() if v.info.dtype in CASTABLE}
             for cast in () if missing else (None, *_GUESSES) if dtype is None else (dtype,):
@@ -277,15 +278,15 @@ class RecordedBase:
                     return f"{adapter} was trained on this base: digest {expected}"
         if not found:
             names = listed(lacking, ", ", " ")
-            return f"the base of {adapter} is not compared by digest: {self._path} lacks {names}"
+            return f"the base of {adapter} is not compared by digest: {self.path} lacks {names}"
         raise another_base(
-            {"path": str(self._path), "digest": found[0]}, record, str(adapter), "or merge it into that base"
+            {"path": str(self.path), "digest": found[0]}, record, str(adapter), "or merge it into that base"
         )
 
     def _digest(self, tensors: Mapping[str, LazyTensor], dtype: torch.dtype | None) -> str:
         if (known := (frozenset(tensors), dtype)) not in self._digests:
             values: Any = cast_all(dict(tensors), dtype)
-            with progress.shown(f"reading {self._path.name}", sum(v.info.nbytes for v in values.values())) as count:
+            with progress.shown(f"reading {self.path.name}", sum(v.info.nbytes for v in values.values())) as count:
                 digests = {}
                 for name, value in values.items():
                     digests[name] = digest_of(value)

@@ -135,11 +135,11 @@ def _convert_adapter(reader: TensorReader, target: Place, to: Target, options: O
             f"{reader.path} is an adapter, which is no model by itself: titan-ckpt merge BASE {reader.path} {target} "
             "writes the base with the adapter in it"
         )
-    table = None
+    table, notes = None, tuple[str, ...]()
     if "peft" in (reader.format, to):
         names = None if reader.format == "peft" else adapted_weights(reader)
         table = find_table(require_config(reader, options.config), names, options.architecture)
-    notes = () if table is None else _about_config(reader, options.config)
+        notes = _about_config(reader, options.config)
     adapter = open_adapter(reader, table)
     if to in ("native", "peft"):
         adapter = with_settings(adapter, reader.path, options.settings, table)
@@ -265,7 +265,7 @@ def merge_adapters(base: Place, adapters: Sequence[Place], target: Place, option
         notes = (
             *_about_config(reader, options.config),
             *filter(None, [part]),
-            *(_about_base(adapter, recorded) for adapter in readers),
+            *(recorded.check(adapter.path, adapter.metadata().get(BASE_RECORD)) for adapter in readers),
         )
         changed = set().union(*(merge.changes for merge in merges))
         merged: dict[str, Any] = dict(tensors)
@@ -310,14 +310,6 @@ def _variants(
     for other in tables_of(folder, None, []) if reader.format == "hf" else ():
         if other.tensors.keys() != table.tensors.keys():
             yield other, native_tensors(reader, other.key_map)
-
-
-def _about_base(adapter: TensorReader, recorded: RecordedBase) -> str:
-    """Return what is known of an adapter's base. Raises: BaseMismatchError if it is not this one."""
-    record = adapter.metadata().get(BASE_RECORD)
-    if record is None:
-        return f"{adapter.path} records no digest of its base, so nothing shows that this one is it"
-    return recorded.check(adapter.path, record)
 
 
 def _opened(

@@ -63,7 +63,12 @@ def prune(
     """
     steps = steps_at(find_checkpoints(folder))
     if not dry_run:
-        _refuse_unseen_writer(steps, take_lease=take_lease)
+        holder = steps.holder()
+        if holder is not None and holder.may_live_elsewhere() and not take_lease:
+            raise CommitConflictError(
+                f"{steps.root}: {holder} writes here, and whether it has ended cannot be seen from this machine. Run "
+                "this command there, or add --take-lease if it has ended: a live run that loses the lease stops saving"
+            )
         steps.open()
     try:
         committed = steps.survey().steps
@@ -98,15 +103,6 @@ def prune(
         )
     finally:
         steps.close()
-
-
-def _refuse_unseen_writer(steps: Steps, *, take_lease: bool) -> None:
-    holder = steps.holder()
-    if holder is not None and holder.may_live_elsewhere() and not take_lease:
-        raise CommitConflictError(
-            f"{steps.root}: {holder} writes here, and whether it has ended cannot be seen from this machine. Run this "
-            "command there, or add --take-lease if it has ended: a live run that loses the lease stops saving"
-        )
 
 
 def pin(path: Place) -> int:

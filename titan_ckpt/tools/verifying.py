@@ -95,11 +95,7 @@ def verify_step(folder: Place) -> tuple[int, int, list[str]]:
     CheckpointNotFoundError if the step went away meanwhile, as one that expires does.
     """
     place = manifest_path(folder)
-
-    def look(place: Place) -> Manifest:
-        return Manifest.from_bytes(read_manifest_bytes(place), str(place))
-
-    manifest = read_twice(place, look)
+    manifest = read_twice(place, lambda path: Manifest.from_bytes(read_manifest_bytes(path), str(path)))
     states = [record for record in manifest.files if not record.name.endswith(".safetensors")]
     problems = [fault for record in states if (fault := _state_fault(folder / record.name, record))]
     try:

@@ -22,15 +22,6 @@ DEFAULT_STEPS = 1000
 PositiveNumber = Annotated[float, Check("a positive number", lambda x: x > 0)]
 
 
-def is_pattern(text: str) -> bool:
-    """Return whether a text is a regular expression."""
-    try:
-        re.compile(text)
-    except re.error:
-        return False
-    return True
-
-
 @dataclass(frozen=True, slots=True)
 class ModelConfig(Checked):
     """The model to train; its shape comes from exactly one of `flavor` and `folder`."""
@@ -72,7 +63,9 @@ class ModelConfig(Checked):
 
     def problems(self) -> Iterator[str]:
         for pattern, table in self.initial_values.items():
-            if not is_pattern(pattern):
+            try:
+                re.compile(pattern)
+            except re.error:
                 yield f"initial_values: {pattern!r}: expected a regular expression"
             if not is_import_name(table.get("function")):
                 yield f'initial_values.{pattern!r}.function: expected a name such as "torch.nn.init:normal_"'

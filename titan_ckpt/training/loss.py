@@ -108,20 +108,16 @@ def balance_coefficient(config: RunConfig, shape: Any) -> float:
             )
     elif wanted:
         problem = 'only model.name = "qwen3_moe" has this loss; leave it out'
-    elif isinstance(shape, Mapping) and wanted is None and _asks_for_balance(shape):
-        problem = (
+    elif isinstance(shape, Mapping) and wanted is None:
+        texts = [shape, shape.get("text_config") or {}]  # transformers would add the loss to that of the model
+        asks = any(text.get("output_router_logits") and text.get("router_aux_loss_coef", 0.001) for text in texts)
+        problem = asks * (
             'config.json asks for a load-balancing loss (output_router_logits), which model.name = "hf" does not '
             "compute: set it to 0.0 to train without that loss, or train a qwen3_moe under its own name"
         )
     if problem:
         raise ConfigError([f"{_SETTING}: {problem}"])
     return coefficient
-
-
-def _asks_for_balance(config: Mapping[str, Any]) -> bool:
-    """Return whether transformers would add a load-balancing loss for this config.json."""
-    texts = [config, config.get("text_config") or {}]
-    return any(text.get("output_router_logits") and text.get("router_aux_loss_coef", 0.001) for text in texts)
 
 
 class BalanceLoss:

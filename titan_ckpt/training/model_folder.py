@@ -6,7 +6,6 @@ Owns these two defaults, and the warnings about other choices. Reads no weights 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,9 +14,8 @@ from titan_ckpt.encoding.paths import how_to_get, hub_folder, snapshot_of
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, NotACheckpointError
 from titan_ckpt.formats.huggingface.reader import is_huggingface
 from titan_ckpt.formats.open import detect_format, locate
-from titan_ckpt.stores.store import Place, open_source, split_url, store_of
+from titan_ckpt.stores.store import open_source, split_url, store_of
 from titan_ckpt.training.config import RunConfig
-from titan_ckpt.types import Format
 
 TOKENIZER = "tokenizer.json"
 _OTHER_WEIGHTS = ("pytorch_model*.bin", "consolidated*.pth", "*.gguf", "tf_model.h5", "flax_model.msgpack")
@@ -59,8 +57,10 @@ def refuse_new_tokenizer(config: RunConfig) -> None:
     """Raises: ConfigError if the run starts from weights, which mean nothing under a new tokenizer; StoreError."""
     for source in checkpoint_settings(config).initial_load:
         place = open_source(source.path, config.checkpoint.store, source.revision)
-        if not _holds_weights(place, source.format):
-            continue
+        try:
+            (locate if source.format else detect_format)(place)
+        except (CheckpointNotFoundError, NotACheckpointError):
+            continue  # the load says why
         why = f"holds weights and no {TOKENIZER}"
         if not store_of(place).is_mounted:
             why = "holds weights, and tokenizers are read from mounted file systems alone"
@@ -75,8 +75,10 @@ def other_choices(config: RunConfig, tokenizer: Path | None, *, resumed: bool) -
     run's own checkpoint.
     """
     own = _own_tokenizer(config)
-    if tokenizer is not None and own is not None and not _same_file(own / TOKENIZER, tokenizer / TOKENIZER):
-        yield f"data.tokenizer: this run uses and exports the tokenizer in {tokenizer}, and not that of {own}"
+    if tokenizer is not None and own is not None:
+        there = tokenizer / TOKENIZER
+        if not there.is_file() or there.read_bytes() != (own / TOKENIZER).read_bytes():
+            yield f"data.tokenizer: this run uses and exports the tokenizer in {tokenizer}, and not that of {own}"
     folder = config.model.folder
     if resumed or config.checkpoint.external or folder is None:
         return
@@ -94,15 +96,3 @@ def _own_tokenizer(config: RunConfig) -> Path | None:
     own = [] if config.model.folder is None else [hub_folder(config.model.folder)]
     sources = [hub_folder(s.path, s.revision) for s in config.checkpoint.initial_load if split_url(s.path) is None]
     return next((folder for folder in [*own, *sources] if (folder / TOKENIZER).is_file()), None)
-
-
-def _holds_weights(place: Place, format_: Format | None) -> bool:
-    """Return whether there is a checkpoint; if there is none, the load says why. Raises: StoreError."""
-    with suppress(CheckpointNotFoundError, NotACheckpointError):
-        found = locate(place)
-        return bool(format_ or detect_format(found))
-    return False
-
-
-def _same_file(first: Path, second: Path) -> bool:
-    return second.is_file() and first.read_bytes() == second.read_bytes()

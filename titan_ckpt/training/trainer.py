@@ -25,6 +25,7 @@ from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.rng import RandomState
+from titan_ckpt.training import schedule
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.config import DEFAULT_STEPS
@@ -36,15 +37,6 @@ from titan_ckpt.training.outcome import STOPPED, Outcome, forget_stop, record_st
 from titan_ckpt.training.parallel.context_parallel import share_of
 from titan_ckpt.training.parallel.data_parallel import complete_gradients, prepare_backward, sum_and_clip
 from titan_ckpt.training.precision import numerics
-from titan_ckpt.training.schedule import (
-    changed_settings,
-    changes,
-    find_decay,
-    optimizer_record,
-    own_schedule_faults,
-    rescaled,
-    schedule_record,
-)
 from titan_ckpt.training.train_state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -147,8 +139,8 @@ class Trainer(BuildSteps):
         self.optimizer = self.build_optimizer()
         self.lr_scheduler = self.build_lr_scheduler()
         self.training_context = self.build_training_context()
-        self.state.schedule = schedule_record(self.config, self.num_steps)
-        self.state.optimizer = optimizer_record(self.config.optimizer)
+        self.state.schedule = schedule.schedule_record(self.config, self.num_steps)
+        self.state.optimizer = schedule.optimizer_record(self.config.optimizer)
         way = self.config.optimizer.implementation or "as torch does"
         self.state.numerics = self.ranks.of_first(numerics(self.ranks.device, optimizer=way))
         self.callbacks = self.build_callbacks()
@@ -180,10 +172,10 @@ class Trainer(BuildSteps):
             problem = f"0 saves the initial model, and step {result.step} is in {self.manager.folder}"
             raise ConfigError([f"training.steps: {problem}; leave it out to go on, or take another checkpoint.folder"])
         self.num_steps = self.find_num_steps()
-        self.state.schedule = schedule_record(self.config, self.num_steps)
+        self.state.schedule = schedule.schedule_record(self.config, self.num_steps)
         if result.step:
             self._check_own_schedule()
-        self.decay = find_decay(self.config, self.num_steps, self.tokens_per_step, self.state)
+        self.decay = schedule.find_decay(self.config, self.num_steps, self.tokens_per_step, self.state)
         scheduler = self.lr_scheduler
         if type(scheduler) is LambdaLR:
             if "lr" in self._taken_settings(self.state.saved_optimizer):
@@ -202,9 +194,9 @@ class Trainer(BuildSteps):
         if self.lr_scheduler is None or "lr_scheduler" in self.config.checkpoint.resume.exclude:
             return
         state = self.lr_scheduler.state_dict()
-        faults = own_schedule_faults(self.state.saved_schedule, self.state.schedule, state)
+        faults = schedule.own_schedule_faults(self.state.saved_schedule, self.state.schedule, state)
         before, now = self.state.saved_optimizer, self.state.optimizer
-        if is_import_name(self.config.schedule.kind) and "lr" in changed_settings(before, now):
+        if is_import_name(self.config.schedule.kind) and "lr" in schedule.changed_settings(before, now):
             faults.append(f"optimizer.lr is {now['lr']}, and the checkpoint's schedule started from {before['lr']}")
         if faults:
             raise ConfigError([*faults, _AFRESH])
@@ -223,10 +215,10 @@ class Trainer(BuildSteps):
                 "optimizer: %s = %s from step %d on, and %s before", name, now.get(name, "its default"),
                 self.state.step + 1, before.get(name, "its default")
             )  # fmt: skip
-        changed = rescaled(self.state.saved_schedule, self.state.schedule, self.state.step)
+        changed = schedule.rescaled(self.state.saved_schedule, self.state.schedule, self.state.step)
         if changed and self.lr_scheduler is not None and not is_import_name(self.config.schedule.kind):
             logger.warning("the learning rate schedule is rescaled after step %d: %s", self.state.step, changed)
-        if otherwise := changes(self.state.saved_numerics, self.state.numerics):
+        if otherwise := schedule.changes(self.state.saved_numerics, self.state.numerics):
             logger.warning(
                 "later steps may differ in their last bits from those of an uninterrupted run: %s", otherwise
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from titan_ckpt.models import llama3, qwen3_moe
 from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.parallel import ranks
 from titan_ckpt.training.parallel.context_parallel import positions
-from titan_ckpt.training.parallel.degrees import Degrees, find_degrees, micro_batches
+from titan_ckpt.training.parallel.degrees import AXES, Degrees, find_degrees, micro_batches
 from titan_ckpt.training.parallel.pipeline import cut
 from titan_ckpt.training.parallel.ranks import Ranks, find_device
 from titan_ckpt.training.tables import ParallelConfig
@@ -69,7 +70,7 @@ def test_experts_are_dealt_out_within_the_sharded_axis() -> None:
     """Expert parallelism takes no rank of its own, and every rank sees its own data."""
     degrees = find(16, SPARSE, expert_parallel=4, tensor_parallel=2)
     assert degrees == Degrees(dp_shard=2, ep=4, tp=2)
-    assert (degrees.world_size, degrees.data_size, degrees.of("fsdp")) == (16, 8, 8)
+    assert (prod(map(degrees.of, AXES)), degrees.data_size, degrees.of("fsdp")) == (16, 8, 8)
 
 
 def test_every_rank_is_at_one_place() -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 import tyro
 from rich.console import Console
 
+from titan_ckpt.cli import tables
 from titan_ckpt.cli.command import DIFFERENT, SAME, Shown, place
 from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.errors import ConfigError, SaveError
@@ -63,19 +64,18 @@ class Convert(Writing):
     rounding. Takes the memory of the whole model in float32, transformers, and paths on mounted file systems."""
 
     def run(self, console: Console) -> int:
-        from titan_ckpt.cli import tables
         from titan_ckpt.tools.conversion import convert_checkpoint
 
         options = self.options(self.config, self.model, self.settings)
-        source, target = place(self.source), place(self.target)
-        if not self.check_logits:
-            found = convert_checkpoint(source, target, self.to, options)
-            return self.show(found, lambda: tables.written(found, console))
-        from titan_ckpt.tools.logits import LogitsCheck
+        check = None
+        if self.check_logits:
+            from titan_ckpt.tools.logits import LogitsCheck
 
-        require_local({"--check-logits: source": self.source, "target": self.target, "config": self.config})
-        check = LogitsCheck(self.source, self.config, self.model, options.dtype, to=self.to)
-        found = convert_checkpoint(source, target, self.to, options)
+            require_local({"--check-logits: source": self.source, "target": self.target, "config": self.config})
+            check = LogitsCheck(self.source, self.config, self.model, options.dtype, to=self.to)
+        found = convert_checkpoint(place(self.source), place(self.target), self.to, options)
+        if check is None:
+            return self.show(found, lambda: tables.written(found, console))
         logits = check.compare(self.target, self.to)
 
         def show() -> None:
@@ -99,12 +99,12 @@ class Merge(Writing):
     config.json."""
 
     def run(self, console: Console) -> int:
-        from titan_ckpt.cli import tables
         from titan_ckpt.tools.conversion import merge_adapters
 
         if len(self.paths) < 3:
-            expected = "a base, at least one adapter, and the folder to be written"
-            raise ConfigError([f"expected BASE ADAPTER... DST: {expected}"])
+            raise ConfigError(
+                ["expected BASE ADAPTER... DST: a base, at least one adapter, and the folder to be written"]
+            )
         base, *adapters, target = map(place, self.paths)
         found = merge_adapters(base, adapters, target, self.options(self.config, self.model))
         return self.show(found, lambda: tables.written(found, console))
@@ -128,7 +128,6 @@ class Prune(Shown):
     """The writer that the folder names, on another machine, has ended."""
 
     def run(self, console: Console) -> int:
-        from titan_ckpt.cli import tables
         from titan_ckpt.tools.retention import prune, read_policy
 
         if self.keep is None and not self.set_aside:
@@ -142,8 +141,8 @@ class Prune(Shown):
             dry_run=self.dry_run,
             take_lease=self.take_lease,
         )
-        how = {"dry_run": self.dry_run}
-        self.show(found, lambda: tables.pruned(found, console, set_aside=self.set_aside, **how), **how)
+        how = {"dry_run": self.dry_run, "set_aside": self.set_aside}
+        self.show(found, lambda: tables.pruned(found, console, **how), dry_run=self.dry_run)
         return DIFFERENT if found.left_over or found.held else SAME
 
 

@@ -10,6 +10,7 @@ from typing import Annotated, ClassVar
 import tyro
 from rich.console import Console
 
+from titan_ckpt.cli import tables
 from titan_ckpt.cli.command import DIFFERENT, SAME, Shown, place, print_json
 from titan_ckpt.errors import ConfigError, CorruptCheckpointError
 
@@ -23,7 +24,6 @@ class Ls(Shown):
     """The run's folder, or its checkpoint folder; or its place in a bucket: s3://bucket/key, gs://, az://."""
 
     def run(self, console: Console) -> int:
-        from titan_ckpt.cli import tables
         from titan_ckpt.tools.listing import list_run
 
         found = list_run(place(self.folder))
@@ -43,7 +43,6 @@ class Inspect(Shown):
     """List every tensor, not one line for equal layers; and the state of the run."""
 
     def run(self, console: Console) -> int:
-        from titan_ckpt.cli import tables
         from titan_ckpt.tools import inspecting
 
         if self.tensor is not None:
@@ -63,7 +62,6 @@ class Verify(Shown):
     """Folder, file, or bucket's URL."""
 
     def run(self, console: Console) -> int:
-        from titan_ckpt.cli import tables
         from titan_ckpt.tools.verifying import verify
 
         try:
@@ -94,7 +92,6 @@ class Diff(Shown):
     """Folder of the model's config.json, if neither checkpoint has one."""
 
     def run(self, console: Console) -> int:
-        from titan_ckpt.cli import tables
         from titan_ckpt.tools.difference import compare
         from titan_ckpt.training.launch.terminal import hide_foreign
 
@@ -117,7 +114,6 @@ class Plan(Shown):
     """Settings in place of those in the file: training.steps=100."""
 
     def run(self, console: Console) -> int:
-        from titan_ckpt.cli import tables
         from titan_ckpt.cli.planning import plan_load
 
         found = plan_load(self.config, self.settings)
@@ -135,10 +131,9 @@ class Report(Shown):
     """The file to be written; absent: report.html in the run's folder. A file that is there is replaced."""
 
     def run(self, console: Console) -> int:
-        from titan_ckpt.cli import tables
         from titan_ckpt.tools.report import write_report
 
         output = self.output if self.output is not None else self.folder / "report.html"
         figures = write_report(self.folder, output)
         text = f"{output} is written: {os.path.getsize(output)} bytes"
-        return self.show(figures, lambda: tables.say(console, text), output=str(output))
+        return self.say(console, text, **figures, output=str(output))

@@ -102,12 +102,6 @@ def _transforms(
     return line.together("torchtitan-names", made)  # a pipeline stage has other names than the next one
 
 
-def _flavor(trainer: Any) -> str:
-    """Return the name of a run's model and its flavor, as torchtitan's registries have them."""
-    spec = getattr(getattr(trainer, "config", None), "model_spec", None)
-    return "the model" if spec is None else f"{spec.name} {spec.flavor}"
-
-
 def _check_left_out(nameless: Collection[str], allow: Collection[str]) -> None:
     """Check that the buffers which an export would lack are allowed. Raises: ConfigError naming each."""
     faults = []
@@ -194,6 +188,8 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         )
         self._config = config
         self._trainer: Any = states.get("train_state")
+        spec = getattr(getattr(self._trainer, "config", None), "model_spec", None)
+        flavor = "the model" if spec is None else f"{spec.name} {spec.flavor}"  # as torchtitan's registries have them
         self._held = partial(held.faults, states, dataloader, optimizers, lr_schedulers, config.allow)
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
@@ -203,9 +199,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             lr_schedulers=[lr_schedulers],
             dataloader=dataloader,
             states={name: _Kept(state) if name in excluded else state for name, state in states.items()},
-            sd_transforms=_transforms(
-                config, model_parts, converters, sd_adapter, assets, _flavor(self._trainer), line
-            ),
+            sd_transforms=_transforms(config, model_parts, converters, sd_adapter, assets, flavor, line),
             model_converters=converters,
             base_folder=base_folder,
         )

@@ -104,6 +104,7 @@ def faults(
     if not all(getattr(dataset, "infinite", True) for dataset in datasets):
         known[_TEXT] = _TAIL
     args = [("model", model), *(("model part", part) for part in _quantized(model))]
+    closures = [hook for hook in hooks if isinstance(hook, FunctionType) and hook.__closure__]
 
     def check(objects: list[tuple[str, Any]], **options: Any) -> Iterator[str]:
         there = [each for each in objects if each[1] is not None]
@@ -114,7 +115,7 @@ def faults(
         *check(others),
         *check(args, gives_state=lambda _: True),
         *(line for dataset in datasets for line in stream_faults(getattr(dataset, "_data", dataset), allow)),
-        *_closures(hooks, allow),
+        *(line for hook in closures for line in fault_of("optimizer hook", hook, _CLOSURE, allow)),
         *_settings(getattr(trainer, "config", None), allow),
     ]
 
@@ -124,6 +125,7 @@ _INTERLEAVED = (
     "which sources have ended is not in its state, so that a resumed run reads on after the end of all: set infinite "
     'in its sources, or stopping_strategy = "on_first_exhausted"'
 )
+_CLOSURE = "it uses variables of the function around it, which no step holds: let it use none"
 _TAIL = (
     "a resumed run reads a document before it yields what it holds of earlier ones, and loses that at the end of the "
     "data: set infinite in the dataloader, and training.steps to where it must end"
@@ -135,13 +137,6 @@ def _hooks(optimizers: Any) -> list[Any]:
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     hooks = [hook for o in (optimizers, *optimizers) for name in names for hook in getattr(o, name, {}).values()]
     return [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith(_OWN)]
-
-
-def _closures(hooks: Collection[Any], allow: Collection[str]) -> Iterator[str]:
-    reason = "it uses variables of the function around it, which no step holds: let it use none"
-    for hook in hooks:
-        if isinstance(hook, FunctionType) and hook.__closure__:
-            yield from fault_of("optimizer hook", hook, reason, allow)
 
 
 def _datasets(dataloader: Any) -> list[Any]:

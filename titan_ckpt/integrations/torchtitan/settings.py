@@ -222,14 +222,10 @@ def reads_peft(config: Any) -> bool:
 
     Collective if the path is given. Raises: StoreError, PeerError on the other ranks.
     """
-    if config.additional_load_path is None:
-        return False
-
-    def look() -> bool:
-        place = open_location(config.additional_load_path, settings=config.store)
-        return (place / PEFT_CONFIG).is_file()
-
-    return Coordinator.current().on_rank_0("additional-load-format", look)
+    path = config.additional_load_path
+    return path is not None and Coordinator.current().on_rank_0(
+        "additional-load-format", lambda: (open_location(path, settings=config.store) / PEFT_CONFIG).is_file()
+    )
 
 
 def exports(config: Any) -> list[Literal["hf", "peft"]]:

@@ -28,7 +28,7 @@ from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
 from titan_ckpt.integrations.loop import Groups, LoopCheckpoint, Restored, extend
 from titan_ckpt.integrations.transformers import adapter
-from titan_ckpt.integrations.transformers.followers import Followers
+from titan_ckpt.integrations.transformers.followers import Later, followers_of
 from titan_ckpt.integrations.transformers.loader import TrainerLoader, draw_alike
 from titan_ckpt.integrations.transformers.progress import RankProgress, RunProgress
 from titan_ckpt.integrations.transformers.refusals import gives_state, problems, unsaved
@@ -98,7 +98,7 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
             raise ConfigError([f"{line}, in the attach() of a trainer that is built anew" for line in lacking])
         self._run = RunProgress(self._trainer)
         self._rank = RankProgress(self._trainer, self.loader)
-        self._followers = Followers(self._trainer)
+        self._followers = followers_of(self._trainer)
         trainer.state.global_step = step = self._load(self._new_manager)
         self._watch()
         trainer.add_callback(self)
@@ -148,7 +148,9 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
     def begin(self) -> None:
         """Set what the Trainer and its callbacks have made when the training began; again, it does nothing."""
         self._rank.begin()
-        self._followers.begin()
+        for state in self._followers.values():
+            if isinstance(state, Later):
+                state.begin()
 
     @contextmanager
     def epoch(self) -> Iterator[None]:
@@ -201,7 +203,7 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
 
     def _new_manager(self) -> CheckpointManager:
         trainer = self._trainer
-        states: dict[str, Stateful] = {"trainer": self._run, **self._followers.states}
+        states: dict[str, Stateful] = {"trainer": self._run, **self._followers}
         own = [trainer, *trainer.callback_handler.callbacks]
         own = [value for value in own if gives_state(value) and not isinstance(value, ExportableState)]
         self._own = [Restored(value) for value in own]

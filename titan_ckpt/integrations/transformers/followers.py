@@ -16,33 +16,25 @@ from transformers import Trainer
 from titan_ckpt.types import Stateful
 
 
-class Followers:
-    """The following models of one trainer."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self.states: dict[str, Stateful] = {}
-        """Name in a step -> its state."""
-        handler: Any = trainer.callback_handler
-        for callback in handler.callbacks:
-            kinds = {kind.__name__ for kind in type(callback).__mro__}
-            if "SyncRefModelCallback" in kinds and callback.ref_model is not None:
-                self.states["ref_model"] = callback.ref_model
-            if getattr(callback, "update_ref_model", False) and getattr(handler, "ref_model", None) is not None:
-                self.states["ref_model"] = handler.ref_model
-            if "BEMACallback" in kinds:
-                self.states["average"] = _Average(callback)
-            if "PEFTAdapterEMACallback" in kinds:
-                self.states["teacher"] = _TeacherAdapter(callback)
-
-    def begin(self) -> None:
-        """Set what was loaded, after the callbacks have made their models."""
-        for state in self.states.values():
-            if isinstance(state, _Later):
-                state.begin()
+def followers_of(trainer: Trainer) -> dict[str, Stateful]:
+    """Return the states of the following models of a trainer, by their names in a step."""
+    states: dict[str, Stateful] = {}
+    handler: Any = trainer.callback_handler
+    for callback in handler.callbacks:
+        kinds = {kind.__name__ for kind in type(callback).__mro__}
+        if "SyncRefModelCallback" in kinds and callback.ref_model is not None:
+            states["ref_model"] = callback.ref_model
+        if getattr(callback, "update_ref_model", False) and getattr(handler, "ref_model", None) is not None:
+            states["ref_model"] = handler.ref_model
+        if "BEMACallback" in kinds:
+            states["average"] = _Average(callback)
+        if "PEFTAdapterEMACallback" in kinds:
+            states["teacher"] = _TeacherAdapter(callback)
+    return states
 
 
-class _Later:
-    """A state whose load waits for `begin`."""
+class Later:
+    """A state whose load waits for `begin`, when the callbacks have made their models."""
 
     def __init__(self, callback: Any) -> None:
         self._callback = callback
@@ -60,7 +52,7 @@ class _Later:
         raise NotImplementedError
 
 
-class _Average(_Later):
+class _Average(Later):
     """The average of BEMACallback, and the weights it began with."""
 
     def state_dict(self) -> dict[str, Any]:
@@ -83,7 +75,7 @@ class _Average(_Later):
         callback.running_model.load_state_dict(loaded["model"])
 
 
-class _TeacherAdapter(_Later):
+class _TeacherAdapter(Later):
     """The second adapter of PEFTAdapterEMACallback, which TRL computes from weights beside the model."""
 
     def state_dict(self) -> dict[str, Any]:

@@ -103,16 +103,14 @@ class RankProgress:
     def state_dict(self) -> dict[str, Any]:
         """Return the position and the sums."""
         trainer: Any = self._trainer
-        sums = {name: _plain(getattr(trainer, name)) for name in _SUMS if hasattr(trainer, name)}
-        since_log = {
-            "loss": trainer._tr_loss.item(),  # noqa: SLF001 - Trainer logs from it
-            "step": trainer._globalstep_last_logged,  # noqa: SLF001 - as above
-            "flos": trainer.current_flos,
-            "sums": sums,
-        }
         return {
             "loader": self.loader.state_dict(),
-            "since_log": since_log,
+            "since_log": {
+                "loss": trainer._tr_loss.item(),  # noqa: SLF001 - Trainer logs from it
+                "step": trainer._globalstep_last_logged,  # noqa: SLF001 - as above
+                "flos": trainer.current_flos,
+                "sums": {name: _plain(getattr(trainer, name)) for name in _SUMS if hasattr(trainer, name)},
+            },
             "completions": completions.state_of(trainer),
         }
 

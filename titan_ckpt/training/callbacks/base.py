@@ -6,8 +6,9 @@ Trainer; it is called after the built-in ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partialmethod
 from typing import TYPE_CHECKING, Any
 
 from titan_ckpt.encoding.named import make_named
@@ -148,19 +149,14 @@ class Callbacks(Callback):
         logging.on_step_end(trainer, metrics)
 
 
-def _call_each(event: str) -> Callable[..., None]:
-    """Return a method of Callbacks that calls this event on every callback."""
-
-    def call(self: Callbacks, *args: Any, **kwargs: Any) -> None:
-        for callback in self:
-            getattr(callback, event)(*args, **kwargs)
-
-    return call
+def _call_each(callbacks: Callbacks, event: str, *args: Any, **kwargs: Any) -> None:
+    for callback in callbacks:
+        getattr(callback, event)(*args, **kwargs)
 
 
 for _name in vars(Callback):
     if _name.startswith("on_") and _name not in vars(Callbacks):
-        setattr(Callbacks, _name, _call_each(_name))
+        setattr(Callbacks, _name, partialmethod(_call_each, _name))
 
 
 def import_callbacks(names: Sequence[str]) -> list[Callback]:

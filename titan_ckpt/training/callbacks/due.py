@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -20,19 +21,19 @@ from titan_ckpt.training.loss import num_predicted
 from titan_ckpt.training.parallel.data_parallel import free_gathered
 
 
+@dataclass(eq=False)
 class Evaluation(Callback):
     """Measures `eval/loss`, the mean over all predicted tokens of held-out text, and `eval/perplexity`.
 
     It is equal every time, distributed over all ranks, and also made at the last step.
     """
 
-    def __init__(self, config: EvaluationConfig, dataset: IndexedDataset) -> None:
-        """`dataset`: the whole held-out text, equal on every rank."""
-        self._config = config
-        self._dataset = dataset
+    config: EvaluationConfig
+    dataset: IndexedDataset
+    """The whole held-out text, equal on every rank."""
 
     def on_step_end(self, trainer: Trainer, metrics: StepMetrics) -> None:
-        is_due = metrics.step % self._config.interval == 0 or metrics.step == trainer.num_steps
+        is_due = metrics.step % self.config.interval == 0 or metrics.step == trainer.num_steps
         if is_due and EVALUATED[0] not in trainer.measurements:  # a step may turn out later to be the last
             loss = self.evaluate(trainer)
             values = dict(zip(EVALUATED, (loss, math.exp(min(loss, 700.0))), strict=True))
@@ -61,8 +62,8 @@ class Evaluation(Callback):
 
     def _batches(self, trainer: Trainer) -> Iterator[Batch]:
         """Yield this rank's batches; every rank has the same number, because each forward may be collective."""
-        config, ranks = self._config, trainer.ranks
-        num_sequences = min(self._dataset.num_sequences, config.max_sequences or self._dataset.num_sequences)
+        config, ranks = self.config, trainer.ranks
+        num_sequences = min(self.dataset.num_sequences, config.max_sequences or self.dataset.num_sequences)
         size = trainer.config.training.batch_size
         for first in range(0, num_sequences, size * ranks.data_size):
             numbers = range(first + ranks.data_rank * size, first + (ranks.data_rank + 1) * size)
@@ -70,7 +71,7 @@ class Evaluation(Callback):
 
     def _sequence(self, number: int, num_sequences: int) -> Batch:
         """Return a sequence; for a number beyond the last sequence, a repeated one whose labels are IGNORED."""
-        sample = self._dataset.sequence(number % num_sequences)
+        sample = self.dataset.sequence(number % num_sequences)
         return sample if number < num_sequences else without_labels(sample)
 
 

@@ -27,7 +27,20 @@ def cached_folder(root: Path, name: str, key: Mapping[str, object], build: Calla
         return final
     root.mkdir(parents=True, exist_ok=True)
     with _alone(root / f".{final.name}.lock"):
-        return final if final.is_dir() else _built(root, name, final, build)
+        if final.is_dir():
+            return final
+        attempt = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
+        try:
+            build(attempt)
+            attempt.chmod(0o755)
+            try:
+                os.rename(attempt, final)
+            except OSError:
+                if not final.is_dir():
+                    raise
+        finally:
+            shutil.rmtree(attempt, ignore_errors=True)
+        return final
 
 
 @contextmanager
@@ -50,18 +63,3 @@ def _alone(path: Path) -> Iterator[None]:
     finally:
         path.unlink(missing_ok=True)
         os.close(descriptor)
-
-
-def _built(root: Path, name: str, final: Path, build: Callable[[Path], None]) -> Path:
-    attempt = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=root))
-    try:
-        build(attempt)
-        attempt.chmod(0o755)
-        try:
-            os.rename(attempt, final)
-        except OSError:
-            if not final.is_dir():
-                raise
-    finally:
-        shutil.rmtree(attempt, ignore_errors=True)
-    return final

@@ -36,11 +36,6 @@ class Degrees:
         return prod(getattr(self, name) for name in FLAT.get(axis, (axis,)))
 
     @property
-    def world_size(self) -> int:
-        """Return the number of ranks of all axes together."""
-        return prod(map(self.of, AXES))
-
-    @property
     def data_size(self) -> int:
         """Return how many ranks see different sequences."""
         return self.dp_replicate * self.dp_shard * self.ep

@@ -28,6 +28,8 @@ from titan_ckpt.components.optimizer_content import PROVED
 from titan_ckpt.config import ExportConfig
 from titan_ckpt.errors import HalfLoadedError, PeerError, SaveError
 from titan_ckpt.formats.native.writer import Segments
+from titan_ckpt.formats.open import open_reader
+from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.testing import distributed
 from titan_ckpt.weights.live_memory import Watched
 
@@ -386,3 +388,27 @@ def test_an_interrupt_while_the_weights_of_evaluation_are_set_leaves_nothing_tha
         assert manager.load().step == 1
         assert torch.equal(model.weight, weights)
         assert manager.export(1, last_step=True)
+
+
+class Swapping(torch.optim.SGD):
+    """Its `eval` is called once for all exports of a step: it takes the other weights each time."""
+
+    def eval(self) -> None:
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.neg_()
+
+
+def test_all_exports_of_the_last_step_hold_the_weights_of_one_evaluation(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    exports = tuple(ExportConfig("dcp", folder=str(tmp_path / name)) for name in ("first", "second"))
+    with build(tmp_path, model, Swapping(model.parameters(), lr=0.1), export=exports) as manager:
+        manager.load()
+        trained = model.weight.detach().clone()
+        manager.save(1, last_step=True)
+        for place in manager.exported.values():
+            found = torch.empty(2, 2)
+            with open_reader(place) as reader:
+                reader.read([Block(Chunk.whole(found.shape), found, "weight")])
+            assert torch.equal(found, -trained), place
+    assert len(manager.exported) == 2

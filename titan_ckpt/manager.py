@@ -31,7 +31,7 @@ from titan_ckpt.encoding.paths import require_local
 from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, CommitConflictError, listed, refuse
 from titan_ckpt.exporting.checks import check_exports, check_folders
-from titan_ckpt.exporting.exporter import Exporter, ExportJob
+from titan_ckpt.exporting.exporter import Exporter
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.restore import LoadResult, Restorer
@@ -366,27 +366,24 @@ class CheckpointManager:
         of_ranks: list[Any] = self._coordinator.gather("export-staged", facts)
         staged, busy = all(has_staged for has_staged, _ in of_ranks), of_ranks[0][1]
         way = way_to_export(last_step, staged, busy, self.config.save)
-        jobs: list[ExportJob] = []
-        now = sorted(exports, key=lambda export: not export.training_state)
         if way == "background":
             assert saver is not None
-            jobs, now = self._exporter.stage(exports, step, self._base.identity, *saver.staged())
+            jobs, at_once = self._exporter.stage(exports, step, self._base.identity, *saver.staged())
+            for export in at_once:
+                logger.info("export of step %d as %s is made now: its values cannot be staged", step, export.format)
+                self._export_now(export, step, last_step)
+            saver.export(step, [partial(self._exporter.run, job) for job in jobs])
         elif way == "left out":
             logger.warning("step %d is due for export and left out: what came before it is still being written", step)
-            now = []
-        for export in now:
-            if way == "background":
-                logger.info("export of step %d as %s is made now: its values cannot be staged", step, export.format)
-            if last_step and not export.training_state:
-                self._evaluate()  # the step is saved by now, with the weights of training
-            error: Exception | None = None
-            try:
-                self._exporter.export(export, step, self._base.identity)
-            except Exception as e:
-                error = e
-            _raise(self._failures.verdict("exported", step, error, is_last=last_step))
-        if saver is not None and jobs:
-            saver.export(step, [partial(self._exporter.run, job) for job in jobs])
+        else:
+            weights = [export for export in exports if not export.training_state]
+            for export in exports:
+                if export.training_state:
+                    self._export_now(export, step, last_step)
+            if last_step and weights:
+                self._evaluate()  # once; the step is saved by now, with the weights of training
+            for export in weights:
+                self._export_now(export, step, last_step)
 
     def _evaluate(self) -> None:
         """Let optimizers set the weights that they evaluate with. If one is interrupted, the weights are a mixture."""
@@ -403,6 +400,14 @@ class CheckpointManager:
         """Note that the save in flight is the last one, which was not known when it began."""
         if last_step and step == self.completed.saved:
             self._is_last_save = True
+
+    def _export_now(self, export: ExportConfig, step: int, last_step: bool) -> None:
+        error: Exception | None = None
+        try:
+            self._exporter.export(export, step, self._base.identity)
+        except Exception as e:
+            error = e
+        _raise(self._failures.verdict("exported", step, error, is_last=last_step))
 
     def save_step(self, due: DueSave) -> bool:
         """Start the save of a step that is due, and return whether it is saved. Called by `save`, and by RunGuard.

@@ -288,7 +288,6 @@ def variables_of(function: FunctionType) -> dict[str, Any]:
     }
 
 
-@cache
 def _kept_by(function: FunctionType) -> Iterator[str]:
     """Yield what a function keeps between calls: variables around it and attributes of its own, which its code sets."""
     for owner, name in _stores(function.__code__):

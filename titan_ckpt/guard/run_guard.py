@@ -319,8 +319,9 @@ def _noticed_elsewhere(number: int, frame: FrameType | None) -> None:
 
 def _forget_in_child() -> None:
     """Remove the guards from a forked process, such as a dataloader's worker: signals end it as any other."""
-    for number in {number for guard in _guards for number in guard._handlers}:  # noqa: SLF001
+    if _guards:  # also if none has a handler: a guard that stops at exceptions alone has a listener, too
         signal.set_wakeup_fd(-1)
+    for number in {number for guard in _guards for number in guard._handlers}:  # noqa: SLF001
         signal.signal(number, signal.SIG_DFL)
     _guards.clear()
 

@@ -127,6 +127,19 @@ def test_code_that_fills_a_container_around_it_is_refused_where_nothing_is_watch
     assert f"function of a stream {class_name(value)}: its code changes " in line
 
 
+def test_a_function_is_refused_however_often_it_is_looked_at() -> None:
+    """A process may make a second manager, or load again."""
+
+    def counts(batch: Any) -> Any:
+        global SEEN
+        SEEN += 1
+        return batch
+
+    first, second = ([*function_faults([("collate_fn", counts)], [])] for _ in range(2))
+    assert "its code sets SEEN, which is outside of it" in first[0]
+    assert second == first
+
+
 def test_a_weight_around_a_loss_function_is_read_alone() -> None:
     weight = torch.ones(2)
 

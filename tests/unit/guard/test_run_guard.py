@@ -200,3 +200,9 @@ def test_a_signal_that_a_busy_thread_meets_late_counts_once(
     last, status = answer(run)
     assert status == 0
     assert RunFolder(tmp_path).steps() == [last]
+
+
+def test_a_forked_process_does_not_write_signals_to_the_guards_listener(tmp_path: Path) -> None:
+    """Also if no signal stops the run: the child may have closed the file, and opened one of its own by that number."""
+    with guarded(tmp_path, on=("exception",)):
+        assert answer(lambda: signal.set_wakeup_fd(-1)) == (-1, 0)

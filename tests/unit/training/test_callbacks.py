@@ -128,6 +128,17 @@ def test_d2_what_no_table_asks_for_is_off(tmp_path: Path) -> None:
     assert there == ["gradient_health", "logging", "progress", "checkpoint", "export"]
 
 
+def test_d2_an_event_may_be_called_by_the_names_of_its_arguments() -> None:
+    seen: list[Any] = []
+
+    class Sees(Callback):
+        def on_external_load(self, trainer: Any, event: Any) -> None:
+            seen.append(event)
+
+    Callbacks(user=(Sees(),)).on_external_load(trainer=None, event="event")  # type: ignore[arg-type]
+    assert seen == ["event"]
+
+
 def test_d2_logging_reports_at_the_interval_and_where_something_rare_was_measured(whole: Whole) -> None:
     """Rows of the first step, every third, the last, and of the evaluated ones; a user's callback gets the same."""
     folder, _, watch = whole

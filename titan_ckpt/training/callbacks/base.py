@@ -149,9 +149,9 @@ class Callbacks(Callback):
         logging.on_step_end(trainer, metrics)
 
 
-def _call_each(callbacks: Callbacks, event: str, *args: Any, **kwargs: Any) -> None:
+def _call_each(callbacks: Callbacks, name: str, /, *args: Any, **kwargs: Any) -> None:
     for callback in callbacks:
-        getattr(callback, event)(*args, **kwargs)
+        getattr(callback, name)(*args, **kwargs)
 
 
 for _name in vars(Callback):

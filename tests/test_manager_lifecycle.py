@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import gc
 import itertools
+import math
 import os
 import subprocess
 import sys
@@ -25,7 +26,9 @@ from tests.run_folder import RunFolder
 from tests.world import Value
 from tests.world import manager as build
 from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, SaveConfig
+from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord, Manifest
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import (
     CheckpointError,
     CommitConflictError,
@@ -380,6 +383,23 @@ def test_steps_that_a_loop_counts_by_numpy_are_saved(run_folder: RunFolder) -> N
         assert m.completed.marked is None or type(m.completed.marked) is int
         m.wait()
         assert m.load(steps[0]).step == 1
+
+
+def test_metrics_that_are_no_numbers_are_refused_by_name(run_folder: RunFolder) -> None:
+    """All are named at once, and the step can be saved again; tensors and numpy's numbers are numbers."""
+    wrong: Any = {"loss": "0.5", "kept": None, 1: 2.0, "each": torch.ones(2), "right": 1}
+    right: Any = {"loss": torch.tensor(0.5), "reward": np.float32(2), "endless": math.inf}
+    with manager(run_folder) as m:
+        m.load()
+        with pytest.raises(CheckpointError) as raised:
+            m.save(1, metrics=wrong)
+        assert m.save(1, metrics=right)
+        m.wait()
+        found, _ = CheckpointDirectory(m._directory.root, Coordinator.current()).committed(1)
+    for named in ("'loss' is '0.5'", "'kept' is None", "the name 1 is no text", "'each' is tensor([1., 1.])"):
+        assert named in str(raised.value)
+    assert "right" not in str(raised.value)
+    assert found.metrics == {"loss": 0.5, "reward": 2.0}
 
 
 @pytest.mark.parametrize("step", ["1", 1.0, None, True, -2, torch.tensor(1.0)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -42,6 +41,7 @@ from titan_ckpt.saving.step import (
     DueSave,
     Failures,
     ModelContent,
+    finite_metrics,
     may_be_there,
     step_number,
     way_to_export,
@@ -268,9 +268,8 @@ class CheckpointManager:
         The exports of the last step are waited for; an optimizer that has `eval()`, as schedulefree's, is in that mode
         then. `export=False` leaves exports to a call of `export()`. `force`
         saves a step that is not due; with `last_step`, the process is about to be stopped before the run is done, and
-        the step is a full one. `metrics`: values recorded with the
-        step, by which retention may keep the best steps; those of rank 0 count, and values that are not finite are
-        left out.
+        the step is a full one. `metrics`: numbers recorded with the step, by which retention may keep the best steps;
+        those of rank 0 count, and values that are not finite are left out.
         With checkpoint.save.on_failure = "warn", a save that fails because of the disk is logged, and this function
         returns False if it has failed by then. `last_step` says that this save is the last: it always raises.
         Raises: the error of an earlier background save, once; SaveError; ExportError; HalfLoadedError.
@@ -291,7 +290,7 @@ class CheckpointManager:
                 self._saver.prepare(self._coordinator.together("prepare", lambda: large_tensors(self._run, model())))
         self._note_last(step, last_step)
         if self._saver is not None and due and step != self.completed.saved:
-            finite = {name: float(value) for name, value in (metrics or {}).items() if math.isfinite(value)}
+            finite = finite_metrics(metrics or {})
             done = last_step and not force  # with both, the run is stopped, and is to be resumed from this step
             model_only = done and config is not None and config.model_only_last
             if model_only:

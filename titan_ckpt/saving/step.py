@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import errno
 import logging
+import math
 import operator
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
@@ -74,6 +75,23 @@ def step_number(step: Any) -> int:
     if number < 0:
         raise CheckpointError(f"{step!r:.50} is no step: give the number of the optimizer's steps, an integer")
     return number
+
+
+def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the values that are finite. Raises: CheckpointError naming all that are no numbers."""
+    values: dict[str, float] = {}
+    wrong: list[str] = []
+    for name, value in metrics.items():
+        try:
+            if math.isfinite(value):
+                values[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):  # the last two: arrays and tensors of many values
+            wrong.append(f"{name!r:.50} is {value!r:.50}")
+        if not isinstance(name, str):
+            wrong.append(f"the name {name!r:.50} is no text")
+    if wrong:
+        raise CheckpointError(f"metrics: {'; '.join(wrong)}: give one number for each name")
+    return values
 
 
 def may_be_there(step: int, last_step: bool, resumed_from: int | None) -> bool:

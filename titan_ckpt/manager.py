@@ -160,8 +160,11 @@ class CheckpointManager:
                 "of its eval()",
                 type(self._switches[0]).__name__,
             )
-        # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
-        self._step_hooks = [optimizer.register_step_pre_hook(self._before_optimizer_step) for optimizer in hooked]
+        self._step_hooks = [  # so that a loop without maybe_wait_for_staging() saves no mixture of two steps
+            # a function, because a copy of an optimizer may copy its hooks, and of a method the manager
+            optimizer.register_step_pre_hook(lambda *_: self._before_optimizer_step())
+            for optimizer in hooked
+        ]
         modules = [module for part in model_parts for module in part.modules()]
         moves = any(getattr(m, "max_norm", None) is not None or peft_adapters.changes_weights(m) for m in modules)
         self._may_copy_later = bool(hooked) and not moves and all(type(o) in PROVED for o in hooked)
@@ -487,7 +490,7 @@ class CheckpointManager:
             )
         self._knows_folder = True
 
-    def _before_optimizer_step(self, *_: object) -> None:
+    def _before_optimizer_step(self) -> None:
         self.maybe_wait_for_staging()
         self.completed.is_changing = True
 

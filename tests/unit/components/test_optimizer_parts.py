@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -85,3 +87,19 @@ def test_every_optimizer_gets_its_own_state_back(tmp_path: Path) -> None:
         "optimizer.layer.weight.momentum_buffer",
         *(f"optimizer.norm.{p}.{s}" for p in ("bias", "weight") for s in ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")),
     ]
+
+
+class Whole(SGD):
+    """A copy of it has all its attributes; torch's own have no hooks."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+
+def test_an_optimizer_can_be_copied_with_its_hooks(tmp_path: Path) -> None:
+    """The copy shares the manager, which cannot be copied: it has threads and locks."""
+    model = nn.Linear(2, 2)
+    optimizer = Whole(model.parameters(), lr=0.1)
+    with world.manager(tmp_path, model, optimizer):
+        again = copy.deepcopy(optimizer)
+    assert [p.shape for p in again.param_groups[0]["params"]] == [p.shape for p in model.parameters()]

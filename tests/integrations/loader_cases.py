@@ -234,6 +234,29 @@ class Estimated(BatchSampler):
         return 2
 
 
+class Jumping(Sampler[int]):
+    """A stateful sampler that returns to the middle of its order by itself, as torchdata asks for."""
+
+    def __init__(self, samples: int = 10) -> None:
+        self.samples, self.at, self.seed = samples, 0, 0
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng(self.seed).permutation(self.samples).tolist()
+        while self.at < len(order):
+            self.at += 1
+            yield order[self.at - 1]
+        self.at, self.seed = 0, self.seed + 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "seed": self.seed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.seed = state["at"], state["seed"]
+
+
 class Told(Sampler[int]):
     """A sampler of the user whose order depends on the epoch alone, which it is told."""
 

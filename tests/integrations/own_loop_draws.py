@@ -38,7 +38,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.integrations.draws import Record, digest, random_state
-from tests.integrations.loader_cases import Estimated
+from tests.integrations.loader_cases import Estimated, Jumping
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
 
 STEPS = 14
@@ -222,29 +222,6 @@ class Giving(Told):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch = state["epoch"]
-
-
-class Jumping(Sampler[int]):
-    """A stateful sampler that returns to the middle of its order by itself, as torchdata asks for."""
-
-    def __init__(self, samples: int) -> None:
-        self.samples, self.at, self.seed = samples, 0, 0
-
-    def __len__(self) -> int:
-        return self.samples
-
-    def __iter__(self) -> Iterator[int]:
-        order = np.random.default_rng(self.seed).permutation(self.samples).tolist()
-        while self.at < len(order):
-            self.at += 1
-            yield order[self.at - 1]
-        self.at, self.seed = 0, self.seed + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.seed = state["at"], state["seed"]
 
 
 SAMPLERS: dict[str, Callable[[Any, int, Any], Any]] = {

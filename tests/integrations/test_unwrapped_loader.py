@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests import world
-from tests.integrations.loader_cases import Plain, plain
-from tests.integrations.unwrapped_cases import COLLATES, DATA, Case, Positioned, SeededAnew, drawn, loader_of, seeded
+from tests.integrations.loader_cases import Jumping, Plain, plain
+from tests.integrations.unwrapped_cases import COLLATES, DATA, Case, SeededAnew, drawn, loader_of, seeded
 from titan_ckpt.components.items.data_position import DataPosition, DataRank
 from titan_ckpt.components.known.loaders import seed_workers_apart, unwrapped_faults
 from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
@@ -94,7 +94,7 @@ def test_what_is_exact_is_not_refused(case: Case) -> None:
     ("case", "fault"),
     [
         (("plain", "drawing", "", "", 0), r"sampler .*Drawing: .*titan_ckpt\.PositionedLoader"),
-        (("plain", "positioned", "torch", "", 0), "sampler .*Positioned: a StatefulDataLoader does not hold its order"),
+        (("plain", "positioned", "torch", "", 0), "sampler .*Jumping: a StatefulDataLoader does not hold its order"),
         (("plain", "torchdata", "torch", "", 0), "sampler .*RandomSampler: a StatefulDataLoader does not hold"),
         (("plain", "sequential", "turned", "", 0), "sampler .*Turned: a StatefulDataLoader does not hold"),
         (("drawn", "sequential", "", "", 2), r"a torch\._C\.Generator: each worker process draws from a copy"),
@@ -129,6 +129,13 @@ def test_generators_that_are_made_in_the_middle_of_a_run_are_refused() -> None:
     loader = loader_of(("drawn", "sequential", "", "", 0))
     state = position(loader).value({})
     with pytest.raises(LoadMismatchError, match=r"draws from 1 random generator .* this run's from 0"):
+        position(loader_of(("plain", "sequential", "", "", 0))).check(stored(state))
+
+
+def test_an_epoch_that_no_sampler_takes_is_refused() -> None:
+    """The step has the epoch of a sampler that is told it, and this run's sampler is told none."""
+    state = position(loader_of(("plain", "told", "", "", 0))).value({})
+    with pytest.raises(LoadMismatchError, match=r"has 1 sampler with set_epoch\(\), this run's has 0"):
         position(loader_of(("plain", "sequential", "", "", 0))).check(stored(state))
 
 
@@ -174,7 +181,7 @@ class SeededByAnother(SeededAnew):
         return torch.randperm(10, generator=self.generator).tolist()
 
 
-class Aware(Positioned):
+class Aware(Jumping):
     """Knows its epoch by its state, and is told it."""
 
     def set_epoch(self, epoch: int) -> None:

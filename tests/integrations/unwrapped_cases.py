@@ -21,7 +21,7 @@ from torch.utils.data import (
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as of_torchdata
 
-from tests.integrations.loader_cases import Augmented, Jittered, Plain, Stream, Told, jittered, numbers
+from tests.integrations.loader_cases import Augmented, Jittered, Jumping, Plain, Stream, Told, jittered, numbers
 from titan_ckpt.rng import RandomState
 
 
@@ -102,26 +102,6 @@ class SeededAnew(Told):
         yield from torch.randperm(10, generator=self.generator).tolist()
 
 
-class Positioned(Drawing):
-    """Returns to the middle of its order by its state."""
-
-    def __init__(self) -> None:
-        self.at = self.seed = 0
-
-    def __iter__(self) -> Iterator[int]:
-        order = np.random.default_rng(self.seed).permutation(10).tolist()
-        while self.at < 10:
-            self.at += 1
-            yield order[self.at - 1]
-        self.at, self.seed = 0, self.seed + 1
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at, "seed": self.seed}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at, self.seed = state["at"], state["seed"]
-
-
 class Around(Drawing):
     """The order of a sampler of torchdata, whose iterator has a state."""
 
@@ -171,7 +151,7 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
     "torchdata, seeded": lambda: of_torchdata.RandomSampler(range(10), generator=seeded()),
     "torchdata, replacing": lambda: of_torchdata.RandomSampler(range(10), replacement=True, generator=seeded()),
     "torchdata, distributed": lambda: of_torchdata.StatefulDistributedSampler(range(10), 1, 0),
-    "told": Told, "drawing": Drawing, "drawn once": DrawnOnce, "seeded anew": SeededAnew, "positioned": Positioned,
+    "told": Told, "drawing": Drawing, "drawn once": DrawnOnce, "seeded anew": SeededAnew, "positioned": Jumping,
     "around": Around,
 }  # fmt: skip
 BATCHES: dict[str, Callable[[Any], Any]] = {

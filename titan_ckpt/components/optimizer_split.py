@@ -98,7 +98,7 @@ class Splitter:
 
     @functools.cached_property
     def _taken(self) -> Taken:
-        """What was taken out of state that is no plain tensor; few optimizers have any."""
+        """Return what was taken out of state that is no plain tensor, which few optimizers have."""
         return Taken(repeated=self._repeated)
 
     def groups(self, names: Mapping[nn.Parameter, str]) -> list[Group]:

@@ -28,7 +28,8 @@ from titan_ckpt.types import StateDict, Stateful
 _RANK = "dp_rank_"
 """torchtitan's name of a data-parallel rank's position."""
 _DRAWN, _EPOCHS = "titan_ckpt_generators", "titan_ckpt_epochs"
-"""Where the position of a StatefulDataLoader has what its own state leaves out: states of generators, and epochs."""
+"""Names under which the position of a StatefulDataLoader has what its own state leaves out: states of generators, and
+the epochs of samplers that are told them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,12 +93,20 @@ class DataPosition(Item):
                 '["dataloader"]'
             )
         is_torchdata = is_of_torchdata(self._dataloader) and len(positions) == size
-        before = positions[self._data_rank().rank].get(_DRAWN) if is_torchdata else None
+        position = positions[self._data_rank().rank] if is_torchdata else {}
+        before = position.get(_DRAWN)
         if before and len(before) != len(found := generators_beside(self._dataloader)):
             raise LoadMismatchError(
                 f"the checkpoint's StatefulDataLoader draws from {counted(len(before), 'random generator')} of its "
                 f"data and collate_fn, this run's from {len(found)}: make them in constructors, or start the data "
                 'afresh: checkpoint.resume.exclude = ["dataloader"]'
+            )
+        epochs = position.get(_EPOCHS)
+        if epochs and len(epochs) != len(told := told_samplers(self._dataloader)):
+            raise LoadMismatchError(
+                f"the checkpoint's StatefulDataLoader has {counted(len(epochs), 'sampler')} with set_epoch(), this "
+                f"run's has {len(told)}: use the same samplers, or start the data afresh: checkpoint.resume.exclude = "
+                '["dataloader"]'
             )
 
     def restore(self, stored: Stored, tensors: StateDict) -> None:

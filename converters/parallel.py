@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from titan_ckpt.converters.lora.copies import Follower, SomeCopied, TrainedCopy
@@ -55,11 +55,20 @@ class ConvertedParallel(ParallelStyle):
             delattr(module, name)
         module = self.style._apply(module, device_mesh)  # noqa: SLF001
         for name, part in parts.items():
+            if adapted and name in _ADDED:
+                _distribute(part, device_mesh, _placement(name, cut_rows=isinstance(self.style, ColwiseParallel)))
             module.add_module(name, part)
-            # A (rank, in) has no out dim; B (out, rank) and magnitude (out,) have no in dim
-            is_cut = isinstance(self.style, RowwiseParallel if name == "lora_a" else ColwiseParallel)
-            placement = Shard(int(name == "lora_a")) if is_cut else Replicate()
-            for own, parameter in [*part.named_parameters()] if adapted and name in _ADDED else ():
-                local = distribute_tensor(parameter.detach(), device_mesh, [placement])
-                part.register_parameter(own, nn.Parameter(local, requires_grad=parameter.requires_grad))
         return module
+
+
+def _placement(name: str, *, cut_rows: bool) -> Placement:
+    """Return the placement of a factor: A (rank, in) has no out dim; B (out, rank) and magnitude (out,) no in dim."""
+    if name == "lora_a":
+        return Replicate() if cut_rows else Shard(1)
+    return Shard(0) if cut_rows else Replicate()
+
+
+def _distribute(part: nn.Module, mesh: DeviceMesh, placement: Placement) -> None:
+    for name, parameter in [*part.named_parameters()]:
+        local = distribute_tensor(parameter.detach(), mesh, [placement])
+        part.register_parameter(name, nn.Parameter(local, requires_grad=parameter.requires_grad))

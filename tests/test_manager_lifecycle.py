@@ -387,7 +387,7 @@ def test_steps_that_a_loop_counts_by_numpy_are_saved(run_folder: RunFolder) -> N
 
 def test_metrics_that_are_no_numbers_are_refused_by_name(run_folder: RunFolder) -> None:
     """All are named at once, and the step can be saved again; tensors and numpy's numbers are numbers."""
-    wrong: Any = {"loss": "0.5", "kept": None, 1: 2.0, "each": torch.ones(2), "right": 1}
+    wrong: Any = {"loss": "0.5", "kept": None, 1: 2.0, "each": torch.ones(2), "huge": 10**400, "right": 1}
     right: Any = {"loss": torch.tensor(0.5), "reward": np.float32(2), "endless": math.inf}
     with manager(run_folder) as m:
         m.load()
@@ -396,7 +396,13 @@ def test_metrics_that_are_no_numbers_are_refused_by_name(run_folder: RunFolder) 
         assert m.save(1, metrics=right)
         m.wait()
         found, _ = CheckpointDirectory(m._directory.root, Coordinator.current()).committed(1)
-    for named in ("'loss' is '0.5'", "'kept' is None", "the name 1 is no text", "'each' is tensor([1., 1.])"):
+    for named in (
+        "'loss' is '0.5'",
+        "'kept' is None",
+        "the name 1 is no text",
+        "'each' is tensor([1., 1.])",
+        "'huge' is 1000",
+    ):
         assert named in str(raised.value)
     assert "right" not in str(raised.value)
     assert found.metrics == {"loss": 0.5, "reward": 2.0}

@@ -200,9 +200,13 @@ class ExportConfig(Checked):
     @property
     def container(self) -> Literal["hf", "peft", "dcp"]:
         """Return what the files are of."""
-        if self.format in ("hf", "hf_quantized"):
-            return "hf"
-        return "peft" if self.format == "peft" else "dcp"
+        match self.format:
+            case "hf" | "hf_quantized":
+                return "hf"
+            case "peft":
+                return "peft"
+            case "dcp" | "torchtitan" | "torchtitan_weights":
+                return "dcp"
 
     @property
     def quantized(self) -> bool:

@@ -229,13 +229,9 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
         embedding = adapter.operation == "embedding"
         random, zero = (b, a) if embedding else (a, b)
         if wanted(name := f"{fqn}.{random}"):
-            weight = module.get_parameter(random)
-            digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()  # equal on every rank
-            values = (torch.randn if embedding else torch.rand)(
-                weight.shape, generator=torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
-            )
-            # those of a linear module as kaiming_uniform(a=sqrt(5)) draws them
-            fill(weight, values if embedding else (values * 2 - 1) / math.sqrt(weight.shape[-1]))
+            weight, generator = module.get_parameter(random), _generator(name, seed)
+            draw = torch.randn if embedding else _linear_values
+            fill(weight, draw(weight.shape, generator=generator))
         for name in (zero, *([BIAS] if adapter.bias else [])):
             for block in blocks_of(module.get_parameter(name)) if wanted(f"{fqn}.{name}") else ():
                 block.data.zero_()
@@ -244,3 +240,14 @@ def initialize_adapter(module: nn.Module, fqn: str, wanted: Callable[[str], bool
                 whole(module.get_parameter("weight")).float(), dim=int(not adapter.transposed)
             )
             fill(module.get_parameter(lengths[0]), rows)
+
+
+def _linear_values(shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
+    """Return values of kaiming_uniform(a=sqrt(5)), as for a linear module."""
+    return (torch.rand(shape, generator=generator) * 2 - 1) / math.sqrt(shape[-1])
+
+
+def _generator(name: str, seed: int) -> torch.Generator:
+    """Return a generator that depends only on the name and the seed, so it is equal on every rank."""
+    digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest) >> 1)

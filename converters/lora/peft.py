@@ -20,8 +20,22 @@ from titan_ckpt.converters.targets import ends_of, last_part, pattern_of
 from titan_ckpt.errors import ConfigError, KeyMapError
 from titan_ckpt.formats.huggingface.peft import BASE_LAYER, BASE_OF_ROWS, PREFIX, ROWS, ModuleNumbers
 from titan_ckpt.formats.huggingface.peft_fields import targets_parameter, trained_rows
-from titan_ckpt.geometry import keymap
 from titan_ckpt.geometry.chunks import TensorInfo
+from titan_ckpt.geometry.keymap import (
+    IDENTITY,
+    Chain,
+    Concat,
+    Identity,
+    KeyGroup,
+    KeyMap,
+    KeyRule,
+    PermuteRotary,
+    PermuteRows,
+    Repeat,
+    Split,
+    TensorOp,
+    Unstack,
+)
 from titan_ckpt.weights.low_rank import (
     COPY,
     PARTS,
@@ -35,7 +49,7 @@ from titan_ckpt.weights.low_rank import (
     matches,
 )
 
-_OF_ROWS = (keymap.Identity, keymap.PermuteRotary, keymap.PermuteRows, keymap.Split)
+_OF_ROWS = (Identity, PermuteRotary, PermuteRows, Split)
 """Operations that move whole rows, so that B follows them and A stays."""
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _FUSED = ({"gate_proj", "up_proj"}, {"w1", "w3"})
@@ -66,50 +80,48 @@ class PeftAdapter:
         self.others: list[str] = []
         """The base's tensors without an adapter: nothing that is written may select their modules."""
 
-    def key_map(self, base: keymap.KeyMap, found: Mapping[str, TensorInfo] | None = None) -> keymap.KeyMap:
+    def key_map(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> KeyMap:
         """Return the table of the owned keys. If the base's table permutes a weight's rows, B's rows are permuted too.
 
         The table has no rules if `found` holds no adapter, as in a base's folder.
         Raises: KeyMapError listing modules that the other tool's model stores in a form that has no adapter.
         """
         if found is not None and not any(key.startswith(PREFIX) for key in found):
-            return keymap.KeyMap(identity=True)
-        rules: list[keymap.KeyRule] = []
+            return KeyMap(identity=True)
+        rules: list[KeyRule] = []
         repeats: list[tuple[str, str]] = []
         problems: list[str] = []
         parameters = self._parameters(base, found)
         for target in self._targets(base, found):
             try:
-                for rule in _rules(target, found):
-                    is_repeated = found is not None and isinstance(rule.op, keymap.Repeat)  # then the first one is read
-                    repeats += [(key, rule.file[0]) for key in rule.file[1:] if is_repeated]
-                    rules.append(keymap.KeyRule.of(rule.native, rule.file[0]) if is_repeated else rule)
+                made = _rules(target, found)
+                rules += made if found is None else [_first_of_equals(rule, repeats) for rule in made]
             except KeyMapError as error:
                 problems.append(str(error))
         for trained, fqn in self.copied.items():
             group = base.group_of_fqn(fqn)
             if len(group.keys) == len(group.fqns) == 1:
-                rules.append(keymap.KeyRule.of(trained, PREFIX + self._beside_pair(group.keys[0], fqn), group.op))
+                rules.append(KeyRule.of(trained, PREFIX + self._beside_pair(group.keys[0], fqn), group.op))
             else:
                 problems.append(f"{fqn}: stored as {', '.join(group.keys)}, and a copy of it cannot be")
-        for site, path in parameters.items():  # PEFT has the factors of stacked experts as one pair of matrices
-            stack, names = self.stacks[site], self.adapted[site].tensors
-            for name, of_a in zip(reversed(names) if stack.in_first else names, (True, False), strict=True):
-                op = StackedFactor(stack.experts, of_a, stack.in_first)
-                rules.append(keymap.KeyRule.of(name, f"{path}.lora_{'A' if of_a else 'B'}.weight", op))
+        rules += [
+            rule
+            for site, path in parameters.items()
+            for rule in _parameter_rules(self.adapted[site], path, self.stacks[site])
+        ]
         for update in self._rows():
             group = base.group_of_fqn(update.weight)
-            if isinstance(group.op, keymap.Identity):
+            if isinstance(group.op, Identity):
                 (module,) = modules_of(group)
-                rules.append(keymap.KeyRule.of(update.rows, PREFIX + module + ROWS))
+                rules.append(KeyRule.of(update.rows, PREFIX + module + ROWS))
             else:
                 problems.append(f"{update.weight}: stored as {', '.join(group.keys)}, and rows of it cannot be")
         rules = [self._repeated(rule, base) for rule in rules] if found is None else rules
         if problems:
             raise KeyMapError(f"{len(problems)} adapter(s) have no name in PEFT\n  " + "\n  ".join(problems))
-        return keymap.KeyMap(tuple(rules), repeats=tuple(repeats))
+        return KeyMap(tuple(rules), repeats=tuple(repeats))
 
-    def _parameters(self, base: keymap.KeyMap, found: Mapping[str, TensorInfo] | None = None) -> dict[str, str]:
+    def _parameters(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> dict[str, str]:
         """Return the parameters of stacked experts that are PEFT's target_parameters -> the path of their pair.
 
         These are all in a model with transformers' own names; a folder may have a pair for each expert instead.
@@ -128,17 +140,17 @@ class PeftAdapter:
             return {}
         return {site: paths[site] for site in self.stacks if site in paths}
 
-    def _targets(self, base: keymap.KeyMap, found: Mapping[str, TensorInfo] | None = None) -> list[Target]:
+    def _targets(self, base: KeyMap, found: Mapping[str, TensorInfo] | None = None) -> list[Target]:
         """Return the adapted weights that PEFT has as modules."""
         parameters = self._parameters(base, found)
         return targets_of((a for site, a in self.adapted.items() if site not in parameters), base)
 
-    def _heads(self, base: keymap.KeyMap) -> dict[str, str]:
+    def _heads(self, base: KeyMap) -> dict[str, str]:
         """Return the tables that PEFT has tied modules to -> such a module's name there."""
         tied = self.following.items() if self.config.ensure_weight_tying else ()
         return {table: module for fqn, table in tied for module in modules_of(base.group_of_fqn(f"{fqn}.weight"))}
 
-    def _repeated(self, rule: keymap.KeyRule, base: keymap.KeyMap) -> keymap.KeyRule:
+    def _repeated(self, rule: KeyRule, base: KeyMap) -> KeyRule:
         """Return the rule by which PEFT stores a tensor of a table once more for the module that is tied to it."""
         part = lora_tensor(rule.native[0])
         head = "" if part is None else self._heads(base).get(part.weight.rpartition(".")[0])
@@ -146,13 +158,9 @@ class PeftAdapter:
             return rule
         if part.role == COPY and part.weight.endswith(".weight"):
             inner = BASE_LAYER if BASE_LAYER in rule.file[0] else "."
-            return keymap.KeyRule.of(rule.native, [*rule.file, f"{PREFIX}{head}{inner}weight"], keymap.Repeat(2))
+            return KeyRule.of(rule.native, [*rule.file, f"{PREFIX}{head}{inner}weight"], Repeat(2))
         ending = {A: "lora_B.weight", B: "lora_A.weight"}.get(part.role)
-        return (
-            keymap.KeyRule.of(rule.native, [*rule.file, f"{PREFIX}{head}.{ending}"], AlsoTransposed())
-            if ending
-            else rule
-        )
+        return KeyRule.of(rule.native, [*rule.file, f"{PREFIX}{head}.{ending}"], AlsoTransposed()) if ending else rule
 
     def _rows(self) -> list[TrainedRows]:
         return [update for update in self.added if isinstance(update, TrainedRows)]
@@ -172,15 +180,13 @@ class PeftAdapter:
             return f"{module}{BASE_OF_ROWS}{parameter}"
         return f"{module}{BASE_LAYER}{parameter}" if site in self.adapted else key
 
-    def file_config(self, base: keymap.KeyMap) -> dict[str, Any]:
+    def file_config(self, base: KeyMap) -> dict[str, Any]:
         """Return adapter_config.json without the base's identity: the keys that PEFT reads and vLLM requires."""
         config = self.config
         modules = {module: t for t in self._targets(base) for module in t.modules}
         heads = {module: head for module, t in modules.items() if (head := self._heads(base).get(t.adapters[0].site))}
         stacks = [self.adapted[site] for site in self._parameters(base)]
-        groups = {m: t.group for m, t in modules.items() if base.identity and isinstance(t.group.op, keymap.Identity)}
-        # a model with transformers' own names may have another one for a module than its folder
-        in_memory = {m: modules[m].adapters[0].site for m, group in groups.items() if group.fqns != group.keys}
+        in_memory = {m: t.adapters[0].site for m, t in modules.items() if _is_renamed(t.group, base)}
         names = {module: [module, *([in_memory[module]] if module in in_memory else [])] for module in modules}
         by_weight = self._beside_experts(base, [*chain(*names.values())])
         known = {*chain(*names.values()), *self._other_modules(base)}
@@ -221,7 +227,7 @@ class PeftAdapter:
         }
 
     def misplaced(
-        self, base: keymap.KeyMap, shapes: Mapping[str, Sequence[int]], hf_config: Mapping[str, Any] | None
+        self, base: KeyMap, shapes: Mapping[str, Sequence[int]], hf_config: Mapping[str, Any] | None
     ) -> list[str]:
         """Return why PEFT would not put every tensor of an export on exactly one module of transformers' model.
 
@@ -234,7 +240,7 @@ class PeftAdapter:
                 return misplaced(shapes, public, hf_config)
         return list(self._halves_of_experts(base))
 
-    def _beside_experts(self, base: keymap.KeyMap, modules: Sequence[str]) -> dict[str, str]:
+    def _beside_experts(self, base: KeyMap, modules: Sequence[str]) -> dict[str, str]:
         """Return the dense modules that are named like the experts' -> the parameter that PEFT has to adapt instead.
 
         PEFT takes every module of such a name for one of the experts, which transformers 5 fuses on load.
@@ -244,7 +250,7 @@ class PeftAdapter:
         experts = {last_part(module) for module in (*adapted, *self._other_modules(base)) if _EXPERT.search(module)}
         return {m: f"{m}.weight" for m in modules if last_part(m) in experts and not _EXPERT.search(m)}
 
-    def _halves_of_experts(self, base: keymap.KeyMap) -> Iterator[str]:
+    def _halves_of_experts(self, base: KeyMap) -> Iterator[str]:
         """Yield a line if one of two projections of experts is adapted that transformers 5 fuses."""
         modules = [m for t in self._targets(base) for m in t.modules]
         adapted = {last_part(module) for module in modules if _EXPERT.search(module)}
@@ -252,12 +258,12 @@ class PeftAdapter:
             if missing := sorted(fused - adapted) if fused & adapted else []:
                 yield f"PEFT fuses {' and '.join(sorted(fused))} of experts, and {missing[0]} has no adapter"
 
-    def _other_modules(self, base: keymap.KeyMap) -> set[str]:
+    def _other_modules(self, base: KeyMap) -> set[str]:
         """Return the modules of the base's other tensors, by their names in the folder and in transformers' memory."""
         names = {key for fqn in self.others for key in _known(fqn, base)} | {*(self.others if base.identity else ())}
         return {name.removesuffix(".weight").removesuffix(".bias") for name in names}
 
-    def misfits(self, base: keymap.KeyMap, found: Mapping[str, Any]) -> list[str]:
+    def misfits(self, base: KeyMap, found: Mapping[str, Any]) -> list[str]:
         """Return why an adapter_config.json would compute something different from this converter with its tensors.
 
         The load checks keys and shapes; a wrong scale would pass those checks, so it is found by this method.
@@ -306,24 +312,23 @@ class PeftAdapter:
         return problems
 
 
-def _rules(target: Target, found: Mapping[str, TensorInfo] | None) -> Iterator[keymap.KeyRule]:
+def _rules(target: Target, found: Mapping[str, TensorInfo] | None) -> Iterator[KeyRule]:
     """Yield rules for A, B and the magnitude that follow the base's operation on the weight.
 
     Raises: KeyMapError if they cannot follow it.
     """
     group, (adapted, *_) = target.group, target.adapters
     a, b, of_a, of_b = "lora_A.weight", "lora_B.weight", group.op, group.op
-    if adapted.operation == "embedding" and isinstance(group.op, keymap.Identity):
+    if adapted.operation == "embedding" and isinstance(group.op, Identity):
         a, b = "lora_embedding_A", "lora_embedding_B"
-    elif adapted.operation == "stack" and isinstance(group.op, keymap.Unstack):
+    elif adapted.operation == "stack" and isinstance(group.op, Unstack):
         # if the file has W transposed, (B A)^T = A^T B^T: A and B change places
         a, b = (b, a) if group.op.transpose else (a, b)
-    elif adapted.operation == "linear" and isinstance(group.op, keymap.Concat):
+    elif adapted.operation == "linear" and isinstance(group.op, Concat):
         of_a, of_b = target.operations((found or {}).get(f"{PREFIX}{target.modules[0]}.{a}"))
-    elif adapted.operation == "linear" and _keeps_rows(group, adapted.rows):  # each part has an A, or all share one
-        shared = keymap.Repeat(len(group.keys)) if len(group.keys) > 1 else keymap.IDENTITY
-        of_a = keymap.Split((adapted.rank,) * len(adapted.rows)) if adapted.rows else shared
-    elif adapted.operation != "conv1d" or not isinstance(group.op, keymap.Identity):
+    elif adapted.operation == "linear" and _keeps_rows(group, adapted.rows):
+        of_a = _parts_of_a(adapted, len(group.keys))
+    elif adapted.operation != "conv1d" or not isinstance(group.op, Identity):
         files = f"{', '.join(group.keys[:2])}{', ...' if len(group.keys) > 2 else ''}"
         what = f"{adapted.site}: stored as {files} ({type(group.op).__name__})"
         raise KeyMapError(f"{what}, and a low-rank product cannot follow", (adapted.site,))
@@ -331,22 +336,49 @@ def _rules(target: Target, found: Mapping[str, TensorInfo] | None) -> Iterator[k
     parts = zip(*names_of, strict=True)
     endings = ((a, of_a), (b, of_b), ("lora_B.bias" if adapted.bias else "lora_magnitude_vector", group.op))
     for names, (ending, op) in zip(parts, endings, strict=False):
-        yield keymap.KeyRule.of(names, [f"{PREFIX}{module}.{ending}" for module in target.modules], op)
+        yield KeyRule.of(names, [f"{PREFIX}{module}.{ending}" for module in target.modules], op)
 
 
-def _keeps_rows(group: keymap.KeyGroup, rows: tuple[int, ...]) -> bool:
+def _parameter_rules(adapted: LowRank, path: str, stack: Stack) -> Iterator[KeyRule]:
+    """Yield rules for the factors of stacked experts, which PEFT has as one pair of matrices."""
+    names = reversed(adapted.tensors) if stack.in_first else adapted.tensors
+    for name, ending, by_rows in zip(names, ("lora_A.weight", "lora_B.weight"), (True, False), strict=True):
+        yield KeyRule.of(name, f"{path}.{ending}", StackedFactor(stack.experts, by_rows, stack.in_first))
+
+
+def _parts_of_a(adapted: LowRank, num_keys: int) -> TensorOp:
+    """Return how A is stored: cut if each part of a fused weight has its own, repeated if they share one."""
+    if adapted.rows:
+        return Split((adapted.rank,) * len(adapted.rows))
+    return Repeat(num_keys) if num_keys > 1 else IDENTITY
+
+
+def _first_of_equals(rule: KeyRule, repeats: list[tuple[str, str]]) -> KeyRule:
+    """Return the rule to read, from the first of several equal file tensors; note the others in `repeats`."""
+    if not isinstance(rule.op, Repeat):
+        return rule
+    repeats += [(key, rule.file[0]) for key in rule.file[1:]]
+    return KeyRule.of(rule.native, rule.file[0])
+
+
+def _keeps_rows(group: KeyGroup, rows: tuple[int, ...]) -> bool:
     """Return whether B can follow the operation: it reorders rows, or splits them where the adapter is split."""
     op = group.op
     if rows:
-        return isinstance(op, keymap.Split) and op.rows == rows
-    while isinstance(op, keymap.Chain):
+        return isinstance(op, Split) and op.rows == rows
+    while isinstance(op, Chain):
         if not isinstance(op.then, _OF_ROWS):
             return False
         op = op.first
     return isinstance(op, _OF_ROWS)
 
 
-def _known(fqn: str, base: keymap.KeyMap) -> tuple[str, ...]:
+def _is_renamed(group: KeyGroup, base: KeyMap) -> bool:
+    """Return whether a model with transformers' own names has another name for the module than its folder."""
+    return base.identity and isinstance(group.op, Identity) and group.fqns != group.keys
+
+
+def _known(fqn: str, base: KeyMap) -> tuple[str, ...]:
     """Return the keys of the other tool's tensors that hold this one; empty if it has no such tensor."""
     try:
         return base.group_of_fqn(fqn).keys

@@ -22,6 +22,16 @@ from titan_ckpt.errors import ConverterError, listed
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.weights import low_rank
+from titan_ckpt.weights.low_rank import (
+    LoRARecord,
+    LowRank,
+    Operation,
+    StoredUpdates,
+    WeightUpdate,
+    fused_rows,
+    is_conv1d,
+    matches,
+)
 from titan_ckpt.weights.names import clean_fqn
 
 _OUT = "leave it out of target_modules"
@@ -33,7 +43,7 @@ class Site:
     """A weight that could have an adapter, and the update that it would be."""
 
     module: nn.Module
-    update: low_rank.LowRank
+    update: LowRank
 
     @property
     def fqn(self) -> str:
@@ -90,7 +100,7 @@ class Site:
 def find_sites(model: nn.Module, config: LoRAConfig) -> dict[str, Site]:
     """Return linear and embedding modules, and 3-D parameters of other modules, by fqn, in the model's order."""
     sites: list[Site] = []
-    record = low_rank.LoRARecord.of(asdict(config))
+    record = LoRARecord.of(asdict(config))
     key_map = getattr(model, "key_map", None)
     table: KeyMap = key_map() if callable(key_map) else KeyMap()
     for name, module in model.named_modules():
@@ -99,26 +109,26 @@ def find_sites(model: nn.Module, config: LoRAConfig) -> dict[str, Site]:
             stacks = [n for n, p in module.named_parameters(recurse=False) if p.dim() == 3]
             sites += [Site(module, record.low_rank(f"{fqn}.{n}", "stack")) for n in stacks]
         else:
-            rows = low_rank.fused_rows(f"{fqn}.weight", table) if operation == "linear" else ()
+            rows = fused_rows(f"{fqn}.weight", table) if operation == "linear" else ()
             sites.append(Site(module, record.low_rank(fqn, operation, rows)))
     return {site.fqn: site for site in sites}
 
 
-def _operation(module: nn.Module | None) -> low_rank.Operation:
+def _operation(module: nn.Module | None) -> Operation:
     """Return how a module uses its weight."""
     if isinstance(module, nn.Embedding):
         return "embedding"
-    return "conv1d" if low_rank.is_conv1d(module) else "linear"
+    return "conv1d" if is_conv1d(module) else "linear"
 
 
 def stored_updates(
-    record: low_rank.LoRARecord, tensors: Mapping[str, TensorInfo], modules: Mapping[str, nn.Module], table: KeyMap
-) -> low_rank.StoredUpdates:
+    record: LoRARecord, tensors: Mapping[str, TensorInfo], modules: Mapping[str, nn.Module], table: KeyMap
+) -> StoredUpdates:
     """Return the adapters and the trained copies among the tensors of a step."""
-    updates: list[low_rank.WeightUpdate] = []
+    updates: list[WeightUpdate] = []
     copies: dict[str, str] = {}
     following = followers(modules)
-    frozen = {following.get(fqn, fqn) for fqn in modules if any(low_rank.matches(fqn, n) for n in record.frozen_copies)}
+    frozen = {following.get(fqn, fqn) for fqn in modules if any(matches(fqn, n) for n in record.frozen_copies)}
     for name, info in tensors.items():
         part = low_rank.lora_tensor(name)
         if part is not None and part.role == low_rank.COPY:
@@ -126,7 +136,7 @@ def stored_updates(
         elif part is not None and part.role == low_rank.A:
             operation = "stack" if part.site == part.weight else _operation(modules.get(part.site))
             update = record.low_rank(part.site, operation)
-            rows = low_rank.fused_rows(part.weight, table)  # A and B follow them if each part has its own
+            rows = fused_rows(part.weight, table)  # A and B follow them if each part has its own
             b = tensors[update.b].shape if update.b in tensors else ()
             of_parts = len(info.shape) == len(b) == 2 and info.shape[0] != b[1] and info.shape[0] == len(rows) * b[1]
             updates.append(replace(update, rows=rows if of_parts else ()))
@@ -134,7 +144,7 @@ def stored_updates(
         elif part is not None and part.role == low_rank.ROWS and (rows_of := record.trained_rows(part.site)):
             updates.append(rows_of)
     of_base = frozenset(name for name, weight in copies.items() if weight.rpartition(".")[0] in frozen)
-    return low_rank.StoredUpdates(updates, copies, of_base, tied=record.ensure_weight_tying)
+    return StoredUpdates(updates, copies, of_base, tied=record.ensure_weight_tying)
 
 
 def leaf_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -215,7 +225,7 @@ def row_misfits(
     """Yield the reasons why rows of tables cannot be trained. `taken`: modules with an adapter or a copy."""
     for fqn, indices in rows.items():
         weight = getattr(modules[fqn], "weight", None)
-        if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or low_rank.is_conv1d(modules[fqn]):
+        if not isinstance(weight, torch.Tensor) or weight.dim() != 2 or is_conv1d(modules[fqn]):
             yield f"{fqn}: trainable_token_indices is for embeddings and output matrices"
         elif max(indices) >= len(weight):
             yield f"{fqn}: trainable_token_indices has row {max(indices)}, and the table has {len(weight)}"
@@ -231,5 +241,5 @@ def unused_patterns(config: LoRAConfig, adapted: Sequence[str]) -> Iterator[str]
     """Yield the patterns that match no adapted module."""
     for field, table in (("rank_pattern", config.rank_pattern), ("alpha_pattern", config.alpha_pattern)):
         for name in table:
-            if not any(low_rank.matches(fqn, name) for fqn in adapted):
+            if not any(matches(fqn, name) for fqn in adapted):
                 yield f"{field}: {name!r} matches none of the adapted weights"

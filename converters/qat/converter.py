@@ -205,14 +205,17 @@ def _torchao_config(config: QATConfig) -> Any:
     from torchao import quantization as ao
     from torchao.quantization.granularity import PerAxis, PerGroup, PerRow
 
-    groups = PerGroup(config.group or 0)  # of the schemes that have groups
     match config.scheme:
         case "int4_weight_only":
-            return ao.IntxWeightOnlyConfig(weight_dtype=_INT4, granularity=groups)
+            assert config.group is not None
+            return ao.IntxWeightOnlyConfig(weight_dtype=_INT4, granularity=PerGroup(config.group))
         case "int8_weight_only":
             return ao.IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerAxis(0))
         case "int8_dynamic_act_int4_weight":
-            return ao.Int8DynamicActivationIntxWeightConfig(weight_dtype=_INT4, weight_granularity=groups)
+            assert config.group is not None
+            return ao.Int8DynamicActivationIntxWeightConfig(
+                weight_dtype=_INT4, weight_granularity=PerGroup(config.group)
+            )
         case "mxfp8" | "mxfp4":
             from torchao.prototype.mx_formats import MXDynamicActivationMXWeightConfig
             from torchao.quantization.quantize_.common import KernelPreference

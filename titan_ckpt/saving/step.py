@@ -85,7 +85,7 @@ def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
         try:
             if math.isfinite(value):
                 values[name] = float(value)
-        except (TypeError, ValueError, RuntimeError):  # the last two: arrays and tensors of many values
+        except (TypeError, ValueError, RuntimeError, OverflowError):  # also arrays and tensors of many values
             wrong.append(f"{name!r:.50} is {value!r:.50}")
         if not isinstance(name, str):
             wrong.append(f"the name {name!r:.50} is no text")

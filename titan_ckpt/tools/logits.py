@@ -80,10 +80,8 @@ class LogitsCheck:
             problem = f"{', '.join(found['architectures'])} computes no logits of tokens; leave it out"
             raise ConfigError([f"--check-logits: {source}: {problem}"])
         model = self._opened(source, form)
-        with torch.no_grad():
-            for value in model.state_dict().values() if dtype is not None else ():
-                if value.dtype in CASTABLE:
-                    value.copy_(value.to(dtype))
+        if dtype is not None:
+            _round(model, dtype)
         text = hf.transformers_config(self._folder).get_text_config()
         length = min(_NUM_TOKENS, getattr(text, "max_position_embeddings", None) or _NUM_TOKENS)
         self._tokens = torch.randint(text.vocab_size, (1, length), generator=torch.Generator().manual_seed(0))
@@ -130,3 +128,10 @@ def _fill(model: nn.Module, values: Mapping[str, Any]) -> None:
         tensor.copy_(values[fqn])
     flag_loaded(wrapper, values)
     initialize_missing(wrapper)
+
+
+@torch.no_grad()
+def _round(model: nn.Module, dtype: torch.dtype) -> None:
+    for value in model.state_dict().values():
+        if value.dtype in CASTABLE:
+            value.copy_(value.to(dtype))

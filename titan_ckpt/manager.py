@@ -213,7 +213,9 @@ class CheckpointManager:
         self.telemetry.start()
         with self.telemetry.event("load") as event:
             result = self._load(step, event)
-            event.note(step=result.step, sources=[str(source) for source in result.plan.sources])
+            resumed = result.plan.resume
+            event.note(step=result.step, folder=None if resumed is None else str(resumed.path))
+            event.note(sources=[str(source) for source in result.plan.sources])
         return result
 
     def _load(self, step: int, event: Event) -> LoadResult:

@@ -57,6 +57,8 @@ def test_every_load_save_and_export_is_one_line(run_folder: RunFolder, async_mod
     kinds = [event["event"] for event in events]
     assert [kinds.count(kind) for kind in ("start", "load", "save", "export", "end")] == [2, 2, 6, 4, 2]
     assert [event["step"] for event in events if event["event"] == "load"] == [0, 3]
+    saved_in = {event["step"]: event["folder"] for event in events if event["event"] == "save"}
+    assert [event["folder"] for event in events if event["event"] == "load"] == [None, saved_in[3]]
     assert [event["step"] for event in events if event["event"] == "save"] == [1, 2, 3, 4, 5, 6]
     last = [event for event in events if event["event"] == "save"][-1]
     manifest = Manifest.from_bytes(run_folder.read(6, "MANIFEST.json"))

@@ -364,13 +364,30 @@ def test_what_is_no_list_or_no_dict_is_named(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD(model.parameters())
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     wrong: list[tuple[dict[str, Any], str]] = [
+        ({"model_parts": nn.Sequential(model)}, r"model_parts is one Sequential: put it in a list"),
         ({"optimizers": optimizer}, r"optimizers is one SGD: put it in a list"),
         ({"lr_schedulers": scheduler}, r"lr_schedulers is one StepLR: put it in a list"),
         ({"states": [scheduler]}, r"states is a list: give each object a name"),
     ]
     for given, message in wrong:
         with pytest.raises(TypeError, match=message):
-            CheckpointManager(CheckpointConfig(), model_parts=[model], base_folder=tmp_path, **given)
+            CheckpointManager(CheckpointConfig(), **{"model_parts": [model], "base_folder": tmp_path, **given})
+
+
+def test_lists_that_can_be_read_once_are_saved_as_a_whole(tmp_path: Path) -> None:
+    """A generator of schedulers was empty when it came to their state, and a resume would have begun them anew."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    given: dict[str, Any] = {"model_parts": [model], "optimizers": [optimizer], "lr_schedulers": [scheduler]}
+    once: Any = {name: iter(values) for name, values in given.items()}
+    with CheckpointManager(CheckpointConfig(save=SaveConfig(interval=1)), **once, base_folder=tmp_path) as m:
+        m.load()
+        optimizer.step(), scheduler.step()
+        m.save(1)
+    scheduler.step()
+    world.load(CheckpointManager(CheckpointConfig(), **given, base_folder=tmp_path))
+    assert scheduler.last_epoch == 1
 
 
 def test_steps_that_a_loop_counts_by_numpy_are_saved(run_folder: RunFolder) -> None:
@@ -387,25 +404,46 @@ def test_steps_that_a_loop_counts_by_numpy_are_saved(run_folder: RunFolder) -> N
 
 def test_metrics_that_are_no_numbers_are_refused_by_name(run_folder: RunFolder) -> None:
     """All are named at once, and the step can be saved again; tensors and numpy's numbers are numbers."""
-    wrong: Any = {"loss": "0.5", "kept": None, 1: 2.0, "each": torch.ones(2), "huge": 10**400, "right": 1}
+    wrong: Any = {
+        "loss": "0.5",
+        "kept": None,
+        1: 2.0,
+        "\ud800": 2.0,
+        "each": torch.ones(2),
+        "huge": 10**400,
+        "right": 1,
+    }
     right: Any = {"loss": torch.tensor(0.5), "reward": np.float32(2), "endless": math.inf}
     with manager(run_folder) as m:
         m.load()
         with pytest.raises(CheckpointError) as raised:
             m.save(1, metrics=wrong)
+        others: list[Any] = [[("loss", 1.0)], {str(number): 1.0 for number in range(1001)}]
+        for each, what in zip(others, ("it is a list", "there are 1001, and a step holds 1000"), strict=True):
+            with pytest.raises(CheckpointError, match=what):
+                m.save(1, metrics=each)
         assert m.save(1, metrics=right)
         m.wait()
         found, _ = CheckpointDirectory(m._directory.root, Coordinator.current()).committed(1)
-    for named in (
-        "'loss' is '0.5'",
-        "'kept' is None",
-        "the name 1 is no text",
-        "'each' is tensor([1., 1.])",
-        "'huge' is 1000",
-    ):
+    names = ("'loss' is '0.5'", "'kept' is None", "the name 1 is no text", "'huge' is 1000")
+    for named in (*names, r"the name '\ud800' is no text", "'each' is tensor([1., 1.])"):
         assert named in str(raised.value)
     assert "right" not in str(raised.value)
     assert found.metrics == {"loss": 0.5, "reward": 2.0}
+
+
+@pytest.mark.parametrize("due", [{"last_step": True}, {"force": True}, {"force": True, "last_step": True}])
+def test_metrics_that_are_no_numbers_cost_no_save_that_nothing_makes_up_for(
+    tmp_path: Path, due: dict[str, bool], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The save of a RunGuard at SIGTERM was refused for them, and all was lost since the last interval."""
+    wrong: Any = {"loss": None, "right": 1.0}
+    with manager(RunFolder(tmp_path), interval=100) as m:
+        m.load()
+        assert m.save(1, metrics=wrong, **due)
+    found, _ = CheckpointDirectory(m._directory.root, Coordinator.current()).committed(1)
+    assert found.metrics == {"right": 1.0}
+    assert "step 1 is saved without some" in caplog.text and "'loss' is None" in caplog.text
 
 
 @pytest.mark.parametrize("step", ["1", 1.0, None, True, -2, torch.tensor(1.0)])

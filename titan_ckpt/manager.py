@@ -6,6 +6,7 @@ import logging
 import os
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -41,7 +42,6 @@ from titan_ckpt.saving.step import (
     DueSave,
     Failures,
     ModelContent,
-    finite_metrics,
     may_be_there,
     step_number,
     way_to_export,
@@ -102,9 +102,12 @@ class CheckpointManager:
         optimizers of PEFT that were not proved to continue exactly; StateEncodingError for tensors of the model and
         for `states` that no checkpoint can hold.
         """
-        for argument, given in (("optimizers", optimizers), ("lr_schedulers", lr_schedulers)):
-            if not isinstance(given, Iterable):
+        lists = {"model_parts": model_parts, "optimizers": optimizers, "lr_schedulers": lr_schedulers}
+        for argument, given in lists.items():
+            if isinstance(given, nn.Module) or not isinstance(given, Iterable):
                 raise TypeError(f"{argument} is one {type(given).__name__}: put it in a list, {argument}=[...]")
+        # an iterator has its items once, and many ask for them
+        model_parts, optimizers, lr_schedulers = [*model_parts], [*optimizers], [*lr_schedulers]
         if not isinstance(states or {}, Mapping):
             raise TypeError(f'states is a {type(states).__name__}: give each object a name, states={{"name": object}}')
         exports = any(export.container == "hf" for export in config.export)
@@ -274,7 +277,8 @@ class CheckpointManager:
         then. `export=False` leaves exports to a call of `export()`. `force`
         saves a step that is not due; with `last_step`, the process is about to be stopped before the run is done, and
         the step is a full one. `metrics`: numbers recorded with the step, by which retention may keep the best steps;
-        those of rank 0 count, and values that are not finite are left out.
+        those of rank 0 count, and values that are not finite are left out. Others are refused; a save with `force`, or
+        of the last step, is made without them.
         With checkpoint.save.on_failure = "warn", a save that fails because of the disk is logged, and this function
         returns False if it has failed by then. `last_step` says that this save is the last: it always raises.
         Raises: the error of an earlier background save, once; SaveError; ExportError; HalfLoadedError.
@@ -295,13 +299,13 @@ class CheckpointManager:
                 self._saver.prepare(self._coordinator.together("prepare", lambda: large_tensors(self._run, model())))
         self._note_last(step, last_step)
         if self._saver is not None and due and step != self.completed.saved:
-            finite = finite_metrics(metrics or {})
             done = last_step and not force  # with both, the run is stopped, and is to be resumed from this step
             model_only = done and config is not None and config.model_only_last
             if model_only:
                 self._evaluate()  # nobody could compute these weights without the state that is left out
             skippable = not (force or last_step)
-            saved = self.save_step(DueSave(step, finite, skippable=skippable, last=last_step, model_only=model_only))
+            given = metrics or {}
+            saved = self.save_step(DueSave(step, given, skippable=skippable, last=last_step, model_only=model_only))
         if export:
             self.export(step, last_step)
         return saved
@@ -426,7 +430,8 @@ class CheckpointManager:
                 f"{self._directory.root}: step {due.step} is not saved: save_step needs a config with checkpoint.save, "
                 "and this one has none. Add it, or call save, which saves only the steps that the config asks for"
             )
-        busy = self._coordinator.broadcast("busy", self._saver.busy)
+        is_busy, rank = self._saver.busy, self._coordinator.rank
+        busy, finite = self._coordinator.gather_results("busy", lambda: (is_busy, due.numbers(rank)))[0]
         if busy and due.skippable and self.config.save.if_busy == "skip":
             logger.warning("step %d is due and not saved: the save before it is still being written", due.step)
             return False
@@ -436,7 +441,7 @@ class CheckpointManager:
         event = Event("save", step=due.step, kind=kind, async_mode=self.config.save.async_mode)
         with event.phase("queued"):
             self._settle()
-        self._start_save(due, event)
+        self._start_save(replace(due, metrics=finite), event)
         self._raise_failed_exports()  # this step is saved all the same
         return self.completed.saved == due.step
 
@@ -457,7 +462,7 @@ class CheckpointManager:
             converters=converter.describe() if (converter := self._model.converter) else [],
             base=None if self.config.external or due.model_only else self._base.identity,
             resumed_from=self._resumed_from,
-            metrics=dict(due.metrics),
+            metrics=due.metrics,
             allowed=self.config.allow,
         )
 

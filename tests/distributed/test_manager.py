@@ -9,18 +9,22 @@ import signal
 import threading
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from tests import world
 from tests.run_folder import RunFolder
 from tests.world import Run, gathered, heard, manager, same
 from titan_ckpt import CheckpointManager, ExportConfig
+from titan_ckpt.directory.directory import CheckpointDirectory
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointError, LoadMismatchError, PeerError
 from titan_ckpt.formats.native.arena import StagedFile
 from titan_ckpt.formats.native.writer import WritePlan
@@ -175,3 +179,21 @@ def test_a_loop_of_ones_own_sees_each_save_and_export_once_and_where_it_is(tmp_p
         saved, exported = made
         assert re.fullmatch(rf"step 1 saved in \d+\.\d\d s: {tmp_path}/checkpoints/step-1", saved)
         assert re.fullmatch(rf"exported 4 tensors, 172 bytes, to {tmp_path}/exports/step-1 in \d+\.\d\d s", exported)
+
+
+@distributed(nproc=2, timeout_seconds=60)
+def test_metrics_of_rank_0_count_and_end_all_ranks_if_they_are_no_numbers(tmp_path: Path) -> None:
+    """Ranks that compute none may give anything; the others do not wait for rank 0 until their time is over."""
+    mesh, is_first = init_device_mesh("cpu", (2,)), dist.get_rank() == 0
+    partial = DTensor.from_local(torch.tensor(0.25), mesh, [Partial()], run_check=False)
+    with manager(tmp_path, nn.Linear(2, 2), timeout_seconds=300) as m:
+        m.load()
+        cases: list[Any] = [{"loss": None} if is_first else {}, {"loss": partial}]
+        for metrics in cases:
+            with pytest.raises(CheckpointError if is_first else PeerError, match="'loss' is"):
+                m.save(1, metrics=metrics)
+        of_rank: Any = {"loss": 0.5 if is_first else None}
+        m.save(1, metrics=of_rank)
+        m.save(2, metrics={"loss": partial.redistribute(placements=[Replicate()])})  # type: ignore[dict-item]
+    directory = CheckpointDirectory(tmp_path / "checkpoints", Coordinator.current())
+    assert [directory.committed(step)[0].metrics for step in (1, 2)] == [{"loss": 0.5}] * 2

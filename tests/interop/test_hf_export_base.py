@@ -118,6 +118,20 @@ def test_what_only_a_base_can_say_needs_one(tmp_path: Path) -> None:
         ExportConfig("dcp", dtype="original")
 
 
+def test_what_only_a_base_can_say_is_not_forgotten_when_it_goes(tmp_path: Path, base: Path) -> None:
+    """An export was in the dtypes of training when the base's folder was gone."""
+    exports = (ExportConfig("hf", dtype="original", interval=1),)
+    sources = [InitialLoadConfig(str(base), cast=True)]
+    with world.manager(tmp_path, Llama3(CONFIG), initial_load=sources, export=exports, async_mode="disabled") as m:
+        m.load()
+        base.rename(tmp_path / "elsewhere")
+        with pytest.raises(ExportError, match=r"base: no Hugging Face folder is there any more"):
+            m.save(1)
+        (tmp_path / "elsewhere").rename(base)
+        m.save(2)
+    assert world.names_in(tmp_path / "exports") == ["step-2"]
+
+
 @pytest.mark.parametrize(
     "settings", [{"num_attention_heads": 2}, {"num_key_value_heads": 4}, {"num_hidden_layers": 9}, {"head_dim": 1}]
 )

@@ -23,11 +23,11 @@ from titan_ckpt.errors import CorruptCheckpointError, StateEncodingError, listed
 MANIFEST_NAME = "MANIFEST.json"
 """The file that makes a folder a committed step."""
 MAX_BYTES = 32 * 2**20
+MAX_METRICS = 1_000
 SCHEMA_VERSION = 1
 Kind = Literal["full", "adapter", "model", "external"]
 
 _FORMAT = "titan_ckpt"
-_MAX_METRICS = 1_000
 _MAX_ENTRIES = 100_000
 _MAX_TEXT = 1_000_000
 _RANK_FILE = re.compile(r"rank-(\d{5,})\.(safetensors|json)")
@@ -179,8 +179,8 @@ def _natural(least: int, most: int) -> Callable[[Json], int]:
 
 
 def _metrics(value: Json) -> dict[str, float]:
-    if not isinstance(value, dict) or len(value) > _MAX_METRICS:
-        raise ValueError(f"expected an object of at most {_MAX_METRICS} numbers")
+    if not isinstance(value, dict) or len(value) > MAX_METRICS:
+        raise ValueError(f"expected an object of at most {MAX_METRICS} numbers")
     for name, number in value.items():
         if type(number) is not float or not math.isfinite(number):
             raise ValueError(f"{name!r:.80}: expected a finite number with a point, found {number!r:.40}")

@@ -313,6 +313,11 @@ class Exporter:
         if (found := self.source()) is not None:
             source, path = found
             base = Base.read(path, self.transforms.key_map, source.initialize, source.ignore)
+        elif config.follows_base:
+            raise ExportError(
+                f"{listed([source.path for source in self.initial_load], ', ')}: no Hugging Face folder is there any "
+                'more, and dtype = "original" and max_shard_bytes = "base" are its own: put it back'
+            )
         known = self.transforms.key_map if base is None else base.key_map
         table = with_tied_names(
             known, self.model.tied, self.model.linear_weights(), None if base is None else base.tensors

@@ -17,13 +17,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.run_state import RunState
 from titan_ckpt.components.snapshot import Mark, Snapshot, as_marked, snapshot_of_mark, take_mark, take_snapshot
 from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig
-from titan_ckpt.directory.manifest import Kind
+from titan_ckpt.directory.manifest import MAX_METRICS, Kind
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.encoding.strict_json import is_unicode
 from titan_ckpt.errors import CheckpointError, ConfigError, ExportSettingError, PeerError, counted, listed
 from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.saving.saver import Saver
@@ -51,7 +53,7 @@ class DueSave:
     step: int
     """The step that has just been completed, or with `mark` the one that the mark is of."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The values that retention compares and `titan-ckpt ls` shows."""
+    """The values that retention compares and `titan-ckpt ls` shows, as the run has given them; rank 0's count."""
     skippable: bool = False
     """Whether it may be left out while another save is being written (if_busy)."""
     last: bool = False
@@ -60,6 +62,20 @@ class DueSave:
     """Save the marked state instead of the live one: that of the last completed step."""
     model_only: bool | str = False
     """Save the model alone; a string is the dtype of its floating-point tensors."""
+
+    def numbers(self, rank: int) -> dict[str, float]:
+        """Return the metrics that are finite. Every rank calls it, because a value may ask the others.
+
+        What is no number is refused on rank 0; a save that no later one makes up for is made without it.
+        Raises: CheckpointError naming all of it.
+        """
+        finite, wrong = _finite(self.metrics)
+        if wrong and rank == 0:
+            problem = f"metrics: {'; '.join(wrong)}: give one number for each name"
+            if self.skippable:
+                raise CheckpointError(problem)
+            logger.warning("step %d is saved without some, and nothing else would save it: %s", self.step, problem)
+        return finite
 
 
 ExportWay = Literal["now", "background", "left out"]
@@ -77,21 +93,26 @@ def step_number(step: Any) -> int:
     return number
 
 
-def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return the values that are finite. Raises: CheckpointError naming all that are no numbers."""
+def _finite(metrics: Any) -> tuple[dict[str, float], list[str]]:
+    """Return the values that are finite, and what a manifest cannot hold: whatever is no number under a name."""
+    if not isinstance(metrics, Mapping):
+        return {}, [f"it is a {type(metrics).__name__}"]
     values: dict[str, float] = {}
     wrong: list[str] = []
     for name, value in metrics.items():
+        if not (isinstance(name, str) and is_unicode(name)):
+            wrong.append(f"the name {name!r:.50} is no text")
+            continue
         try:
+            if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+                raise ValueError("a number would be this rank's part of it")
             if math.isfinite(value):
                 values[name] = float(value)
-        except (TypeError, ValueError, RuntimeError, OverflowError):  # also arrays and tensors of many values
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: tensors of many values
             wrong.append(f"{name!r:.50} is {value!r:.50}")
-        if not isinstance(name, str):
-            wrong.append(f"the name {name!r:.50} is no text")
-    if wrong:
-        raise CheckpointError(f"metrics: {'; '.join(wrong)}: give one number for each name")
-    return values
+    if len(values) > MAX_METRICS:
+        return {}, [f"there are {len(values)}, and a step holds {MAX_METRICS}"]
+    return values, wrong
 
 
 def may_be_there(step: int, last_step: bool, resumed_from: int | None) -> bool:

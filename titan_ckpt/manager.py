@@ -414,7 +414,7 @@ class CheckpointManager:
             self._exporter.export(export, step, self._base.identity)
         except Exception as e:
             error = e
-        _raise(self._failures.verdict("exported", step, error, is_last=last_step))
+        _raise(self._failures.verdict("exported", step, error, is_last=last_step, of=export))
 
     def save_step(self, due: DueSave) -> bool:
         """Start the save of a step that is due, and return whether it is saved. Called by `save`, and by RunGuard.

@@ -383,7 +383,8 @@ def test_lists_that_can_be_read_once_are_saved_as_a_whole(tmp_path: Path) -> Non
     once: Any = {name: iter(values) for name, values in given.items()}
     with CheckpointManager(CheckpointConfig(save=SaveConfig(interval=1)), **once, base_folder=tmp_path) as m:
         m.load()
-        optimizer.step(), scheduler.step()
+        optimizer.step()
+        scheduler.step()
         m.save(1)
     scheduler.step()
     world.load(CheckpointManager(CheckpointConfig(), **given, base_folder=tmp_path))

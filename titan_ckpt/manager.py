@@ -471,7 +471,7 @@ class CheckpointManager:
             converters=converter.describe() if (converter := self._model.converter) else [],
             base=None if self.config.external or due.model_only else self._base.identity,
             resumed_from=self._resumed_from,
-            metrics=due.metrics,
+            metrics=dict(due.metrics),
             allowed=self.config.allow,
         )
 

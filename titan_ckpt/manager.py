@@ -497,8 +497,8 @@ class CheckpointManager:
                 self._directory.leave_abandoned_branch()
 
     def _look_before_saving(self, step: int) -> None:
-        """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""
-        if not self._knows_folder and (steps := self._directory.steps()):
+        """Refuse to save into a folder that holds an earlier run's steps, torchtitan's too, and was never loaded from."""
+        if not self._knows_folder and (steps := self._directory.candidates()):
             earlier = listed([*map(str, reversed(steps))], ", ", " ")
             raise CommitConflictError(
                 f"{self._directory.root}: step {step} is to be saved, load() was never called, and step {earlier} of "

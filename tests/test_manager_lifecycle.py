@@ -370,9 +370,7 @@ def test_steps_of_torchtitan_are_loaded_before_the_first_save_too(tmp_path: Path
     )
     shutil.copytree(tmp_path / "titan" / "exports", tmp_path / "run" / "checkpoints")
     with world.manager(tmp_path / "run", model, optimizer) as m:
-        with pytest.raises(
-            CommitConflictError, match=r"load\(\) was never called, and step 1 of an earlier run"
-        ):
+        with pytest.raises(CommitConflictError, match=r"load\(\) was never called, and step 1 of an earlier run"):
             m.save(5)
         assert m.load().step == 1
         m.save(5)

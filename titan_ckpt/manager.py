@@ -497,7 +497,7 @@ class CheckpointManager:
                 self._directory.leave_abandoned_branch()
 
     def _look_before_saving(self, step: int) -> None:
-        """Refuse to save into a folder that holds an earlier run's steps, torchtitan's too, and was never loaded from."""
+        """Refuse to save into a folder that holds an earlier run's steps, or torchtitan's, and was never loaded."""
         if not self._knows_folder and (steps := self._directory.candidates()):
             earlier = listed([*map(str, reversed(steps))], ", ", " ")
             raise CommitConflictError(

@@ -462,7 +462,7 @@ def test_metrics_that_are_no_numbers_cost_no_save_that_nothing_makes_up_for(
         assert m.save(1, metrics=wrong, **due)
     found, _ = CheckpointDirectory(m._directory.root, Coordinator.current()).committed(1)
     assert found.metrics == {"right": 1.0}
-    assert "step 1 is saved without some" in caplog.text and "'loss' is None" in caplog.text
+    assert "step 1 is saved without metrics that are no numbers" in caplog.text and "'loss' is None" in caplog.text
 
 
 @pytest.mark.parametrize("step", ["1", 1.0, None, True, -2, torch.tensor(1.0)])

@@ -434,10 +434,9 @@ class CheckpointManager:
         def look() -> tuple[bool, dict[str, float]]:
             finite, wrong = finite_metrics(due.metrics)  # on every rank: a value may ask the others
             if wrong and rank == 0:
-                problem = f"metrics: {'; '.join(wrong)}: give one number for each name"
                 if due.skippable:
-                    raise CheckpointError(problem)
-                logger.warning("step %d is saved without some, and nothing else would save it: %s", due.step, problem)
+                    raise CheckpointError(f"metrics: {listed(wrong)}: give one number for each name")
+                logger.warning("step %d is saved without metrics that are no numbers: %s", due.step, listed(wrong))
             return is_busy, finite
 
         busy, finite = self._coordinator.gather_results("busy", look)[0]

@@ -259,6 +259,20 @@ def test_an_interval_export_that_the_disk_refuses_does_not_end_the_run(
         export_through(tmp_path / "b", mode, last_step=3)
 
 
+@MODES
+def test_the_fourth_failure_in_a_row_of_one_export_ends_the_run_whatever_others_do(tmp_path: Path, mode: str) -> None:
+    """The success of one that is made beside it began the count anew, so that the warnings never ended."""
+    disk = Disk(error=errno.ENOSPC, only="/full/")
+    exports = tuple(ExportConfig("dcp", interval=1, folder=name) for name in ("full", "exports"))
+    manager = build(tmp_path, nn.Linear(2, 2), async_mode=mode, on_failure="warn", export=exports)
+    with disk.inserted(), manager:
+        for step in (1, 2, 3):
+            save(manager, step)
+        with pytest.raises(ExportError, match=r"No space left"):
+            save(manager, 4)
+    assert names_in(tmp_path / "exports")[:3] == ["step-1", "step-2", "step-3"]
+
+
 def broken(*_: object) -> None:
     raise ValueError("a fault of our own")
 

@@ -7,6 +7,7 @@ import gc
 import itertools
 import math
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -359,6 +360,23 @@ def test_a_module_in_place_of_a_list_is_named(tmp_path: Path) -> None:
         CheckpointManager(CheckpointConfig(), model_parts=nn.Sequential(nn.Linear(2, 2)), base_folder=tmp_path)  # type: ignore[arg-type]
 
 
+def test_steps_of_torchtitan_are_loaded_before_the_first_save_too(tmp_path: Path) -> None:
+    """A run that had not loaded them saved beside them, and its step was the newest."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    world.step_with_ones(optimizer)
+    world.save(
+        world.manager(tmp_path / "titan", model, optimizer, export=(ExportConfig("torchtitan"),)), last_step=True
+    )
+    shutil.copytree(tmp_path / "titan" / "exports", tmp_path / "run" / "checkpoints")
+    with world.manager(tmp_path / "run", model, optimizer) as m:
+        with pytest.raises(CommitConflictError, match=r"load\(\) was never called, and step 1 of an earlier run"):
+            m.save(5)
+        assert m.load().step == 1
+        m.save(5)
+    assert RunFolder(tmp_path / "run").steps() == [1, 5]
+
+
 def test_what_is_no_list_or_no_dict_is_named(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())
@@ -444,7 +462,7 @@ def test_metrics_that_are_no_numbers_cost_no_save_that_nothing_makes_up_for(
         assert m.save(1, metrics=wrong, **due)
     found, _ = CheckpointDirectory(m._directory.root, Coordinator.current()).committed(1)
     assert found.metrics == {"right": 1.0}
-    assert "step 1 is saved without some" in caplog.text and "'loss' is None" in caplog.text
+    assert "step 1 is saved without metrics that are no numbers" in caplog.text and "'loss' is None" in caplog.text
 
 
 @pytest.mark.parametrize("step", ["1", 1.0, None, True, -2, torch.tensor(1.0)])

@@ -415,7 +415,7 @@ class CheckpointManager:
             self._exporter.export(export, step, self._base.identity)
         except Exception as e:
             error = e
-        _raise(self._failures.verdict("exported", step, error, is_last=last_step))
+        _raise(self._failures.verdict("exported", step, error, is_last=last_step, of=export))
 
     def save_step(self, due: DueSave) -> bool:
         """Start the save of a step that is due, and return whether it is saved. Called by `save`, and by RunGuard.
@@ -488,8 +488,8 @@ class CheckpointManager:
                 self._directory.leave_abandoned_branch()
 
     def _look_before_saving(self, step: int) -> None:
-        """Refuse to save into a folder that holds steps of an earlier run and was never loaded from."""
-        if not self._knows_folder and (steps := self._directory.steps()):
+        """Refuse to save into a folder that holds an earlier run's steps, or torchtitan's, and was never loaded."""
+        if not self._knows_folder and (steps := self._directory.candidates()):
             earlier = listed([*map(str, reversed(steps))], ", ", " ")
             raise CommitConflictError(
                 f"{self._directory.root}: step {step} is to be saved, load() was never called, and step {earlier} of "

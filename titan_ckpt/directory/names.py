@@ -183,10 +183,13 @@ def survey(root: Path) -> Survey:
 
 
 def _is_dcp(path: Path) -> bool:
-    own, metadata = os.path.lexists(path / MANIFEST_NAME), path / ".metadata"
-    if own or not posix.is_real_folder(path) or not os.path.isfile(metadata):  # False in a folder that we may not enter
+    if os.path.lexists(path / MANIFEST_NAME) or not posix.is_real_folder(path):
         return False
-    return metadata.stat().st_size > 0
+    try:
+        metadata = os.stat(path / ".metadata")  # once: torchtitan's run may delete it meanwhile
+    except OSError:  # also in a folder that we may not enter
+        return False
+    return stat.S_ISREG(metadata.st_mode) and metadata.st_size > 0
 
 
 def inspect(path: Path, step: int, *, waits: Sequence[float] | None = None) -> CommittedStep:

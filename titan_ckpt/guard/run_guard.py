@@ -22,6 +22,7 @@ from titan_ckpt.errors import CheckpointError, DataError
 from titan_ckpt.guard.notices import Kind, Notice, NoticeBoard
 from titan_ckpt.guard.requests import Requests
 from titan_ckpt.manager import CheckpointManager
+from titan_ckpt.saving.step import step_number
 
 logger = logging.getLogger(__name__)
 
@@ -94,8 +95,9 @@ class RunGuard:
         """Call it when a step is complete, after manager.save(). Return True on all ranks if the loop must end.
 
         The step has been saved then, if there was time.
-        Raises: SaveError for a requested save; PeerError for ranks that no longer answer.
+        Raises: SaveError for a requested save; PeerError for ranks that no longer answer; CheckpointError for no step.
         """
+        step = step_number(step)
         if self._completed.marked != step:
             self._completed.complete(step)
         now = time.monotonic()

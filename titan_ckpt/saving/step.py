@@ -71,10 +71,9 @@ class DueSave:
         """
         finite, wrong = _finite(self.metrics)
         if wrong and rank == 0:
-            problem = f"metrics: {'; '.join(wrong)}: give one number for each name"
             if self.skippable:
-                raise CheckpointError(problem)
-            logger.warning("step %d is saved without some, and nothing else would save it: %s", self.step, problem)
+                raise CheckpointError(f"metrics: {listed(wrong)}: give one number for each name")
+            logger.warning("step %d is saved without metrics that are no numbers: %s", self.step, listed(wrong))
         return finite
 
 
@@ -301,14 +300,21 @@ class Failures:
     config: SaveConfig | None
     """It has on_failure; without it, every failure ends the run."""
     coordinator: Coordinator
-    in_row: Counter[str] = field(default_factory=Counter)
+    in_row: Counter[tuple[str, ExportConfig | None]] = field(default_factory=Counter)
 
     def verdict(
-        self, what: Literal["saved", "exported"], step: int, error: BaseException | None, *, is_last: bool
+        self,
+        what: Literal["saved", "exported"],
+        step: int,
+        error: BaseException | None,
+        *,
+        is_last: bool,
+        of: ExportConfig | None = None,
     ) -> BaseException | None:
         """Count how the save or the exports of a step ended; log a failure after which the run goes on. Collective.
 
-        `error`: what was raised on this rank. `is_last`: nothing later makes up for a failure.
+        `error`: what was raised on this rank. `is_last`: nothing later makes up for a failure. `of`: the export that
+        was made alone; others that succeed at the same step do not end its failures.
         Return what the caller must raise, on all ranks, so that none waits for another: `error`, or PeerError on a rank
         that has no error of its own; None if the run goes on.
         """
@@ -321,11 +327,11 @@ class Failures:
         failed = [rank for rank, outcome in enumerate(of_ranks) if outcome != "done"]
         of_peers = PeerError(f"step {step} was not {what} on rank {listed([*map(str, failed)], ', ', ' ')}", failed)
         if not is_disk_failure(of_ranks):
-            self.in_row[what] = 0
+            self.in_row[what, of] = 0
             return (error or of_peers) if failed else None
         assert error is not None, "all ranks failed"
-        self.in_row[what] += 1
-        count = self.in_row[what]
+        self.in_row[what, of] += 1
+        count = self.in_row[what, of]
         logger.warning("step %d is not %s (%d in a row, %d are accepted): %s", step, what, count, _MOST_IN_ROW, error)
         return error if count > _MOST_IN_ROW else None
 

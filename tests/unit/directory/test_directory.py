@@ -831,3 +831,22 @@ def test_a_survey_says_what_was_rejected_and_why(tmp_path: Path) -> None:
     assert isinstance(found.steps[0].manifest, Manifest)
     assert found.rejected[0][0] == "step-20"
     assert "step-20: " in found.explain()
+
+
+def test_a_step_that_torchtitan_deletes_while_it_is_looked_at_ends_no_survey(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its .metadata was there for the first look and not for the second, and the load of all other steps failed."""
+    (tmp_path / "step-5").mkdir()
+    (tmp_path / "step-5" / ".metadata").write_bytes(b"x")
+    look = os.stat
+
+    def deleted(path: Any, **options: Any) -> os.stat_result:
+        found = look(path, **options)
+        if str(path).endswith(".metadata"):
+            (tmp_path / "step-5" / ".metadata").unlink()
+        return found
+
+    monkeypatch.setattr(os, "stat", deleted)
+    assert survey(tmp_path).dcp == (5,)
+    assert survey(tmp_path).dcp == ()

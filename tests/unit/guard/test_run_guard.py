@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -206,3 +207,18 @@ def test_a_forked_process_does_not_write_signals_to_the_guards_listener(tmp_path
     """Also if no signal stops the run: the child may have closed the file, and opened one of its own by that number."""
     with guarded(tmp_path, on=("exception",)):
         assert answer(lambda: signal.set_wakeup_fd(-1)) == (-1, 0)
+
+
+def test_a_requested_save_of_a_step_that_numpy_counts_is_answered(tmp_path: Path) -> None:
+    """The step was saved, and its answer, which is JSON, ended the run."""
+    steps: Any = np.arange(1, 1000)
+    with build(tmp_path, torch.nn.Linear(2, 2), interval=1000) as manager, RunGuard(manager) as guard:
+        manager.load()
+        name = outside_request.ask(tmp_path)
+        for step in steps:
+            guard.step_ended(step)
+            if (tmp_path / outside_request.ANSWER).exists():
+                break
+            time.sleep(0.01)
+        answer = outside_request.await_answer(tmp_path, name, 10)
+    assert answer.error is None and RunFolder(tmp_path).steps() == [answer.step]

@@ -19,7 +19,7 @@ class TrainerLoader(AcceleratedLoader):
     """The loader that an attached Trainer iterates over."""
 
     undispatched = 'accelerator_config={"dispatch_batches": False}'
-    judges_collator = reads_to_end = False
+    judges_collator = False
     _is_told = False
 
     def __iter__(self) -> Iterator[Any]:

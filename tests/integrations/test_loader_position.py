@@ -6,7 +6,7 @@ import gc
 import random
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from itertools import count
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,11 @@ from tests.integrations.loader_cases import (
     SAMPLED,
     STREAMS,
     Counting,
+    Estimated,
     Jittered,
     Numbers,
     Plain,
+    Sized,
     Stream,
     Told,
     by_own_generator,
@@ -223,6 +225,89 @@ def test_data_that_does_not_say_where_it_begins_after_a_left_epoch_is_refused(
             with pytest.raises(ConfigError, match=f"next_epoch: .*{name}.* does not say where an epoch begins"):
                 loader.next_epoch()
     assert loader.epoch == 1
+
+
+class Long(Sized):
+    """A stream that goes on after as many numbers as its length says."""
+
+    def __iter__(self) -> Iterator[int]:
+        while self.next < 16:
+            self.next += 1
+            yield self.next - 1
+        self.next = 0
+
+
+def until_length(loader: PositionedLoader) -> Iterator[Any]:
+    """Yield batches of epochs that the loop leaves after as many as there are, without asking for more."""
+    while True:
+        for batch in islice(loader, len(loader)):
+            yield loader.epoch, plain(batch), float(torch.rand(()))
+
+
+@pytest.mark.parametrize(("stream", "length"), [(Sized, 10), (Long, 16)])
+def test_a_loop_that_stops_at_the_length_of_a_stream_loses_nothing(stream: Callable[[], Any], length: int) -> None:
+    """The next epoch begins after what it has read, or anew if that was all; so does one that is resumed there."""
+    torch.manual_seed(1)
+    loader = PositionedLoader(DataLoader(stream(), 5))
+    run, rows, saved = until_length(loader), [], []
+    for _ in range(9):
+        rows.append(next(run))
+        saved.append((len(rows), deepcopy(loader.state_dict()), torch.get_rng_state()))
+    numbers = [number for _, batch, _ in rows for number in batch]
+    assert numbers == [number % length for number in range(len(numbers))]
+    for number, state, drawn in saved[1::2]:
+        resumed = PositionedLoader(DataLoader(stream(), 5))
+        resumed.load_state_dict(state)
+        torch.set_rng_state(drawn)
+        again = until_length(resumed)
+        assert [next(again) for _ in rows[number:]] == rows[number:]
+
+
+def test_a_step_that_was_saved_before_the_end_of_a_stream_was_noted_goes_on() -> None:
+    """Such a step has the position of a stream that is at its end, which was read when the next epoch began."""
+    torch.manual_seed(1)
+    run = steps(loader := PositionedLoader(DataLoader(Sized(), 5)))
+    next(run), next(run)
+    state = deepcopy(loader.state_dict())
+    state = {name: value for name, value in state.items() if name not in ("is_ended", "is_unread")} | {
+        "epoch": 1, "batches": 0, "start": None, "ahead": None, "source": {"next": 10}
+    }  # fmt: skip
+    drawn, expected = torch.get_rng_state(), next(run)
+    resumed = PositionedLoader(DataLoader(Sized(), 5))
+    resumed.load_state_dict(state)
+    torch.set_rng_state(drawn)
+    assert (next(steps(resumed)), resumed.epoch) == (expected, 1)
+
+
+def test_a_sampler_with_a_state_begins_the_next_epoch_at_its_start_after_a_resume_within_a_longer_one() -> None:
+    """A batch after as many as the length says; torchdata's sampler takes a state for its next order."""
+
+    def new() -> PositionedLoader:
+        order = StatefulDistributedSampler(Plain(10), 1, 0)
+        return PositionedLoader(DataLoader(Plain(10), batch_sampler=Estimated(order, 3, False)))
+
+    run = steps(loader := new())
+    next(run), next(run)
+    resumed = new()
+    resumed.load_state_dict(deepcopy(loader.state_dict()))
+    rest = steps(resumed)
+    assert [next(rest)[0] for _ in range(6)] == [next(run)[0] for _ in range(6)]
+
+
+def test_ranks_whose_last_batches_differ_in_size_are_in_the_same_epoch() -> None:
+    """Only the rank of the smaller one sees that the stream has ended."""
+    loaders = [
+        PositionedLoader(DataLoader(Streamed.from_generator(range_of, gen_kwargs={"end": n}), 4)) for n in (7, 8)
+    ]
+    for loader in loaders:
+        next(run := steps(loader)), next(run)
+    assert [(loader.epoch, loader.num_batches, loader.at_end) for loader in loaders] == [(0, 2, False)] * 2
+    states = [loader.state_dict() for loader in loaders]
+    assert [(state["epoch"], state["batches"]) for state in states] == [(0, 2)] * 2
+
+
+def range_of(end: int) -> Iterator[dict[str, int]]:
+    yield from ({"a": number} for number in range(end))
 
 
 def test_an_evaluation_over_the_data_of_the_training_within_an_epoch_ends_no_loop() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
+from tests.integrations.loader_cases import Sized
 from tests.integrations.phases import Phase, play
 from tests.integrations.playing import Run, assert_same_run, played
 from titan_ckpt import CheckpointConfig, ExportConfig
@@ -51,6 +53,16 @@ def test_three_ranks_of_ddp_sum_gradients_in_the_order_of_the_whole_run(tmp_path
     """DDP orders its exchange anew after the first backward pass of a process."""
     for found, expected in played(MODULE, Run("run_summed", 3, 1, 4), tmp_path):
         assert_same_run(found, expected)
+
+
+@pytest.mark.parametrize("size", [4, 5])
+def test_each_epoch_over_a_stream_with_a_length_reads_all_of_it(size: int) -> None:
+    """The Trainer stops at the length, and a stream whose end was not read would begin there."""
+    loader = TrainerLoader(DataLoader(Sized(), size))
+    for epoch in range(3):
+        loader.set_epoch(epoch)
+        assert [number for batch in islice(loader, len(loader)) for number in batch.tolist()] == [*range(10)]
+        assert loader.epoch == epoch
 
 
 @pytest.mark.parametrize("function", ["run_other_base", "run_export"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from itertools import chain, repeat
+from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -109,20 +109,33 @@ def test_what_differs_is_refused_by_name_and_can_be_allowed(case: Case, fault: s
     assert not [*unwrapped_faults(loader_of(case), [name])]
 
 
-def test_a_sampler_that_counts_its_epochs_by_itself_goes_on() -> None:
-    """Within the second epoch, and at the end of the first one."""
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sampler", [lambda: SeedableRandomSampler(Plain(10), data_seed=3), Positioned])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_sampler_that_counts_its_epochs_by_itself_goes_on(
+    sampler: Callable[[], Any], size: int, workers: int
+) -> None:
+    """Within an epoch and at its end, which a smaller last batch and what workers read ahead are beyond."""
 
-    def new() -> Any:
-        return StatefulDataLoader(Plain(10), 2, sampler=SeedableRandomSampler(Plain(10), data_seed=3))
+    def epochs(loader: Any) -> Iterator[Any]:
+        for number in count():
+            yield from ((number, plain(batch), float(torch.rand(()))) for batch in loader)
+            yield number
 
-    for number in (5, 7):
-        loader, again = new(), new()
-        run = chain.from_iterable(repeat(loader))
-        for _ in range(number):
-            next(run)
-        position(again).restore(stored(deepcopy(position(loader).value({}))), {})
-        rest = chain.from_iterable(repeat(again))
-        assert [plain(next(rest)) for _ in range(9)] == [plain(next(run)) for _ in range(9)]
+    torch.manual_seed(1)
+    loader = StatefulDataLoader(Plain(10), size, sampler=sampler(), num_workers=workers)
+    run, rows, saved = epochs(loader), [], []
+    for _ in range(10):
+        rows.append(next(run))
+        saved.append((deepcopy(position(loader).value({})), torch.get_rng_state()))
+    for number, (state, before) in enumerate(saved[:-1], 1):
+        again = StatefulDataLoader(Plain(10), size, sampler=sampler(), num_workers=workers)
+        position(again).restore(stored(state), {})
+        torch.set_rng_state(before)
+        rest = [row[1:] for row in islice(epochs(again), 20) if isinstance(row, tuple)]
+        expected = [row[1:] for row in rows[number:] if isinstance(row, tuple)]
+        assert rest[: len(expected)] == expected, f"after {number}"
 
 
 def test_generators_that_are_made_in_the_middle_of_a_run_are_refused() -> None:

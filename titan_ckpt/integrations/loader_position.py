@@ -69,7 +69,7 @@ class PositionedLoader:
     judges_collator = True
     """Whether nobody else looks at the function that makes batches."""
     reads_to_end = True
-    """Whether the loop reads a stream on after as many batches as its length says."""
+    """Whether the end of a stream that the loop has left at its length is read when the next epoch begins."""
 
     def __init__(
         self, loader: Any, inner: Any = None, data_rank: DataRank | None = None, allow: Collection[str] = ()
@@ -101,6 +101,10 @@ class PositionedLoader:
         """Whether this epoch has more batches than its length says."""
         self._reading: Any = None
         """torch's iterator over a stream, which knows that a batch of fewer samples is the last one."""
+        self._is_ended = False
+        """Whether the batch that was returned is such a one, so that the state of its stream is that of the next."""
+        self._is_unread = False
+        """Whether a stream is before the end of the epoch before, which its length alone has told."""
         self._ahead: dict[str, Any] | None = None
         """The position after the batch that was returned, when one more was read to know whether it is the last."""
         self._is_last = False
@@ -157,13 +161,18 @@ class PositionedLoader:
             return True
         return not self._goes_on and self.num_batches > 0 and self.num_batches == length_of(self.loader)
 
+    @property
+    def is_over(self) -> bool:
+        """Return whether no batch of this epoch is left, which only this rank may know."""
+        return self.at_end or self._is_ended
+
     def next_epoch(self) -> None:
         """Leave the rest of this epoch out, before the save of the step after which the loop leaves it.
 
         An iteration over it ends; after the last batch of an epoch, by itself.
         Raises: ConfigError for a stream or a sampler whose state says no beginning in the middle of an epoch.
         """
-        if self.at_end:
+        if self.at_end and not self._is_before_end:
             return
         lost = [sampler for sampler in self._stateful_samplers() if is_of_torchdata(sampler)]
         lost += [self.inner.dataset] if self._gives_state and self._keeps_state else []
@@ -177,8 +186,9 @@ class PositionedLoader:
 
     def begin_next(self) -> None:
         """Go on to the next epoch."""
+        self._is_unread = self._is_before_end
         self.epoch, self.num_batches = self.epoch + 1, 0
-        self._goes_on = self._is_last = False
+        self._goes_on = self._is_last = self._is_ended = False
         self._ahead = None
 
     def leave_epoch(self) -> None:
@@ -187,7 +197,7 @@ class PositionedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
-        if self.at_end and not resumed:
+        if self.is_over and not resumed:
             self.begin_next()
         elif self.num_batches and not resumed:
             left = f"the loop leaves epoch {self.epoch} after {counted(self.num_batches, 'batch', 'batches')}"
@@ -204,15 +214,16 @@ class PositionedLoader:
         batches = self._begin(resumed)
         batch = next(batches, _END)
         if resumed and resumed["ahead"]:
-            self._set_random(resumed["now"])
+            self._set_random(resumed["now"], within=True)
         self._of_data = _drawn_from(self.inner, self._stream)  # an epoch or the first batch may have made them
         while batch is not _END:
             self.num_batches += 1
             self._ahead = None
-            self._is_last = getattr(getattr(self._reading, "_dataset_fetcher", None), "ended", False)
+            self._is_ended = getattr(getattr(self._reading, "_dataset_fetcher", None), "ended", False)
             following = _UNREAD
-            if self.looks_ahead or (self.at_end and self._may_read_on):
-                # a sampler or a stream may change once more at its end, and a length may be an estimate
+            is_lost = not self._gives_state and isinstance(self.inner.dataset, IterableDataset)
+            if self.looks_ahead or (self.at_end and not is_lost):
+                # a sampler may draw once more at its end, and a length may be an estimate
                 self._ahead = self._place()
                 following = next(batches, _END)
                 self._is_last = following is _END
@@ -223,6 +234,7 @@ class PositionedLoader:
                 return
             batch = next(batches, _END) if following is _UNREAD else following
         self.end_epoch()
+        self._is_last = True
         self.begin_next()
 
     def _begin(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
@@ -251,8 +263,15 @@ class PositionedLoader:
             yield from _iterated(self.inner, self._in_order)
             return
         dataset: Any = getattr(self.inner, "dataset", None)
-        if resumed and resumed["source"] is not None:
+        is_unread = self._is_unread and self.reads_to_end and source is dataset and self._keeps_state
+        self._is_unread = False
+        is_ended = resumed and source is dataset and resumed.get("is_ended")
+        if resumed and resumed["source"] is not None and (self._keeps_state or not is_ended):
             source.load_state_dict(resumed["source"])
+        if is_ended:
+            self._set_random(now)
+            return
+        before = self._place() | ({"source": resumed["source"]} if resumed else {}) if is_unread else {}
         if is_of_torchdata(self.inner) and isinstance(dataset, IterableDataset) and self.inner.num_workers:
             # it counts the entries of a sampler again, from the start of the epoch
             self._start = resumed["start"] if resumed and resumed["start"] else self._get_random()
@@ -262,6 +281,13 @@ class PositionedLoader:
         self._reading = batches
         if resumed and now and (self.num_batches or resumed["is_kept"]):
             self._set_random(now)
+        elif is_unread:
+            self._set_random(before)
+            if next(batches, _END) is not _END:  # it goes on after as many batches as its length says
+                source.load_state_dict(before["source"])
+                self._set_of_data(before)
+                self._set_random(before)
+            self._reading = batches = iter(self.inner)
         begin_once(self.inner)
         yield from batches
 
@@ -338,6 +364,8 @@ class PositionedLoader:
             "source": place["source"],
             "stream_epoch": int(getattr(self._stream, "_epoch", 0)),
             "of_data": place["of_data"],
+            "is_ended": within and self._is_ended,
+            "is_unread": self._is_before_end if self.num_batches else self._is_unread,
             "facts": self._facts(),
         }
 
@@ -357,6 +385,7 @@ class PositionedLoader:
         self._check_facts(state_dict, self._facts())
         self._resumed, self._start, self._is_last = state_dict, state_dict["start"], False
         self._goes_on = state_dict["batches"] == length_of(self.loader)  # else it would be the end
+        self._is_ended, self._is_unread = state_dict.get("is_ended", False), state_dict.get("is_unread", True)
         self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
         self._set_of_data(state_dict)
 
@@ -416,9 +445,9 @@ class PositionedLoader:
         return has_state(self.inner) and not is_counted and not self.read_again
 
     @property
-    def _may_read_on(self) -> bool:
-        """Return whether one more batch may be read at the end, which it may not if a stream would lose it."""
-        return self.reads_to_end or self._gives_state or not isinstance(self.inner.dataset, IterableDataset)
+    def _is_before_end(self) -> bool:
+        """Return whether the end is known by the length alone: of a stream nothing is read on, which it would lose."""
+        return self.at_end and not (self._is_last or self._is_ended)
 
     @property
     def _stream(self) -> Any:
@@ -511,12 +540,13 @@ class PositionedLoader:
             "samplers": [sampler.state_dict() for sampler in self._stateful_samplers()],
         }
 
-    def _set_random(self, stored: dict[str, Any]) -> None:
+    def _set_random(self, stored: dict[str, Any], *, within: bool = False) -> None:
+        """Set the random states. `within`: samplers are within their orders, which they are not given anew."""
         if stored["random"] is not None:
             self._random.load_state_dict(stored["random"])
         for generator, state in zip(self._generators(), stored["generators"], strict=True):
             generator.set_state(state)
-        for sampler, state in zip(self._stateful_samplers(), stored["samplers"], strict=True):
+        for sampler, state in zip(self._stateful_samplers(), stored["samplers"], strict=True) if not within else ():
             sampler.load_state_dict(state)
 
     def _stateful_samplers(self) -> list[Any]:

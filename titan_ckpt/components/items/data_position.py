@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested
-from titan_ckpt.components.known.loaders import begin_at, generators_beside, is_of_torchdata, told_samplers
+from titan_ckpt.components.known.loaders import begin_at, epochs_of, generators_beside, is_of_torchdata, told_samplers
 from titan_ckpt.components.known.streams import begin_once
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, counted, listed
 from titan_ckpt.rng import get_random
@@ -76,7 +76,7 @@ class DataPosition(Item):
         state = self._dataloader.state_dict()
         beside = {
             _DRAWN: [*map(get_random, generators_beside(self._dataloader))],
-            _EPOCHS: [sampler.epoch for sampler in told_samplers(self._dataloader)],
+            _EPOCHS: epochs_of(self._dataloader),
         }
         beside = {name: values for name, values in beside.items() if values}
         return {**state, **beside} if beside else state

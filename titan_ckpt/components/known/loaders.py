@@ -11,6 +11,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from types import CodeType
 from typing import Any
@@ -173,6 +174,22 @@ def told_samplers(loader: Any) -> list[Any]:
     return [sampler for sampler in told if type(getattr(sampler, "epoch", None)) is int]
 
 
+def epochs_of(loader: Any) -> list[int]:
+    """Return the epochs of the orders that `told_samplers` are in.
+
+    accelerate's SeedableRandomSampler counts on when its order is read, which is before that of a smaller last batch,
+    and of all that worker processes have ahead, is at its end; its generator has the seed of the order.
+    """
+    iterator = getattr(loader, "_iterator", None)
+    is_within = iterator is not None and iterator._sampler_iter_yielded and not iterator._finished  # noqa: SLF001 - torchdata has no public names for it
+    return [
+        sampler.generator.initial_seed() - sampler.initial_seed
+        if is_within and names_of(type(sampler))[0] == "accelerate.data_loader.SeedableRandomSampler"
+        else sampler.epoch
+        for sampler in told_samplers(loader)
+    ]
+
+
 def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) -> None:
     """Load a StatefulDataLoader's state so that the iterator that it makes for it draws nothing that a step draws.
 
@@ -183,8 +200,11 @@ def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) ->
 
     def make() -> Any:
         del loader._get_iterator  # noqa: SLF001 - torchdata has no public name for it
-        with generators_kept():
+        epochs = epochs_of(loader) if state.get("_iterator_finished") else []
+        with generators_kept(), _order_ended(loader, state):
             iterator = loader._get_iterator()  # noqa: SLF001 - as above
+        for sampler, epoch in zip(told_samplers(loader), epochs, strict=False):  # workers have read an order ahead
+            sampler.set_epoch(epoch)
         for generator, its in zip(generators_beside(loader), drawn or (), strict=False):
             set_random(generator, its)
         return iterator
@@ -198,6 +218,48 @@ def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) ->
     if is_within:
         loader.load_state_dict(state)
         loader._get_iterator = make  # noqa: SLF001 - as above
+
+
+@contextmanager
+def _order_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
+    """Let a sampler that gives its state have no more entries, if the state is that of its order's end.
+
+    It may have gone on to its next order by then, of which an iterator at this position must read nothing.
+    """
+    batches = loader.batch_sampler
+    order = state.get("_snapshot", {}).get("_main_snapshot", state).get("_sampler_iter_state") or {}
+    is_read = state.get("_iterator_finished") or (
+        "samples_yielded" in order and not batches.drop_last and order["samples_yielded"] % batches.batch_size
+    )
+    if "sampler_state" not in order or not is_read or state.get("_steps_since_snapshot"):
+        yield
+        return
+    sampler = batches.sampler
+    batches.sampler = _Ended(sampler)
+    try:
+        yield
+    finally:
+        batches.sampler = sampler
+
+
+class _Ended:
+    """Stands in for a sampler at the end of its order, and puts it back there."""
+
+    def __init__(self, sampler: Any) -> None:
+        self._sampler, self._state = sampler, None
+
+    def state_dict(self) -> Any:
+        return self._sampler.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._state = state
+        self._sampler.load_state_dict(state)
+
+    def __iter__(self) -> Iterator[Any]:
+        """Read the end, if the sampler is before it."""
+        if self._state is not None and next(iter(self._sampler), self) is not self:
+            self._sampler.load_state_dict(self._state)
+        return iter(())
 
 
 def _unasked_data(loader: Any) -> Any:

@@ -65,7 +65,7 @@ class AcceleratedLoader(PositionedLoader):
         """Return the batch on the device of the training."""
         if not self._is_prepared:
             return batch
-        self.loader.end_of_dataloader = self.at_end
+        self.loader.end_of_dataloader = self.is_over
         if self.loader.device is None:
             return batch
         return send_to_device(batch, self.loader.device, non_blocking=self.loader._non_blocking)  # noqa: SLF001 - accelerate's setting
@@ -120,7 +120,7 @@ class Positioned(Iterated):
     titan_ckpt: LoopLoader
 
     def set_epoch(self, epoch: int) -> None:
-        if self.titan_ckpt.at_end:  # the loop has left its iterator at the last batch
+        if self.titan_ckpt.is_over:  # the loop has left its iterator at the last batch
             self.titan_ckpt.begin_next()
         self.titan_ckpt.check_epoch(epoch)
         super().set_epoch(epoch)  # type: ignore[misc]  # DataLoaderShard, which `extend` puts behind, has it

@@ -19,7 +19,7 @@ class TrainerLoader(AcceleratedLoader):
     """The loader that an attached Trainer iterates over."""
 
     undispatched = 'accelerator_config={"dispatch_batches": False}'
-    judges_collator = reads_to_end = False
+    judges_collator = False
     _is_told = False
 
     def __iter__(self) -> Iterator[Any]:
@@ -48,14 +48,14 @@ class TrainerLoader(AcceleratedLoader):
     @property
     def at_end(self) -> bool:
         """Return whether the Trainer reads no more batches of this epoch; False while the length is unknown."""
-        return self._is_last or (self.num_batches > 0 and self.num_batches == length_of(self.loader))
+        return self.num_batches > 0 and self.num_batches == length_of(self.loader)
 
     def set_epoch(self, epoch: int) -> None:
         """Remember the epoch, as the Trainer says it before it iterates."""
         self._is_told = True
-        self.epoch = epoch
         if self._resumed is None:
-            self.num_batches, self._goes_on, self._is_last = 0, False, False
+            self.begin_next()
+        self.epoch = epoch
         if hasattr(self.loader, "set_epoch"):
             self.loader.set_epoch(epoch)
 

@@ -268,7 +268,7 @@ class PositionedLoader:
         is_ended = resumed and source is dataset and resumed.get("is_ended")
         if resumed and resumed["source"] is not None and (self._keeps_state or not is_ended):
             source.load_state_dict(resumed["source"])
-        if is_ended:
+        if is_ended and now:
             self._set_random(now)
             return
         before = self._place() | ({"source": resumed["source"]} if resumed else {}) if is_unread else {}

@@ -111,7 +111,7 @@ def test_what_differs_is_refused_by_name_and_can_be_allowed(case: Case, fault: s
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("sampler", [lambda: SeedableRandomSampler(Plain(10), data_seed=3), Positioned])
+@pytest.mark.parametrize("sampler", [lambda: SeedableRandomSampler(Plain(10), data_seed=3), Jumping])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_sampler_that_counts_its_epochs_by_itself_goes_on(
     sampler: Callable[[], Any], size: int, workers: int

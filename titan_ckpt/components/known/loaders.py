@@ -180,14 +180,15 @@ def epochs_of(loader: Any) -> list[int]:
     accelerate's SeedableRandomSampler counts on when its order is read, which is before that of a smaller last batch,
     and of all that worker processes have ahead, is at its end; its generator has the seed of the order.
     """
-    iterator = getattr(loader, "_iterator", None)
-    is_within = iterator is not None and iterator._sampler_iter_yielded and not iterator._finished  # noqa: SLF001 - torchdata has no public names for it
-    return [
-        sampler.generator.initial_seed() - sampler.initial_seed
-        if is_within and names_of(type(sampler))[0] == "accelerate.data_loader.SeedableRandomSampler"
-        else sampler.epoch
-        for sampler in told_samplers(loader)
-    ]
+    epochs = []
+    for sampler in told_samplers(loader):
+        iterator = loader._iterator  # noqa: SLF001 - torchdata has no public names for these
+        is_within = iterator is not None and iterator._sampler_iter_yielded and not iterator._finished  # noqa: SLF001
+        if is_within and names_of(type(sampler))[0] == "accelerate.data_loader.SeedableRandomSampler":
+            epochs.append(sampler.generator.initial_seed() - sampler.initial_seed)
+        else:
+            epochs.append(sampler.epoch)
+    return epochs
 
 
 def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) -> None:

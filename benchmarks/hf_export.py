@@ -35,7 +35,7 @@ from benchmarks.hf_model import DTYPE, Subject, fsync_folder, highest, make_subj
 OURS = "titan_ckpt, proved"
 CONSOLIDATED = "sharded + consolidated (torchtitan)"
 GATHERED = "full_state_dict + save_file"
-LIMIT = "limit: O_DIRECT write"
+LIMIT = "limit: O_DIRECT write, and read back"
 
 
 def main(options: Options) -> dict[str, Any]:
@@ -101,12 +101,17 @@ def _cases(options: Options, subject: Subject) -> dict[str, Case]:
         barrier()
         fsync_folder(folder)
 
-    share = subject.num_bytes // world_size()
+    def limit() -> None:
+        path = folder / f"{rank()}.raw"
+        raw.write_direct(path, subject.num_bytes // world_size(), buffers)
+        barrier()
+        raw.read(path, buffers, direct=True)
+
     return {
         OURS: lambda: subject.export(folder / "out"),
         CONSOLIDATED: consolidated,
         GATHERED: gathered,
-        LIMIT: lambda: raw.write_direct(folder / f"{rank()}.raw", share, buffers),
+        LIMIT: limit,
     }
 
 

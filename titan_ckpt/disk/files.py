@@ -33,7 +33,11 @@ IO_BYTES = 4 << 20
 """Bytes of one read or write; also of each worker's bounce buffer."""
 
 NUM_WORKERS = 4
-"""Threads of one save or load on one rank: while one copies and hashes, the others' reads or writes are in flight."""
+"""Threads of one save on one rank: while one hashes, the others' writes are in flight."""
+
+NUM_READERS = 12
+"""Threads that read a file around the page cache. A disk is as fast as the bytes in flight let it be, and a thread that
+hashes, casts or copies has none in flight: with 4 a load reached 70 % of raw reads where it reaches 85 % with 12."""
 
 _CACHESTAT = 451
 """Number of the system call, which the C library does not name."""
@@ -175,7 +179,7 @@ class FileReader(Reader):
     """An open regular file, read at offsets through the page cache or around it. Threads may share it."""
 
     is_remote = False
-    num_workers = NUM_WORKERS
+    num_workers = NUM_READERS
     request_bytes = IO_BYTES
 
     def __init__(self, path: Path) -> None:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -477,6 +478,7 @@ def test_what_is_no_step_is_refused_at_once(run_folder: RunFolder, step: Any) ->
 
 ENDS_WITHOUT_CLOSE = """
 import sys, threading, time
+from collections.abc import Sequence
 from pathlib import Path
 from safetensors.torch import load_file
 from torch import nn
@@ -575,3 +577,29 @@ def test_a_named_step_is_resumed_where_inodes_change_from_look_to_look(
     with manager(RunFolder(tmp_path)) as second:
         assert second.load(1).step == 1
         second.save(2)
+
+
+def test_a_schedule_of_an_optimizer_that_is_not_given_is_refused(tmp_path: Path) -> None:
+    """The moments of that optimizer would be in no step, and a resume would begin them afresh without a word."""
+    model = nn.Linear(2, 2)
+    given, forgotten = (torch.optim.AdamW([parameter]) for parameter in model.parameters())
+
+    def manager(optimizers: Sequence[torch.optim.Optimizer], schedule: Any, **config: Any) -> CheckpointManager:
+        settings = CheckpointConfig(save=SaveConfig(interval=1), **config)
+        return CheckpointManager(
+            settings, model_parts=[model], optimizers=optimizers, lr_schedulers=[schedule], base_folder=tmp_path
+        )
+
+    rates = torch.optim.lr_scheduler
+    for schedule in (rates.StepLR(forgotten, 1), rates.ReduceLROnPlateau(forgotten)):
+        for optimizers in ([given], []):
+            refused = rf"lr_schedulers\[0\] \({type(schedule).__name__}\) .*AdamW.*optimizers"
+            with pytest.raises(LoadMismatchError, match=refused):
+                manager(optimizers, schedule)
+    manager([given, forgotten], rates.StepLR(forgotten, 1)).close()
+    manager([], rates.StepLR(forgotten, 1), components=("model", "lr_scheduler")).close()
+
+
+def test_settings_that_are_no_config_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="config is one dict: give a CheckpointConfig"):
+        CheckpointManager({"folder": "checkpoints"}, model_parts=[nn.Linear(2, 2)], base_folder=tmp_path)  # type: ignore[arg-type]

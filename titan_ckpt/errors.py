@@ -25,6 +25,7 @@ CheckpointError
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -51,6 +52,24 @@ def listed(lines: Sequence[str], separator: str = "; ", last: str | None = None,
     """
     text = separator.join(lines[:most])
     return text if len(lines) <= most else f"{text}{separator if last is None else last}and {len(lines) - most} more"
+
+
+def age(unix_seconds: float) -> str:
+    """Return a time of the past in words that fit a column: "3 min", "2 h", "5 d"."""
+    seconds = max(0.0, time.time() - unix_seconds)
+    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
+        if seconds < limit:
+            return f"{seconds / unit:.0f} {name}"
+    return f"{seconds / 86400:.0f} d"
+
+
+def size(num_bytes: float) -> str:
+    """Return a number of bytes with a unit."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if num_bytes < 1024:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1024
+    return f"{num_bytes:.1f} TiB"
 
 
 def without_credentials(text: str) -> str:

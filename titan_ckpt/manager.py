@@ -102,6 +102,8 @@ class CheckpointManager:
         optimizers of PEFT that were not proved to continue exactly; StateEncodingError for tensors of the model and
         for `states` that no checkpoint can hold.
         """
+        if not isinstance(config, CheckpointConfig):
+            raise TypeError(f"config is one {type(config).__name__}: give a CheckpointConfig(folder=..., save=...)")
         lists = {"model_parts": model_parts, "optimizers": optimizers, "lr_schedulers": lr_schedulers}
         for argument, given in lists.items():
             if isinstance(given, nn.Module) or not isinstance(given, Iterable):
@@ -217,7 +219,7 @@ class CheckpointManager:
         with self.telemetry.event("load") as event:
             result = self._load(step, event)
             resumed = result.plan.resume
-            event.note(step=result.step, folder=None if resumed is None else str(resumed.path))
+            event.note(step=result.step, folder=resumed and str(self._directory.step_path(resumed.step)))
             event.note(sources=[str(source) for source in result.plan.sources])
         return result
 

@@ -16,8 +16,9 @@ import pytest
 from tests.forked import fork
 from tests.tiny_run import AfterStep, settings
 from titan_ckpt.cli.main import main
+from titan_ckpt.errors import size
 from titan_ckpt.telemetry.events import TELEMETRY, read_events
-from titan_ckpt.tools.listing import list_run, size
+from titan_ckpt.tools.listing import list_run
 from titan_ckpt.tools.report import ticks
 from titan_ckpt.training.trainer import Trainer
 

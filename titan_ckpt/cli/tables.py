@@ -10,14 +10,14 @@ from rich.markup import escape
 from rich.table import Table
 from rich.tree import Tree
 
-from titan_ckpt.errors import counted, printable
-from titan_ckpt.tools.listing import Listing, age, size
+from titan_ckpt.errors import age, counted, printable, size
 
 if TYPE_CHECKING:
     from titan_ckpt.cli.planning import Plan
     from titan_ckpt.tools.conversion import Written
     from titan_ckpt.tools.difference import Difference, TensorDifference
     from titan_ckpt.tools.inspecting import ComponentContent, Content, TensorStatistics
+    from titan_ckpt.tools.listing import Listing
     from titan_ckpt.tools.logits import ComparedLogits
     from titan_ckpt.tools.retention import Pruned
     from titan_ckpt.tools.verifying import Verified

@@ -18,6 +18,7 @@ from torch.distributed import is_initialized
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from titan_ckpt.components import schedules
 from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.data_position import DataPosition, DataRank
 from titan_ckpt.components.items.exchange_order import ExchangeOrder
@@ -115,8 +116,8 @@ class RunState:
         `left_out`: components that are neither saved nor loaded; their objects are forgotten. `own_settings`: returns,
         by the stored states, the settings of optimizer groups of which a load leaves this run's values. `rebuild`:
         as of CheckpointManager.
-        Raises: LoadMismatchError for optimizers that do not train this model's parameters; StateEncodingError for
-        objects that return no state.
+        Raises: LoadMismatchError for optimizers that do not train this model's parameters, and for schedules of other
+        optimizers; StateEncodingError for objects that return no state.
         """
         self.model = model
         self._rank, self._world_size, self._rebuild = rank, world_size, rebuild
@@ -143,17 +144,22 @@ class RunState:
                 "StatefulDataLoader",
                 faults[0],
             )
+        if others := [] if "optimizer" in left_out else schedules.of_other_optimizers(self._lr_schedulers, optimizers):
+            raise LoadMismatchError(
+                f"{listed(others)}, which is not among the optimizers of the manager: no step would hold its state. "
+                "Pass it, optimizers=[...], or leave optimizers out by checkpoint.components"
+            )
         if self.trained is not None and "states" not in left_out:
             self.trained.check_scalers(self.states.values())
         users = [UserState(name, state) for name, state in self.states.items()]
-        schedulers = [Schedulers(self._lr_schedulers, self.trained, own_settings)] if self._lr_schedulers else []
+        rates = [Schedulers(self._lr_schedulers, self.trained, own_settings)] if self._lr_schedulers else []
         positions = [DataPosition(self._dataloader, lambda: self.data_rank)] if self._dataloader is not None else []
         self.order = ExchangeOrder([] if "states" in left_out else model.parts)
         """Is among the items if DDP is around the model."""
         self.items: list[Item] = [
             *([self.order] if self.order else []),  # first: it waits for other ranks, on which another item may fail
             *filter(None, (self.extra, self.trained)),
-            *schedulers,
+            *rates,
             *users,
             *positions,
             *([] if "rng" in left_out else [Generators()]),

@@ -61,6 +61,26 @@ def with_rate_of_start(settings: frozenset[str]) -> frozenset[str]:
     return settings | {"initial_lr"} if "lr" in settings else settings
 
 
+def of_other_optimizers(schedulers: Sequence[Any], optimizers: Sequence[Any]) -> list[str]:
+    """Return a line for each schedule of an optimizer whose groups and parameters none of these optimizers has."""
+    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    known = {id(value) for group in groups for value in (group, *group.get("params", ()))}
+    lines = []
+    for i, scheduler in enumerate(schedulers):
+        live = _live(scheduler)
+        driven = getattr(live, "optimizer", None) if isinstance(live, LRScheduler) else None
+        own = [value for group in getattr(driven, "param_groups", ()) for value in (group, *group["params"])]
+        if own and known.isdisjoint(map(id, own)):
+            lines.append(f"lr_schedulers[{i}] ({type(live).__name__}) sets the rates of {type(driven).__name__}")
+    return lines
+
+
+def _live(scheduler: Any) -> Any:
+    """Return the schedule that accelerate has wrapped, or the one itself."""
+    inner = getattr(scheduler, "scheduler", None)
+    return inner if isinstance(inner, LRScheduler) else scheduler
+
+
 def goes_on(component: str, lines: Sequence[str]) -> list[str]:
     """Return the warning that a component goes on with stored settings in the place of this run's, and how it does not.
 
@@ -90,8 +110,7 @@ def replaced_settings(schedulers: Sequence[Any], stored: Sequence[Any], own: fro
     """
     lines: dict[str, None] = {}
     for scheduler, before in zip(schedulers, stored, strict=False):
-        inner = getattr(scheduler, "scheduler", None)  # accelerate wraps it
-        live = inner if isinstance(inner, LRScheduler) else scheduler
+        live = _live(scheduler)
         lines |= dict.fromkeys(_replaced(live, before, live.state_dict()))
     return [line for line in lines if line.partition(" = ")[0] not in own]
 

@@ -103,7 +103,8 @@ def _is_sound(event: Mapping[str, Any]) -> bool:
         and all(type(value) is int for value in expired)
         and (step is None or type(step) is int)
         and (error is None or isinstance(error, str))
-        and all(isinstance(event.get(name, ""), str) for name in ("event", "host", "format", "folder", "kind"))
+        and all(isinstance(event.get(name, ""), str) for name in ("event", "host", "format", "kind"))
+        and isinstance(event.get("folder"), str | None)
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
@@ -15,7 +14,7 @@ from titan_ckpt.directory.names import COMMITS, PIN_NAME, STAGING, CommittedStep
 from titan_ckpt.directory.steps import steps_at
 from titan_ckpt.disk import posix
 from titan_ckpt.encoding.strict_json import MAX_BYTES_BY_HAND, loads_by_hand
-from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError
+from titan_ckpt.errors import CheckpointNotFoundError, NotACheckpointError, size
 from titan_ckpt.formats.publish.bucket_record import LOADABLE, BucketExports
 from titan_ckpt.formats.publish.record import RECORDS, MadeExports
 from titan_ckpt.stores.store import Place, local_path, store_of
@@ -206,24 +205,6 @@ def resumed_from(manifests: Iterable[Manifest]) -> set[int]:
     last = max(manifests, key=lambda m: m.step, default=None)  # no run saves below a step: clocks may jump
     step = last.resumed_from.get("step") if last is not None and last.resumed_from else None
     return {step} if isinstance(step, int) else set()
-
-
-def age(unix_seconds: float) -> str:
-    """Return a time of the past in words that fit a column: "3 min", "2 h", "5 d"."""
-    seconds = max(0.0, time.time() - unix_seconds)
-    for limit, unit, name in ((90, 1, "s"), (5400, 60, "min"), (172800, 3600, "h")):
-        if seconds < limit:
-            return f"{seconds / unit:.0f} {name}"
-    return f"{seconds / 86400:.0f} d"
-
-
-def size(num_bytes: float) -> str:
-    """Return a number of bytes with a unit."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
 
 
 def _native(step: CommittedStep, path: str, *, is_best: bool, is_source: bool) -> ListedStep:

@@ -13,8 +13,8 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from titan_ckpt.errors import size
 from titan_ckpt.tools.figures import Figures, Session, phase, read_figures, waited
-from titan_ckpt.tools.listing import size
 
 _MAX_ROWS = 60
 """Rows of a table; the newest are shown, and a sentence says how many there are."""

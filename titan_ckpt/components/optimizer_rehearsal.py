@@ -69,17 +69,13 @@ def rehearse(
     """
     watch = watch or Watch()
     lines: dict[str, None] = {}
-    with generators_kept():
+    with generators_kept(), torch.compiler.set_stance("force_eager"):
         for optimizer in map(innermost, optimizers):
             name = class_name(optimizer)
-            fault = _misaligned(optimizer)
-            if fault is None and not name.startswith(OF_TORCH):
-                with torch.compiler.set_stance("force_eager"):
-                    lost = dict.fromkeys(_lost(optimizer, live, allow, watch))
-                    fault = None if lost else _fault(optimizer, may_lose=name in allow)
-                lines |= lost
-            if fault is not None:
+            if (fault := _misaligned(optimizer)) is not None:
                 lines[f"{name}: {fault}"] = None
+            elif not name.startswith(OF_TORCH):
+                lines |= dict.fromkeys(_faults(optimizer, live, allow, watch))
     return list(lines)
 
 
@@ -105,64 +101,51 @@ def _misaligned(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _fault(optimizer: Optimizer, *, may_lose: bool) -> str | None:
-    """Return why the optimizer cannot be resumed; None if it can, or cannot be rehearsed.
+def _faults(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str], watch: Watch) -> Iterator[str]:
+    """Yield why an optimizer cannot be resumed: what its state dict leaves out or cannot give, as far as is known.
 
-    `may_lose`: other steps after a resume are no fault.
+    A tiny copy is stepped, and another takes its state over and goes on with it. If an optimizer cannot be rehearsed
+    and has no state dict of its own, all attributes count that its code sets.
     """
+    kinds, what = type(optimizer).__mro__, class_name(optimizer)
     try:
         read(optimizer)
     except StateEncodingError as error:
-        return str(error)
-    if (whole := _stepped_twin(optimizer)) is None:
-        return None
-    first, other = _tiny(optimizer), _tiny(optimizer)
-    _steps(first, 1, 2)
-    try:
-        groups = OptimizerState([first], _named(first)).split()[1][0]
-        if kept := _not_json(groups):
-            return f"its state cannot be stored: {listed(kept)}. {_NEXT_STEP}"
-        _carry_over(first, other)
-        equal = _same(first, other)
-        _steps(other, *range(3, _LAST + 1))
-    except CheckpointError as error:
-        return f"{error}. {_NEXT_STEP}"
-    except Exception as error:
-        return f"its state cannot be carried over: {type(error).__name__}: {error}. {_NEXT_STEP}"
-    if may_lose or (equal and _same(other, whole)):
-        return None
-    _steps(first, *range(3, _LAST + 1))
-    if not _same(first, whole):  # its steps differ by chance, or depend on time
-        return None
-    return f"after a resume its steps would not be those of a run without a stop. {_NEXT_STEP}"
-
-
-def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str], watch: Watch) -> Iterator[str]:
-    """Yield a line if attributes of an optimizer change and are not in its state dict, as far as is known.
-
-    If an optimizer cannot be rehearsed and has no state dict of its own, all counts that its code sets.
-    """
-    kinds, what = type(optimizer).__mro__, class_name(optimizer)
-    if (first := _stepped_twin(optimizer)) is None:
+        yield f"{what}: {error}"
+        return
+    first, whole = _stepped_twin(optimizer, _LAST), _stepped_twin(optimizer, 2 * _LAST)
+    if first is None or whole is None:
         held = [("optimizer", optimizer)]
         yield from faults(held, None, allow, live=live, gives_state=speaks_for_itself, watch=watch)
         return
     other, fresh = _tiny(optimizer), _tiny(optimizer)
     constant = [name for name, value in _kept(first).items() if _equal(value, _kept(fresh).get(name))]
+    fault = None
     try:
+        if kept := _not_json(OptimizerState([first], _named(first)).split()[1][0]):
+            raise StateEncodingError(f"its state cannot be stored: {listed(kept)}")
         _carry_over(first, other)
-        lost = _differing(first, other)
-        if lost:  # what each step sets anew before it is used comes back by itself
-            _steps(first, _LAST + 1)
-            _steps(other, _LAST + 1)
-            lost = [name for name in _differing(first, other) if name in lost]
-    except Exception:  # `_fault` meets it again, and has the words for it
+        is_equal, lost = _same(first, other), _differing(first, other)
+        for number in range(_LAST + 1, 2 * _LAST + 1):
+            _steps(first, number)
+            _steps(other, number)
+            if number == _LAST + 1:  # what each step sets anew before it is used comes back by itself
+                lost = [name for name in _differing(first, other) if name in lost]
+    except CheckpointError as error:
+        fault = f"{error}"
+    except Exception as error:
+        fault = f"its state cannot be carried over: {type(error).__name__}: {error}"
+    if fault is not None:
+        yield f"{what}: {fault}. {_NEXT_STEP}"
         return
     of_torch = {*stored_by_code_of(kind for kind in kinds if kind.__module__.startswith(OF_TORCH))}
     if lost := [f"self.{name}" for name in lost if f"self.{name}" not in of_torch]:
         reason = f"its steps change {listed(lost, ', ', ' ')}, and its state_dict() leaves that out. {_NEXT_STEP}"
         yield from unless_allowed(what, what, reason, allow)
     elif what not in allow:
+        is_equal = is_equal and _same(first, other)
+        if not is_equal and _same(first, whole):  # else its steps differ by chance, or depend on time
+            yield f"{what}: after a resume its steps would not be those of a run without a stop. {_NEXT_STEP}"
         names = [name for name in constant if f"self.{name}" not in of_torch]
         trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 
@@ -190,11 +173,11 @@ def _comes_back(optimizer: Optimizer, fresh: Optimizer, name: str) -> bool:
     return name.removeprefix("self.") not in _differing(now, fresh)
 
 
-def _stepped_twin(optimizer: Optimizer) -> Optimizer | None:
-    """Return a tiny copy after the last step; None if the optimizer cannot be rehearsed."""
+def _stepped_twin(optimizer: Optimizer, num_steps: int) -> Optimizer | None:
+    """Return a tiny copy after so many steps; None if the optimizer cannot be rehearsed."""
     try:
         twin = _tiny(optimizer)
-        _steps(twin, *range(1, _LAST + 1))
+        _steps(twin, *range(1, num_steps + 1))
     except Exception as error:  # any error: code that needs more than tiny parameters says nothing about its state
         logger.debug("%s cannot be rehearsed: %s", type(optimizer).__qualname__, error)
         return None

@@ -6,7 +6,7 @@ of the user's own are exact. The tests compare the tables with the installed pac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -17,7 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from titan_ckpt.components.classes import class_name, defines, exact, gives_state, is_of_library, is_own, names_of
 from titan_ckpt.components.unsaved_state import fault_of, faults, function_faults, unless_allowed
 from titan_ckpt.components.watched import Watch
-from titan_ckpt.integrations.lightning.averages import AVERAGING, FINETUNING, STOCHASTIC, of_kinds
+
+AVERAGING = "weight_averaging.WeightAveraging"
+STOCHASTIC = "stochastic_weight_avg.StochasticWeightAveraging"
+FINETUNING = "finetuning.BaseFinetuning"
+"""Ends of the full names of callbacks that keep more than their own state, or change more than that."""
 
 _OWN = "it changes Lightning's own checkpoint (on_save_checkpoint), which is not written, so a resume would lose its"
 _WRITES = "it writes Lightning's own checkpoints beside those of titan_ckpt: leave it out"
@@ -84,6 +88,12 @@ _BUILDS = (
 )  # fmt: skip
 _BEGINS = ("on_fit_start", "on_train_start")
 """Hooks that every start calls: before its load or after its last step, and after its load."""
+
+
+def of_kinds(callbacks: Iterable[Any], *kinds: str) -> list[Any]:
+    """Return the callbacks that are, or extend, any of these classes of Lightning's callbacks."""
+    ends = tuple(f".callbacks.{kind}" for kind in kinds)
+    return [each for each in callbacks if any(name.endswith(ends) for name in names_of(type(each)))]
 
 
 def plugin_faults(strategy: Any, precision: Any, allow: Collection[str]) -> Iterator[str]:

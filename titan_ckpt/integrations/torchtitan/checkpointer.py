@@ -21,20 +21,23 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
 
 from titan_ckpt.config import StopConfig
-from titan_ckpt.converters import LoRAConverter, ModelConvertersContainer
+from titan_ckpt.converters import ModelConvertersContainer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.paths import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError, refuse
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.integrations.torchtitan import adapter, held, settings
-from titan_ckpt.integrations.torchtitan.converters import converters_of
-from titan_ckpt.integrations.torchtitan.lora import find_lora, over_layers
+from titan_ckpt.integrations.torchtitan.converters import (
+    adapted_modules,
+    find_converters,
+    over_layers,
+    trained_beside_adapters,
+)
 from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json, is_allowed
 from titan_ckpt.integrations.torchtitan.wording import InTorchtitansWords, in_torchtitans_words
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.stores.store import StoreConfig, local_path
 from titan_ckpt.types import Stateful
-from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -125,7 +128,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
 
     @dataclass(kw_only=True, slots=True)
     class Config(TorchtitanManager.Config):  # type: ignore[misc]  # torchtitan is not there when mypy runs
-        """The settings of torchtitan's own manager, and more; SETTINGS says what each means here."""
+        """The settings of torchtitan's own manager, and more: docs/use-in-torchtitan.md has their meanings."""
 
         additional_load_path: str | None = None
         """An adapter of the initial weights: a PEFT folder, a step of this package, or a DCP folder."""
@@ -277,27 +280,3 @@ def _put_back(trainer: Any, own: Any) -> None:
     del trainer.should_continue_training
     if own is not None:
         trainer.should_continue_training = own
-
-
-def find_converters(model_parts: Sequence[nn.Module]) -> ModelConvertersContainer | None:
-    """Return the converters that changed the model; None without any. Collective.
-
-    Raises: ConfigError; ConverterError if both have put LoRA into it.
-    """
-    own, lora = converters_of(model_parts), find_lora(model_parts)
-    return own if lora is None else ModelConvertersContainer([*(own or ()), lora])
-
-
-def adapted_modules(converters: ModelConvertersContainer | None) -> dict[str, bool]:
-    """Return fqn -> whether its weight is tied, of each module with an adapter."""
-    loras = [converter for converter in converters or () if isinstance(converter, LoRAConverter)]
-    return {fqn: fqn in lora.tied for lora in loras for fqn in lora.adapted}
-
-
-def trained_beside_adapters(model_parts: Sequence[nn.Module], converters: ModelConvertersContainer | None) -> list[str]:
-    """Return the parameters that are trained and that no adapter owns; none for a model without adapters."""
-    if not adapted_modules(converters):
-        return []
-    wrapper = ModelWrapper(model_parts, converters)
-    trained = (clean_fqn(name) for part in model_parts for name, p in part.named_parameters() if p.requires_grad)
-    return [fqn for fqn in trained if not wrapper.owns(fqn)]

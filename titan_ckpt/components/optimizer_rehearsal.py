@@ -1,7 +1,7 @@
 """A rehearsal of optimizers before the first step: whether their state can be stored, and whether it comes back.
 
-Owns the copy of an optimizer over tiny parameters, its steps and the comparison. Live objects are only read, and the
-generators are put back. An optimizer whose attributes hold more than plain data and other optimizers is not rehearsed,
+Owns the copy of an optimizer over tiny parameters, its steps and the comparison. Live objects are only read; the caller
+puts generators back. An optimizer whose attributes hold more than plain data and other optimizers is not rehearsed,
 because its code may reach live objects through them: unsaved_state.py looks at its code and attributes instead, and
 what it keeps in its state is checked after its first step. Attributes that the rehearsal has not changed are watched.
 """
@@ -57,26 +57,22 @@ _NEXT_STEP = (
 
 
 def rehearse(
-    optimizers: Sequence[Any],
-    live: Sequence[nn.Module] = (),
-    allow: Collection[str] = (),
-    watch: Watch | None = None,
-) -> list[str]:
-    """Return a line for every optimizer whose state could not be stored, or is not known to come back.
+    optimizers: Sequence[Any], live: Sequence[nn.Module], allow: Collection[str], watch: Watch
+) -> Iterator[str]:
+    """Yield a line for every optimizer whose state could not be stored, or is not known to come back.
 
-    `live`: the modules that they train. `allow`: full names of classes that may lose what they keep in attributes.
-    `watch`: notes the attributes that these steps have not changed, and later ones might.
+    Those of torch and torchao are proved, but for shards that torchao's quantize unevenly. `live`: the modules that
+    they train. `allow`: full names of classes that may lose what they keep in attributes. `watch`: notes the attributes
+    that these steps have not changed, and later ones might.
     """
-    watch = watch or Watch()
-    lines: dict[str, None] = {}
-    with generators_kept(), torch.compiler.set_stance("force_eager"):
-        for optimizer in map(innermost, optimizers):
-            name = class_name(optimizer)
-            if (fault := _misaligned(optimizer)) is not None:
-                lines[f"{name}: {fault}"] = None
-            elif not name.startswith(OF_TORCH):
-                lines |= dict.fromkeys(_faults(optimizer, live, allow, watch))
-    return list(lines)
+    for optimizer in map(innermost, optimizers):
+        name = class_name(optimizer)
+        if (fault := _misaligned(optimizer)) is not None:
+            yield f"{name}: {fault}"
+        elif not name.startswith(OF_TORCH):
+            with torch.compiler.set_stance("force_eager"):
+                lines = [*_faults(optimizer, live, allow, watch)]
+            yield from lines
 
 
 def _misaligned(optimizer: Optimizer) -> str | None:

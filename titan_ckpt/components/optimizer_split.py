@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -202,20 +202,11 @@ def _repeated(content: OptimizerContent) -> frozenset[int]:
     """Return the addresses that several tensors in the state of parameters have."""
     values = [value for state in content.state.values() for value in state.values()]
     if all(type(value) is torch.Tensor and value.layout is torch.strided for value in values):
-        starts = {value.data_ptr() for value in values}  # in one go, because there are many
-        if len(starts) == len(values) and 0 not in starts:
+        pointers = {value.data_ptr() for value in values}  # in one go, because there are many
+        if len(pointers) == len(values) and 0 not in pointers:
             return frozenset()
-    return frozenset(start for start, count in Counter(_addresses(content)).items() if count > 1)
-
-
-def _addresses(content: OptimizerContent) -> Iterator[int]:
-    """Yield the address of every tensor in the state of parameters."""
-    for state in content.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield address(value)
-            else:
-                yield from map(address, tensors_in(value))
+    starts = Counter(address(tensor) for value in values for tensor in tensors_in(value))
+    return frozenset(start for start, count in starts.items() if count > 1)
 
 
 def _is_laid_out_like_new(value: torch.Tensor, parameter: nn.Parameter) -> bool:

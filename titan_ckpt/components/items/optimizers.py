@@ -78,8 +78,7 @@ class Optimizers(Item):
             )
 
     def faults(self, allow: Collection[str]) -> list[str]:
-        unproved = [optimizer for optimizer in self.optimizers if not optimizer_content.is_of_torch(optimizer)]
-        faults = rehearse(unproved, self._model.parts, allow, self._watch) if unproved else []
+        faults = [*dict.fromkeys(rehearse(self.optimizers, self._model.parts, allow, self._watch))]
         return faults or typed_json.problems_of(self.value({}), self.key)
 
     def value(self, tensors: StateDict) -> Groups:

@@ -36,7 +36,6 @@ PARTS = {f"{_HOME}.{name}Iterable": "" for name in _EXACT} | {
 }
 """Full name of a part's class -> "" if it continues exactly, or why it does not, with the next step."""
 
-
 _READS_AHEAD = frozenset(
     f"{_HOME}.{name}Iterable"
     for name in (
@@ -47,24 +46,20 @@ _READS_AHEAD = frozenset(
 """Parts that read examples once more after a resume: all from the start of a shard, of a batch, of the next one, or of
 the epoch."""
 
-
 _DRAWS = (
     "it reads examples once more after a resume, and the random numbers that are drawn while it reads would be others: "
     "draw them in a map() that is not batched and comes last, or in the collator"
 )
-
 
 _NOT_HELD = (
     "the state of the stream leaves it out: read the stream by a DataLoader without worker processes, in "
     "titan_ckpt.PositionedLoader"
 )
 
-
 _UNSEEDED = (
     "no seed is given to its shuffle() or interleave_datasets(), and each process would read in another order: give "
     "it a seed"
 )
-
 
 _READ_ONCE = (
     "a function of the stream reads from it, and a resumed run would read it from its start: make it in the function "

@@ -21,9 +21,9 @@ from titan_ckpt.encoding.typed_json import MAX_INLINE_BYTES
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.formats.safetensors.container import read_header
 from titan_ckpt.integrations.transformers.attach import TitanCheckpoint
+from titan_ckpt.integrations.transformers.known import HOOKS, problems
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
 from titan_ckpt.integrations.transformers.progress import RankProgress, completions_of
-from titan_ckpt.integrations.transformers.refusals import HOOKS, problems
 
 MODULE = "tests.integrations.trainer_runs"
 RUNS = {

@@ -99,7 +99,8 @@ def of_kinds(callbacks: Iterable[Any], *kinds: str) -> list[Any]:
 def plugin_faults(strategy: Any, precision: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield why a strategy or a precision does not work with titan_ckpt. Only one that is not known can be allowed."""
     for value in (strategy, precision):
-        reason = _listed(value)
+        names = names_of(type(value))[: 1 if is_of_library(type(value)) else None]  # of a library, the class itself
+        reason = next((KNOWN[name] for name in names if name in KNOWN), None)
         if value is not None and reason is None:
             unknown = "it was not proved to continue exactly after a resume: use one of Lightning's that is listed"
             yield from unless_allowed(type(value).__name__, class_name(value), unknown, allow)
@@ -113,9 +114,7 @@ def callback_faults(callbacks: Collection[Any], allow: Collection[str], strategy
     Also why one does not work with a strategy that shards weights.
     """
     for callback in callbacks:
-        refused = []
-        if is_of_library(type(callback)) or _listed(callback):
-            refused = [*faults([("callback", callback)], KNOWN, allow)]
+        refused = [*faults([("callback", callback)], KNOWN, allow, gives_state=lambda _: True)]  # own code: own_faults
         if not refused and overrides(callback, ("callbacks.callback", "callbacks.weight_averaging")):
             reason = f"{_OWN} state: leave it out, or give it state_dict and load_state_dict"
             refused = [*fault_of("callback", callback, reason, allow)]
@@ -134,8 +133,7 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
     `watch`: notes what they hold now, when the training has begun.
     """
     live = [module, trainer, *trainer.optimizers]
-    own = [c for c in trainer.callbacks if not (is_of_library(type(c)) or _listed(c))]
-    own = [callback for callback in own if not class_name(callback).startswith("titan_ckpt.")]
+    own = [c for c in trainer.callbacks if not (is_of_library(type(c)) or class_name(c).startswith("titan_ckpt."))]
     judged = partial(faults, allow=allow, live=live, builds=_BUILDS, begins=_BEGINS, watch=watch)
     yield from judged([("callback", callback) for callback in own], KNOWN, gives_state=gives_state)
     given = [each for c in trainer.callbacks if is_of_library(type(c)) for each in _functions_of(c)]
@@ -178,12 +176,3 @@ def overrides(value: Any, home: str | tuple[str, ...]) -> bool:
     """Return whether an object changes Lightning's checkpoint by hooks that are not those of the base in `home`."""
     hooks = [getattr(value, name, None) for name in ("on_save_checkpoint", "on_load_checkpoint")]
     return any(hook is not None and not hook.__module__.endswith(home) for hook in hooks)  # LambdaCallback's own too
-
-
-def _listed(value: Any) -> str | None:
-    """Return what the table says of an object's class, or of the nearest one that it extends; None if it has neither.
-
-    A class of a library has to be in the table itself.
-    """
-    names = names_of(type(value))[: 1 if is_of_library(type(value)) else None]
-    return next((KNOWN[name] for name in names if name in KNOWN), None)

@@ -220,7 +220,9 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         Raises: ConfigError for a run that would save steps which are older than the one that it resumed, or that holds
         objects which are not known to resume exactly: its Trainer is complete here, and has not trained.
         """
-        self._line.together("torchtitan-held", self._check_held)  # rank 0 alone has loggers
+        self._line.together(  # rank 0 alone has loggers
+            "torchtitan-held", lambda: refuse(*self._held(self.manager.watch), source="TitanCheckpointer")
+        )
         result = self.manager.load(step)
         resumed = result.plan.resume
         folder = self.manager.folder
@@ -230,10 +232,6 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self._watching.close()  # the guard of an earlier load
         self._guard = self._watching.enter_context(RunGuard(self.manager)) if self._trainer is not None else None
         return bool(result.report.loaded)
-
-    def _check_held(self) -> None:
-        if faults := self._held(self.manager.watch):
-            raise ConfigError(faults, "TitanCheckpointer")
 
     @in_torchtitans_words
     def _save(self, curr_step: int, last_step: bool = False) -> bool:

@@ -252,13 +252,8 @@ def _draws_or_trains(item: Any) -> bool:
     """Return whether an object of a library is there to change, and is no data that can be compared."""
     if isinstance(item, IOBase) or type(item).__module__ == "torch.nn.modules.loss":
         return False
-    names = {*names_of(type(item))}
-    kinds = (nn.Module, torch.optim.Optimizer, Iterator)
-    return (
-        isinstance(item, kinds)
-        or is_random(item)
-        or not names.isdisjoint({"queue.Queue", "torchmetrics.metric.Metric"})
-    )
+    is_changed_by_use = not {"queue.Queue", "torchmetrics.metric.Metric"}.isdisjoint(names_of(type(item)))
+    return is_changed_by_use or is_random(item) or isinstance(item, (nn.Module, torch.optim.Optimizer, Iterator))
 
 
 def _is_installed(kind: type | FunctionType) -> bool:

@@ -52,59 +52,6 @@ class _Kept:
         """Leave the run's own state as it is."""
 
 
-def _transforms(
-    config: Any,
-    model_parts: Sequence[nn.Module],
-    converters: ModelConvertersContainer | None,
-    sd_adapter: Any,
-    assets: str | None,
-    flavor: str,
-    line: Coordinator,
-) -> StateDictTransforms | None:
-    """Return the names of the model in Hugging Face folders, if a setting needs them. Collective.
-
-    `flavor`: the model's name in messages.
-    Raises: ConfigError without an adapter or config.json; KeyMapError for an adapter that is no table.
-    """
-    peft = settings.reads_peft(config)
-    wanted = [name for name in ("initial_load_in_hf", "last_save_in_hf") if getattr(config, name)]
-    wanted += ["additional_load_path"] if peft else []
-    if not wanted:
-        return None
-    if sd_adapter is None:
-        raise ConfigError([f"checkpoint.{name}: the model spec has no state_dict_adapter" for name in wanted])
-    complete, exports = adapter.with_experts(sd_adapter), settings.exports(config)
-
-    def made() -> StateDictTransforms:
-        wrapper = ModelWrapper(model_parts, converters)
-        state = wrapper.state("base")
-        shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
-        try:
-            key_map = adapter.find_key_map(complete, shapes, wrapper.tied, wrapper.buffers().keys())
-            named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
-            adapter.check_reads(complete, named, wrapper.tied)
-            if peft or "peft" in exports:
-                adapted = [f"{fqn}.weight" for fqn in adapted_modules(converters)]
-                key_map = adapter.with_stored_forms(key_map, complete, state.own, adapted)
-        except KeyMapError as error:
-            folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
-            names = ", ".join(f"checkpoint.{name}" for name in wanted)
-            where = f" ({folder})" if folder else ""
-            step = f"Correct {adapter.name_of(complete)}, which the model spec names, or leave {names} out"
-            raise KeyMapError(f"{names}{where}: {flavor}: {error}\n{step}", error.unknown) from error
-        if "hf" in exports:
-            _check_left_out(key_map.nameless, config.allow)
-        model = getattr(sd_adapter, "model_config", None)
-        return StateDictTransforms(
-            key_map,
-            config_json(model, assets, config.allow) if exports else None,
-            Path(assets) if assets and Path(assets).is_dir() else None,
-            check_folder=partial(check_folder, model=model, allow=config.allow),
-        )
-
-    return line.together("torchtitan-names", made)  # a pipeline stage has other names than the next one
-
-
 def _check_left_out(nameless: Collection[str], allow: Collection[str]) -> None:
     """Check that the buffers which an export would lack are allowed. Raises: ConfigError naming each."""
     faults = []
@@ -184,15 +131,13 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         assets = getattr(sd_adapter, "hf_assets_path", None)
         converters = find_converters(model_parts)
         trained = trained_beside_adapters(model_parts, converters)
-        line = self._line = Coordinator.current()
-        line.together(
+        self._line = Coordinator.current()
+        self._line.together(
             "torchtitan-settings",
             lambda: settings.check(config, base_folder, states, assets, adapted_modules(converters), trained),
         )
         self._config = config
         self._trainer: Any = states.get("train_state")
-        spec = getattr(getattr(self._trainer, "config", None), "model_spec", None)
-        flavor = "the model" if spec is None else f"{spec.name} {spec.flavor}"  # as torchtitan's registries have them
         self._held = partial(held.faults, states, dataloader, optimizers, lr_schedulers, config.allow)
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
@@ -202,11 +147,59 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             lr_schedulers=[lr_schedulers],
             dataloader=dataloader,
             states={name: _Kept(state) if name in excluded else state for name, state in states.items()},
-            sd_transforms=_transforms(config, model_parts, converters, sd_adapter, assets, flavor, line),
+            sd_transforms=self._transforms(model_parts, converters, sd_adapter),
             model_converters=converters,
             base_folder=base_folder,
         )
         self._opened.callback(InTorchtitansWords().remove)
+
+    def _transforms(
+        self, model_parts: Sequence[nn.Module], converters: ModelConvertersContainer | None, sd_adapter: Any
+    ) -> StateDictTransforms | None:
+        """Return the names of the model in Hugging Face folders, if a setting needs them. Collective.
+
+        Raises: ConfigError without an adapter or config.json; KeyMapError for an adapter that is no table.
+        """
+        config, assets = self._config, getattr(sd_adapter, "hf_assets_path", None)
+        peft = settings.reads_peft(config)
+        wanted = [name for name in ("initial_load_in_hf", "last_save_in_hf") if getattr(config, name)]
+        wanted += ["additional_load_path"] if peft else []
+        if not wanted:
+            return None
+        if sd_adapter is None:
+            raise ConfigError([f"checkpoint.{name}: the model spec has no state_dict_adapter" for name in wanted])
+        complete, exports = adapter.with_experts(sd_adapter), settings.exports(config)
+
+        def made() -> StateDictTransforms:
+            wrapper = ModelWrapper(model_parts, converters)
+            state = wrapper.state("base")
+            shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
+            try:
+                key_map = adapter.find_key_map(complete, shapes, wrapper.tied, wrapper.buffers().keys())
+                named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
+                adapter.check_reads(complete, named, wrapper.tied)
+                if peft or "peft" in exports:
+                    adapted = [f"{fqn}.weight" for fqn in adapted_modules(converters)]
+                    key_map = adapter.with_stored_forms(key_map, complete, state.own, adapted)
+            except KeyMapError as error:
+                folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
+                names = ", ".join(f"checkpoint.{name}" for name in wanted)
+                where = f" ({folder})" if folder else ""
+                spec = getattr(getattr(self._trainer, "config", None), "model_spec", None)
+                flavor = "the model" if spec is None else f"{spec.name} {spec.flavor}"  # as in torchtitan's registries
+                step = f"Correct {adapter.name_of(complete)}, which the model spec names, or leave {names} out"
+                raise KeyMapError(f"{names}{where}: {flavor}: {error}\n{step}", error.unknown) from error
+            if "hf" in exports:
+                _check_left_out(key_map.nameless, config.allow)
+            model = getattr(sd_adapter, "model_config", None)
+            return StateDictTransforms(
+                key_map,
+                config_json(model, assets, config.allow) if exports else None,
+                Path(assets) if assets and Path(assets).is_dir() else None,
+                check_folder=partial(check_folder, model=model, allow=config.allow),
+            )
+
+        return self._line.together("torchtitan-names", made)  # a pipeline stage has other names than the next one
 
     @property
     def save_future(self) -> Any:

@@ -24,7 +24,7 @@ from titan_ckpt.converters.merge import merged
 from titan_ckpt.converters.qat.converter import quantized_forward
 from titan_ckpt.errors import listed
 from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.rng import RandomState, generators_kept
+from titan_ckpt.process import RandomState, generators_kept
 from titan_ckpt.weights.low_rank import LoRARecord, LowRank
 
 _MAX_ELEMENTS = 2 << 20

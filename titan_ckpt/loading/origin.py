@@ -12,8 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from titan_ckpt.components.items.data_position import DataRank, in_order
-from titan_ckpt.components.items.item import Stored
+from titan_ckpt.components.items.item import DataRank, Stored, in_order
 from titan_ckpt.components.optimizer import misfit
 from titan_ckpt.components.optimizer_content import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
@@ -32,12 +31,12 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, blocks_of
 from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.loading.adapters import is_adapter
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
 from titan_ckpt.loading.sources import PreparedLoad
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place, StoreConfig, open_source
 from titan_ckpt.types import Format, StateDict
 from titan_ckpt.weights.identity import check_base, check_converters, identify_base
@@ -169,7 +168,9 @@ class CommittedStep(Origin):
         return replace(load_plan, exclude=load_plan.exclude | _ALL_BUT_MODEL)
 
     def check(self, model: ModelWrapper) -> None:
-        check_converters(self.manifest.converters, model.converter.describe() if model.converter else [], self.step)
+        running = model.converter.describe() if model.converter else []
+        if running or self.manifest.converters:
+            check_converters(self.manifest.converters, running, self.step)
 
     def open_state(
         self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, prepared: PreparedLoad

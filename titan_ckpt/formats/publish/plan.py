@@ -23,8 +23,8 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import divide
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.formats.safetensors.container import Layout, lay_out
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, dtype_name, info_of, layout_of
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place, local_path, store_of
 from titan_ckpt.weights.transforms import FileGroup
 

@@ -2,8 +2,8 @@
 
 Owns the contract, and the share of the data that a rank reads. A component is one class in a file of its own, and
 run_state.py lists them; snapshots, state files, loads and torchtitan's folders ask the items alone. torch_checkpointing
-also binds once how each item is stored (meta-pytorch/torch_checkpointing, schema.py, ItemSpec); here an item has its way
-back and its misfits, too.
+also binds once how each item is stored (meta-pytorch/torch_checkpointing, schema.py, ItemSpec); here an item has its
+way back and its misfits, too.
 """
 
 from __future__ import annotations

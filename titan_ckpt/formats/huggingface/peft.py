@@ -40,7 +40,6 @@ from titan_ckpt.formats.huggingface.peft_fields import (
     wrong_types,
 )
 from titan_ckpt.formats.huggingface.reader import read_config, to_json
-from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.run import FolderFormat
 from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
@@ -48,7 +47,8 @@ from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.stores.store import Place
 from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.identity import BASE_RECORD
-from titan_ckpt.weights.low_rank import AddedBias, LowRank, Operation, TrainedRows, WeightUpdate, scale
+from titan_ckpt.weights.lora import TrainedRows, scale
+from titan_ckpt.weights.low_rank import AddedBias, LowRank, Operation, WeightUpdate
 from titan_ckpt.weights.transforms import CASTABLE
 
 WEIGHTS = "adapter_model.safetensors"
@@ -300,9 +300,11 @@ class PeftFormat(FolderFormat):
     def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
         return {WEIGHTS: sorted(infos)}
 
-    def companions(self, plan: ExportPlan) -> dict[str, bytes | Place]:
+    def companions(
+        self, infos: Mapping[str, TensorInfo], file_of: Mapping[str, str], quantized: Mapping[str, str]
+    ) -> dict[str, bytes | Place]:
         own = {name: value for name, value in self.config.items() if name.startswith(OWN)}
-        if faults := self.faults(plan.infos):
+        if faults := self.faults(infos):
             raise ExportError(listed(faults))
         return {CONFIG: to_json(self._public()), **({RECORD: to_json(own)} if own else {})}
 

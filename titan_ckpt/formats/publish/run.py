@@ -56,9 +56,12 @@ class FolderFormat(ABC):
         return {}
 
     @abstractmethod
-    def companions(self, plan: ExportPlan) -> Mapping[str, bytes | Place]:
+    def companions(
+        self, infos: Mapping[str, TensorInfo], file_of: Mapping[str, str], quantized: Mapping[str, str]
+    ) -> Mapping[str, bytes | Place]:
         """Return file name -> its bytes, or the file to copy. Called on rank 0 before anything is written.
 
+        `infos`: all tensors. `file_of`: key -> the file that it is in. `quantized`: as of `header`.
         Raises: ExportError if they and the tensors disagree.
         """
 
@@ -95,7 +98,7 @@ class FolderExport:
         is_proved = False
         try:
             plan = self.plan(coordinator)
-            companions = partial(self.format.companions, plan)
+            companions = partial(self._companions, plan)
             with published(folder, coordinator, "export/", companions, record) as unpublished:
                 self._fill(unpublished, plan, coordinator, f"exporting {folder.name}")
                 is_proved = True
@@ -124,7 +127,10 @@ class FolderExport:
         Raises: ExportError on every rank, as `write` would.
         """
         plan = self.plan(coordinator)
-        coordinator.on_rank_0("export/companions", lambda: [*self.format.companions(plan)])
+        coordinator.on_rank_0("export/companions", lambda: [*self._companions(plan)])
+
+    def _companions(self, plan: ExportPlan) -> Mapping[str, bytes | Place]:
+        return self.format.companions(plan.infos, plan.file_of, plan.quantized)
 
     def _fill(
         self,

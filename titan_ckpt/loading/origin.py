@@ -56,6 +56,8 @@ class ResumeState:
     """Fills `tensors`. Raises: CorruptCheckpointError; OSError."""
 
 
+ReaderOf = Callable[[Place], TensorReader]
+"""Returns the reader of a step of this package."""
 Read = tuple[Stored, TensorReader, Mapping[str, str], Sequence[str]]
 """The training state of a checkpoint: values that were read, a reader of its tensors, with their names there by those
 that they have here, and keys of optimizer state, beside tensors, that have no place on this rank."""
@@ -111,16 +113,11 @@ class Origin:
         """Check what its record says of the model. Raises: ConverterError."""
 
     def open_state(
-        self,
-        load_plan: LoadPlan,
-        run: RunState,
-        coordinator: Coordinator,
-        reader_of: Callable[[Place], TensorReader],
-        model_values: Collection[str],
+        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, reader_of: ReaderOf, own: Collection[str]
     ) -> ResumeState | None:
         """Return the training state, read and planned; None if it has none. Collective.
 
-        `reader_of`: returns the reader of a step of this package. `model_values`: as of `Stored`.
+        `own`: as `Stored.model_values`.
         """
         return None
 
@@ -186,19 +183,14 @@ class CommittedStep(Origin):
             check_converters(self.manifest.converters, running, self.step)
 
     def open_state(
-        self,
-        load_plan: LoadPlan,
-        run: RunState,
-        coordinator: Coordinator,
-        reader_of: Callable[[Place], TensorReader],
-        model_values: Collection[str],
+        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, reader_of: ReaderOf, own: Collection[str]
     ) -> ResumeState:
         values = self._values(run, load_plan.exclude, coordinator)
 
         def read() -> Read:
             reader = reader_of(self.path)
             names = {key: key for key in reader.tensors if not key.startswith(MODEL)}
-            return Stored(self.step, values, load_plan.exclude, [*model_values]), reader, names, ()
+            return Stored(self.step, values, load_plan.exclude, [*own]), reader, names, ()
 
         return plan_state(run, coordinator, read)
 
@@ -303,18 +295,13 @@ class TorchtitanFolder(Origin):
         return LoadPlan(resume, (weights,), _ALL_BUT_MODEL if self.is_seed else exclude)
 
     def open_state(
-        self,
-        load_plan: LoadPlan,
-        run: RunState,
-        coordinator: Coordinator,
-        reader_of: Callable[[Place], TensorReader],
-        model_values: Collection[str],
+        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, reader_of: ReaderOf, own: Collection[str]
     ) -> ResumeState:
         def read() -> Read:
             reader = DcpReader(self.path)
             items = run.restored(load_plan.exclude)
             values = {item.key: value for item in items if (value := item.from_torchtitan(reader)) is not None}
-            of_model = {name: reader.item(name) for name in model_values if name in reader.items}
+            of_model = {name: reader.item(name) for name in own if name in reader.items}
             values["model"] = values.get("model", {}) | of_model
             names = {ours: theirs for item in items for ours, theirs in item.torchtitan_tensors(reader).items()}
             strangers = []
@@ -323,7 +310,7 @@ class TorchtitanFolder(Origin):
                 settings = [name.removeprefix(_GROUPS) for name in reader.items if name.startswith(_GROUPS)]
                 fqns = {name.rpartition(".")[0] for name in settings}
                 strangers = [f"{OPTIMIZER}{fqn}.state" for fqn in fqns - trained]
-            stored = Stored(self.step, values, load_plan.exclude, [*model_values])
+            stored = Stored(self.step, values, load_plan.exclude, [*own])
             return stored, reader, names, strangers
 
         return plan_state(run, coordinator, read)

@@ -16,8 +16,8 @@ import torch
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, KeyMapError, listed
 from titan_ckpt.formats.huggingface.reader import CONFIG, INDEX, TIED, HuggingFaceReader, read_config, to_json
-from titan_ckpt.formats.publish.plan import pack_as, pack_model_files
-from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
+from titan_ckpt.formats.publish.plan import Infos, pack_as, pack_model_files
+from titan_ckpt.formats.publish.run import Companions, FolderExport, FolderFormat
 from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
@@ -133,12 +133,12 @@ class HuggingFaceFormat(FolderFormat):
     generation_config: Mapping[str, Any] | None = None
     """The model's generation_config.json, if `assets` has none; absent: one made from config.json."""
 
-    def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
+    def pack(self, infos: Infos) -> Mapping[str, Sequence[str]]:
         if self.base is not None and self.as_base:
             return pack_as(self.base.file_of, infos)
         return pack_model_files(infos, self.max_shard_bytes)
 
-    def header(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> Mapping[str, str]:
+    def header(self, infos: Infos, quantized: Mapping[str, str]) -> Mapping[str, str]:
         return {} if self.quantizer is None else self.quantizer.header(infos, quantized)
 
     def open(self, folder: Place, *, dequantize: bool) -> HuggingFaceReader:
@@ -148,9 +148,7 @@ class HuggingFaceFormat(FolderFormat):
         if self.base is not None and self.quantizer is not None:  # before that the stored tensors are others
             _compare(reader.tensors, self.base)
 
-    def companions(
-        self, infos: Mapping[str, TensorInfo], file_of: Mapping[str, str], quantized: Mapping[str, str]
-    ) -> dict[str, bytes | Place]:
+    def companions(self, infos: Infos, file_of: Mapping[str, str], quantized: Mapping[str, str]) -> Companions:
         if self.base is not None and self.quantizer is None:
             _compare(infos, self.base)
         beside: dict[str, bytes | Place] = dict(_assets(self.assets))
@@ -243,7 +241,7 @@ def _dtype(infos: Mapping[str, TensorInfo], base: Base | None) -> str:
     return dtype_name(max(num_bytes, key=num_bytes.__getitem__, default=torch.float32))
 
 
-def _check_tied(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> None:
+def _check_tied(config: Mapping[str, Any], infos: Infos, quantized: Mapping[str, str]) -> None:
     """Raise if config and weights disagree on the output matrix: transformers would untie it, or initialize one."""
     tied = config.get("tie_word_embeddings")
     causal = any(str(name).endswith("ForCausalLM") for name in config["architectures"])
@@ -258,7 +256,7 @@ def _check_tied(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], quan
         )
 
 
-def _tables(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> list[str]:
+def _tables(config: Mapping[str, Any], infos: Infos, quantized: Mapping[str, str]) -> list[str]:
     """Return the matrices outside numbered layers that have a row for each token, or are quantized.
 
     An output matrix is one of them, whatever its name is.
@@ -273,7 +271,7 @@ def _vocabulary(config: Mapping[str, Any]) -> Any:
     return config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
 
 
-def _check_shape(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> None:
+def _check_shape(config: Mapping[str, Any], infos: Infos, quantized: Mapping[str, str]) -> None:
     """Raise if config.json describes a model of a different size: transformers would initialize or drop weights."""
     faults = []
     wanted = tuple(config.get(name) for name in ("vocab_size", "hidden_size"))
@@ -287,7 +285,7 @@ def _check_shape(config: Mapping[str, Any], infos: Mapping[str, TensorInfo], qua
         raise ExportError(f"config says {'; '.join(faults)}: is it another model's?")
 
 
-def _index(infos: Mapping[str, TensorInfo], file_of: Mapping[str, str], quantized: Mapping[str, str]) -> dict[str, Any]:
+def _index(infos: Infos, file_of: Mapping[str, str], quantized: Mapping[str, str]) -> dict[str, Any]:
     metadata = {"total_size": sum(info.nbytes for info in infos.values())}
     if not quantized:  # scales and zero points are no parameters
         metadata["total_parameters"] = sum(torch.Size(info.shape).numel() for info in infos.values())

@@ -19,11 +19,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from tests import world
 from tests.integrations.loader_cases import Jumping, Plain, plain
 from tests.integrations.unwrapped_cases import COLLATES, DATA, Case, SeededAnew, drawn, loader_of, seeded
-from titan_ckpt.components.items.data_position import DataPosition, DataRank
+from titan_ckpt.components.items.data_position import DataPosition
+from titan_ckpt.components.items.item import DataRank
 from titan_ckpt.components.known.loaders import seed_workers_apart, unwrapped_faults
 from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
 from titan_ckpt.integrations.loader_position import PositionedLoader
-from titan_ckpt.rng import RandomState
+from titan_ckpt.process import RandomState
 
 
 def steps(loader: Any, epoch: list[int]) -> Iterator[Any]:

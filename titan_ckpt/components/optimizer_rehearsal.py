@@ -30,10 +30,10 @@ from titan_ckpt.components.unsaved_state import faults, stored_by_code_of, unles
 from titan_ckpt.components.watched import ATOMS, Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
-from titan_ckpt.geometry.chunks import info_of, local_tensor
+from titan_ckpt.geometry.chunks import info_of, is_made_of_others, local_tensor
 from titan_ckpt.geometry.nested import DICTS, memory_order
-from titan_ckpt.rng import generators_kept
-from titan_ckpt.weights.live_memory import is_made_of_others, is_same
+from titan_ckpt.process import generators_kept
+from titan_ckpt.weights.live_memory import is_same
 
 logger = logging.getLogger(__name__)
 

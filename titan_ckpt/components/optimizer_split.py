@@ -24,10 +24,9 @@ from torch.optim import Optimizer
 from titan_ckpt.components import optimizer_content, quantized_state
 from titan_ckpt.components.optimizer_content import PREFIX, OptimizerContent
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
-from titan_ckpt.geometry.chunks import TensorInfo, plain
+from titan_ckpt.geometry.chunks import TensorInfo, is_made_of_others, plain
 from titan_ckpt.geometry.nested import Taken, address, memory_order, placeholder, take_tensors, tensors_in
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.live_memory import is_made_of_others
 
 Group = dict[str, Any]
 """{"classes": as `class_names` returns them, "hyperparameters": ..., "shared": 0-d state that is equal for all its

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from titan_ckpt.components.classes import class_name, is_of_library, is_own, is_own_kind, names_of, own_and_base
-from titan_ckpt.rng import codes_within, held_generators, is_random, used_by
+from titan_ckpt.process import codes_within, held_generators, is_random, used_by
 from titan_ckpt.weights.names import OF_EVERY_MODULE, parts_of
 
 if TYPE_CHECKING:

@@ -20,10 +20,9 @@ from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Groups, Nam
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ExportError, LoadMismatchError, SaveError, StateEncodingError, counted, listed
-from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
+from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, is_made_of_others, local_tensor
 from titan_ckpt.geometry.nested import tensors_in
 from titan_ckpt.types import StateDict, Stateful
-from titan_ckpt.weights.live_memory import is_made_of_others
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 _PARTS_OF_GROUP: dict[str, type] = {

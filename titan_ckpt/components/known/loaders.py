@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from titan_ckpt.components.classes import is_own, names_of, own_and_base
 from titan_ckpt.components.unsaved_state import codes_of, fault_of, stored_by_code_of
-from titan_ckpt.gc_paused import instances_of
-from titan_ckpt.rng import codes_within, generators_kept, held_by, held_generators, is_random, set_random
+from titan_ckpt.process import codes_within, generators_kept, held_by, held_generators, is_random, set_random
 
 _log = logging.getLogger(__name__)
 _DRAWN_ANEW = frozenset(
@@ -97,11 +96,10 @@ def seed_workers_apart(loader: Any) -> None:
         loader.generator = own if given is None else own.manual_seed(given.initial_seed())
 
 
-def seed_evaluations_apart() -> None:
-    """Do so for every DataLoader of this process that has not begun, but those whose position a step holds."""
-    for loader in instances_of(DataLoader):
-        if loader not in POSITIONED and loader._iterator is None:  # noqa: SLF001 - as above
-            seed_workers_apart(loader)
+def seed_evaluation_apart(loader: DataLoader[Any]) -> None:
+    """Do so for a DataLoader that has not begun, but for one whose position a step holds."""
+    if loader not in POSITIONED and loader._iterator is None:  # noqa: SLF001 - as above
+        seed_workers_apart(loader)
 
 
 def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:

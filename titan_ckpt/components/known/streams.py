@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, fault_of, function_faults
-from titan_ckpt.rng import generators_kept, held_by, held_generators, process_state
+from titan_ckpt.process import generators_kept, held_by, held_generators, process_state
 
 _EXACT = (
     "Examples", "ArrowExamples", "RebatchedArrowExamples", "StepExamples", "CyclingMultiSourcesExamples",

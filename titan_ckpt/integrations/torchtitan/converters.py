@@ -34,7 +34,7 @@ from titan_ckpt.converters.lora.sites import tied_modules
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ConverterError
 from titan_ckpt.geometry.chunks import dtype_name
-from titan_ckpt.weights.low_rank import LoRARecord, common_settings
+from titan_ckpt.weights.lora import LoRARecord, common_settings
 from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.wrapper import ModelWrapper
 

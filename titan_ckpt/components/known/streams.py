@@ -15,7 +15,8 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.classes import class_name
-from titan_ckpt.components.unsaved_state import fault_of, function_faults
+from titan_ckpt.components.unsaved_state import MAX_DEPTH, fault_of, function_faults
+from titan_ckpt.components.watched import ATOMS
 from titan_ckpt.rng import generators_kept, held_by, held_generators, process_state
 
 _EXACT = (
@@ -25,7 +26,7 @@ _EXACT = (
     "SkipExamples", "RepeatExamples", "TakeExamples", "FormattedExamples", "SelectColumns", "BufferShuffledExamples",
 )  # fmt: skip
 _HOME = "datasets.iterable_dataset"
-_MAX_ITEMS = 1 << 10
+_MAX_ITEMS = 256
 """Longer lists and dicts hold data."""
 _SHUFFLED = f"{_HOME}.BufferShuffledExamplesIterable"
 _BUFFER = (
@@ -154,7 +155,10 @@ def _streams(data: Any) -> Iterator[Any]:
         if hasattr(value, "_ex_iterable"):
             yield value
         elif isinstance(value, (list, tuple, dict)):
-            pending += islice(value.values() if isinstance(value, dict) else value, _MAX_ITEMS)
+            first = islice(value.values() if isinstance(value, dict) else value, _MAX_ITEMS)
+            items = [item for item in first if type(item) not in ATOMS]
+            pending += [item for item in items if isinstance(item, (list, tuple, dict))][:MAX_DEPTH]
+            pending += [item for item in items if not isinstance(item, (list, tuple, dict))]
         elif value is data or isinstance(value, IterableDataset):
             pending += getattr(value, "__dict__", {}).values()
 

@@ -102,10 +102,11 @@ def seed_evaluation_apart(loader: DataLoader[Any]) -> None:
         seed_workers_apart(loader)
 
 
-def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
+def stateful_faults(loader: Any, allow: Collection[str], *, is_wrapped: bool = True) -> Iterator[str]:
     """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew.
 
-    Also for a dataset whose position it loses.
+    Also for a dataset whose position it loses. `is_wrapped`: whether a PositionedLoader is around it; if none is, also
+    for a sampler whose next order depends on what only its state holds, unless the loader asks for that.
     """
     if not is_of_torchdata(loader):
         return
@@ -124,8 +125,13 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
         return
     for sampler in samplers_of(loader):
         own, base = own_and_base(type(sampler))
-        changes = not hasattr(sampler, "state_dict") and any(stored_by_code_of(own, ["set_epoch"]))
-        if changes or names_of(base)[0] in _DRAWN_ANEW:
+        changes, name = any(stored_by_code_of(own, ["set_epoch"])), names_of(base)[0]
+        is_lost = name in _DRAWN_ANEW or (changes and not hasattr(sampler, "state_dict"))
+        if not (is_wrapped or is_lost):
+            draws = own and any(map(is_random, _drawn_by(sampler, within=False)))
+            is_in_state = changes or draws or name == "torchdata.stateful_dataloader.sampler.RandomSampler"
+            is_lost = bool(is_in_state) and not _is_asked(_innermost_asked(loader))
+        if is_lost:
             yield from fault_of("sampler", sampler, _IN_ANOTHER, allow)
 
 
@@ -136,17 +142,11 @@ def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     start of an order that a sampler draws from its own. What workers draw from their process's is seen by nobody here,
     so the log says it.
     """
-    yield from stateful_faults(loader, allow)
-    if not is_of_torchdata(loader):
-        return
-    if loader.num_workers:
+    yield from stateful_faults(loader, allow, is_wrapped=False)
+    if is_of_torchdata(loader) and loader.num_workers:
         _log.warning(f"data: {_DRAWN_AGAIN}")
         for generator in _drawn_for(loader):
             yield from fault_of("data: it draws from a", generator, _COPIED, allow)
-    lost = [] if isinstance(loader.dataset, IterableDataset) else [*filter(_may_be_lost, samplers_of(loader))]
-    if lost and not _is_asked(_innermost_asked(loader)):
-        for sampler in lost:
-            yield from fault_of("sampler", sampler, _IN_ANOTHER, allow)
 
 
 def copied_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
@@ -266,14 +266,6 @@ def _unasked_data(loader: Any) -> Any:
     data = getattr(loader, "dataset", None)
     is_asked = isinstance(data, IterableDataset) or (hasattr(loader, "state_dict") and hasattr(data, "state_dict"))
     return None if is_asked else data
-
-
-def _may_be_lost(sampler: Any) -> bool:
-    """Return whether a sampler's next order depends on what only its state holds."""
-    own, base = own_and_base(type(sampler))
-    changes = hasattr(sampler, "state_dict") and any(stored_by_code_of(own, ["set_epoch"]))
-    draws = own and any(map(is_random, _drawn_by(sampler, within=False)))
-    return bool(changes or draws) or names_of(base)[0] == "torchdata.stateful_dataloader.sampler.RandomSampler"
 
 
 def _innermost_asked(loader: Any) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, fault_of, function_faults
+from titan_ckpt.components.watched import ATOMS
 from titan_ckpt.process import generators_kept, held_by, held_generators, process_state
 
 _EXACT = (
@@ -24,6 +26,8 @@ _EXACT = (
     "SkipExamples", "RepeatExamples", "TakeExamples", "FormattedExamples", "SelectColumns", "BufferShuffledExamples",
 )  # fmt: skip
 _HOME = "datasets.iterable_dataset"
+_MAX_ITEMS = 256
+"""Longer lists and dicts hold data."""
 _SHUFFLED = f"{_HOME}.BufferShuffledExamplesIterable"
 _BUFFER = (
     "the state of a stream leaves out the buffer of shuffle(), and a resumed run would never train on it: give the "
@@ -150,8 +154,11 @@ def _streams(data: Any) -> Iterator[Any]:
         seen.add(id(value))
         if hasattr(value, "_ex_iterable"):
             yield value
-        elif isinstance(value, (list, tuple)):
-            pending += value[:MAX_DEPTH]
+        elif isinstance(value, (list, tuple, dict)):
+            first = islice(value.values() if isinstance(value, dict) else value, _MAX_ITEMS)
+            items = [item for item in first if type(item) not in ATOMS]
+            pending += [item for item in items if isinstance(item, (list, tuple, dict))][:MAX_DEPTH]
+            pending += [item for item in items if not isinstance(item, (list, tuple, dict))]
         elif value is data or isinstance(value, IterableDataset):
             pending += getattr(value, "__dict__", {}).values()
 

@@ -210,8 +210,8 @@ class RunState:
     @gc_paused()
     def watch_modules(self, allow: Collection[str] = ()) -> None:
         """Watch, after a load, what the model's own modules keep beside its state."""
-        kinds = {type(module) for part in self.model.parts for module in part.modules()}
-        if self.extra is not None and any(own_kinds(kind.__mro__) for kind in kinds):
+        own = (own_kinds(type(module).__mro__) for part in self.model.parts for module in part.modules())
+        if self.extra is not None and any(own):
             live = [*self.optimizers, *self._lr_schedulers, *self.states.values(), self._dataloader]
             watch_modules(self.model.parts, allow, self.watch, live)
 

@@ -242,8 +242,9 @@ class ModelContent:
 
     def loaded(self, identity: BaseIdentity | None) -> None:
         """Take over what a load has found: None for a base that was changed, and for a run without adapters."""
-        self.base = None if identity is None else TrackedBase(self.model, self.coordinator, identity)
-        self.is_changed = identity is None
+        self.base, self.is_changed = None, identity is None
+        if identity is not None:
+            self.base = TrackedBase(self.model, self.coordinator, identity)
 
     def record_current(self) -> None:
         """Identify the base of a run that loads nothing. Collective."""

@@ -42,8 +42,9 @@ _PER_GROUP = 3
 _FEW = 32
 """A group of so many parameters is copied whole, because attributes may have a value for each."""
 _MAX_GROUPS = 8
-_LAST = 11
-"""Steps of a rehearsal: some optimizers do something at every tenth alone."""
+_FIRST, _LAST = 2, 12
+"""Steps before the state is taken over for the first time, and of a whole rehearsal: some optimizers do something in
+their first few steps alone, and some at every tenth."""
 _MAX_NUMEL = 1 << 10
 _TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_COPIED = frozenset({"param_groups", "state", "step", *_TABLES})
@@ -100,8 +101,8 @@ def _misaligned(optimizer: Optimizer) -> str | None:
 def _faults(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str], watch: Watch) -> Iterator[str]:
     """Yield why an optimizer cannot be resumed: what its state dict leaves out or cannot give, as far as is known.
 
-    A tiny copy is stepped, and another takes its state over and goes on with it. If an optimizer cannot be rehearsed
-    and has no state dict of its own, all attributes count that its code sets.
+    A tiny copy is stepped, and others take its state over, early and late, and go on with it. If an optimizer cannot be
+    rehearsed and has no state dict of its own, all attributes count that its code sets.
     """
     kinds, what = type(optimizer).__mro__, class_name(optimizer)
     try:
@@ -109,24 +110,25 @@ def _faults(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[s
     except StateEncodingError as error:
         yield f"{what}: {error}"
         return
-    first, whole = _stepped_twin(optimizer, _LAST), _stepped_twin(optimizer, 2 * _LAST)
-    if first is None or whole is None:
+    if (whole := _stepped_twin(optimizer)) is None:
         held = [("optimizer", optimizer)]
         yield from faults(held, None, allow, live=live, gives_state=speaks_for_itself, watch=watch)
         return
-    other, fresh = _tiny(optimizer), _tiny(optimizer)
-    constant = [name for name, value in _kept(first).items() if _equal(value, _kept(fresh).get(name))]
-    fault = None
+    first, fresh = _tiny(optimizer), _tiny(optimizer)
+    _steps(first, 1, taken := _FIRST)
+    constant = [name for name, value in _kept(whole).items() if _equal(value, _kept(fresh).get(name))]
+    fault, is_equal, lost = None, True, list[str]()
     try:
-        if kept := _not_json(OptimizerState([first], _named(first)).split()[1][0]):
-            raise StateEncodingError(f"its state cannot be stored: {listed(kept)}")
-        _carry_over(first, other)
-        is_equal, lost = _same(first, other), _differing(first, other)
-        for number in range(_LAST + 1, 2 * _LAST + 1):
-            _steps(first, number)
-            _steps(other, number)
-            if number == _LAST + 1:  # what each step sets anew before it is used comes back by itself
-                lost = [name for name in _differing(first, other) if name in lost]
+        for last in (_LAST - 1, _LAST):  # each time another copy takes over
+            if kept := _not_json(OptimizerState([first], _named(first)).split()[1][0]):
+                raise StateEncodingError(f"its state cannot be stored: {listed(kept)}")
+            _carry_over(first, other := _tiny(optimizer))
+            is_equal, lost = is_equal and _same(first, other), _differing(first, other)
+            for number in range(taken + 1, last + 1):
+                _steps(first, number)
+                _steps(other, number)
+            taken, is_equal = last, is_equal and _same(first, other)
+            lost = [name for name in _differing(first, other) if name in lost]  # not what each step sets before its use
     except CheckpointError as error:
         fault = f"{error}"
     except Exception as error:
@@ -139,7 +141,6 @@ def _faults(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[s
         reason = f"its steps change {listed(lost, ', ', ' ')}, and its state_dict() leaves that out. {_NEXT_STEP}"
         yield from unless_allowed(what, what, reason, allow)
     elif what not in allow:
-        is_equal = is_equal and _same(first, other)
         if not is_equal and _same(first, whole):  # else its steps differ by chance, or depend on time
             yield f"{what}: after a resume its steps would not be those of a run without a stop. {_NEXT_STEP}"
         names = [name for name in constant if f"self.{name}" not in of_torch]
@@ -169,11 +170,11 @@ def _comes_back(optimizer: Optimizer, fresh: Optimizer, name: str) -> bool:
     return name.removeprefix("self.") not in _differing(now, fresh)
 
 
-def _stepped_twin(optimizer: Optimizer, num_steps: int) -> Optimizer | None:
-    """Return a tiny copy after so many steps; None if the optimizer cannot be rehearsed."""
+def _stepped_twin(optimizer: Optimizer) -> Optimizer | None:
+    """Return a tiny copy after the last step; None if the optimizer cannot be rehearsed."""
     try:
         twin = _tiny(optimizer)
-        _steps(twin, *range(1, num_steps + 1))
+        _steps(twin, *range(1, _LAST + 1))
     except Exception as error:  # any error: code that needs more than tiny parameters says nothing about its state
         logger.debug("%s cannot be rehearsed: %s", type(optimizer).__qualname__, error)
         return None

@@ -50,8 +50,8 @@ from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.reading import engine
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, blocks_of
+from titan_ckpt.process import gc_paused
 
 OURS, DCP = "titan_ckpt", "dcp.load"
 WHOLE = "titan_ckpt, the whole of CheckpointManager.load"

@@ -45,8 +45,8 @@ from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.native.writer import WritePlan
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, blocks_of
+from titan_ckpt.process import gc_paused
 
 OURS, DCP = "titan_ckpt", "dcp"
 FIRST, AGAIN = "titan_ckpt, first", "titan_ckpt, plan kept"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from titan_ckpt.converters.targets import in_lines, select
 from titan_ckpt.errors import ConverterError
 from titan_ckpt.geometry.chunks import TensorInfo
-from titan_ckpt.weights.low_rank import matches
+from titan_ckpt.weights.lora import matches
 from titan_ckpt.weights.names import clean_fqn
 
 _EXPERT = re.compile(r"(.*\.experts)\.\d+\..*")

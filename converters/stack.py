@@ -19,7 +19,8 @@ from titan_ckpt.errors import BaseMismatchError, ConverterError, listed
 from titan_ckpt.formats.huggingface.peft import PeftFormat, PeftReader, unselected
 from titan_ckpt.formats.publish.run import FolderExport
 from titan_ckpt.weights.identity import BASE_RECORD
-from titan_ckpt.weights.low_rank import PARTS, LowRank
+from titan_ckpt.weights.lora import PARTS
+from titan_ckpt.weights.low_rank import LowRank
 from titan_ckpt.weights.transforms import StateDictTransforms
 
 

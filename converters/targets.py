@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Sequence
 
 from titan_ckpt.errors import ConverterError, listed
-from titan_ckpt.weights.low_rank import matches
+from titan_ckpt.weights.lora import matches
 
 _LISTED = 8
 _LINES = 12

@@ -14,11 +14,12 @@ from typing import Any, Self
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from titan_ckpt.components.gradients import Gradients
 from titan_ckpt.components.items.exchange_order import exchange_faults, wrappers_of
 from titan_ckpt.components.known import peft_adapters
-from titan_ckpt.components.known.loaders import seed_evaluations_apart, unwrapped_faults
+from titan_ckpt.components.known.loaders import seed_evaluation_apart, unwrapped_faults
 from titan_ckpt.components.known.streams import stream_faults
 from titan_ckpt.components.optimizer_content import PROVED, steppers, switches
 from titan_ckpt.components.run_state import RunState
@@ -32,10 +33,10 @@ from titan_ckpt.encoding.strict_json import Json
 from titan_ckpt.errors import CheckpointError, CommitConflictError, listed, refuse
 from titan_ckpt.exporting.checks import check_exports, check_folders
 from titan_ckpt.exporting.exporter import Exporter
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.loading.external import ExternalWeights, check_handler
 from titan_ckpt.loading.restore import LoadResult, Restorer
 from titan_ckpt.models.hf_transforms import transforms_for
+from titan_ckpt.process import gc_paused, instances_of
 from titan_ckpt.saving.saver import SaveHandle, Saver
 from titan_ckpt.saving.step import (
     CompletedStep,
@@ -49,7 +50,6 @@ from titan_ckpt.saving.step import (
 from titan_ckpt.stores.store import Place, open_location
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import ModelConverter, Stateful
-from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.initialize import initialize_missing
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
@@ -177,8 +177,7 @@ class CheckpointManager:
 
         The forward pass of an embedding with `max_norm` changes its rows, and PEFT's layers merge unseen by versions.
         """
-        self._base = TrackedBase(self._model, coordinator)
-        self._content = ModelContent(config, self._model, self._base)
+        self._content = ModelContent(config, self._model, coordinator)
         self.completed = CompletedStep(
             self, self._run, self._content, Gradients(self._run.optimizers, modules), self._saver, coordinator,
             is_watched=bool(self._step_hooks),
@@ -227,7 +226,8 @@ class CheckpointManager:
         self.completed.mark, self._is_last_save, self._exported_step = None, False, None
         if self._saver is not None:
             if not self._knows_folder:  # it walks all objects of the process, and a rollback finds no other loaders
-                seed_evaluations_apart()
+                for loader in instances_of(DataLoader):
+                    seed_evaluation_apart(loader)
             self._saver.forget_copy()
             self._coordinator.together("rehearse", lambda: self._run.rehearse(self.config.allow))
         with event.phase("restore"):
@@ -237,7 +237,7 @@ class CheckpointManager:
         read, received = restored.traffic or (None, None)
         event.note(bytes_read=read, bytes_received=received)
         self.completed.settled = restored.result.step if restored.resumed_from else None
-        self._base.loaded(restored.base)
+        self._content.loaded(restored.base)
         self._content.refuse_adapter_of_changed_base(self.config.export)
         self._resumed_from = restored.resumed_from
         back = self._exporter.went_back_to
@@ -294,7 +294,7 @@ class CheckpointManager:
             allow = self.config.allow
             self._coordinator.together("first step", lambda: self._run.check_stepped(step, allow, is_saved=due))
             if not self._knows_folder and not self.config.external:  # load() was never called
-                self._base.record_current()
+                self._content.record_current()
             self._content.settle()
             if not due:  # there is time to make the memory of the first save ready
                 model = self._content.state
@@ -370,7 +370,7 @@ class CheckpointManager:
         """
         self._check_keepable(f"step {step} is not exported")
         if any(export.container == "peft" for export in exports):
-            self._content.refuse_adapter_of_changed_base(exports, self._base.forget_if_changed())
+            self._content.refuse_adapter_of_changed_base(exports, self._content.forget_changed_base())
         saver = self._saver
         facts: list[Json] = [saver is not None and saver.has_staged(step), saver is not None and saver.busy]
         of_ranks: list[Any] = self._coordinator.gather("export-staged", facts)
@@ -378,7 +378,7 @@ class CheckpointManager:
         way = way_to_export(last_step, staged, busy, self.config.save)
         if way == "background":
             assert saver is not None
-            jobs, at_once = self._exporter.stage(exports, step, self._base.identity, *saver.staged())
+            jobs, at_once = self._exporter.stage(exports, step, self._content.identity, *saver.staged())
             for export in at_once:
                 logger.info("export of step %d as %s is made now: its values cannot be staged", step, export.format)
                 self._export_now(export, step, last_step)
@@ -414,7 +414,7 @@ class CheckpointManager:
     def _export_now(self, export: ExportConfig, step: int, last_step: bool) -> None:
         error: Exception | None = None
         try:
-            self._exporter.export(export, step, self._base.identity)
+            self._exporter.export(export, step, self._content.identity)
         except Exception as e:
             error = e
         _raise(self._failures.verdict("exported", step, error, is_last=last_step, of=export))
@@ -456,13 +456,13 @@ class CheckpointManager:
         except Exception as error:
             _raise(self._failures.verdict("exported", step, error, is_last=due.last))
         if not self._content.is_adapter_only:
-            self._base.forget_if_changed()  # a resume would find another digest than the record's
+            self._content.forget_changed_base()  # a resume would find another digest than the record's
         described = partial(
             Manifest,
             step,
             self._content.kind(due.model_only),
             converters=converter.describe() if (converter := self._model.converter) else [],
-            base=None if self.config.external or due.model_only else self._base.identity,
+            base=None if self.config.external or due.model_only else self._content.identity,
             resumed_from=self._resumed_from,
             metrics=dict(due.metrics),
             allowed=self.config.allow,

@@ -1,7 +1,7 @@
 """LoRA as a model converter: low-rank adapters over a frozen base.
 
 Owns the choice of modules and the keys that adapters add. layers.py has the modules, peft.py the form of other tools,
-converters/merge.py the merging. Initial values are equal for any number of ranks, and drawn without the run's
+weights/low_rank.py the merging. Initial values are equal for any number of ranks, and drawn without the run's
 generators. Source of their distributions: peft, tuners/lora/layer.py reset_lora_parameters.
 """
 
@@ -25,14 +25,15 @@ from titan_ckpt.converters.lora.layers import AdaptedStacks, LoRAEmbedding, LowR
 from titan_ckpt.converters.lora.peft import PeftAdapter
 from titan_ckpt.converters.lora.proof import prove
 from titan_ckpt.converters.lora.watch import FirstForward
-from titan_ckpt.converters.merge import check_adapters, merged, rounded, whole
 from titan_ckpt.converters.qat.converter import quantized_forward
 from titan_ckpt.converters.targets import in_lines, select
+from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConverterError, ExportError, counted, listed
-from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, fill, info_of
+from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, cast, fill, info_of
 from titan_ckpt.geometry.keymap import KeyMap
 from titan_ckpt.types import ModelConverter, Stage, StateDict, StateDictAdapter
-from titan_ckpt.weights.low_rank import BIAS, ROWS, LoRARecord, StoredUpdates, TrainedRows, WeightUpdate, stack_of
+from titan_ckpt.weights.lora import BIAS, ROWS, LoRARecord, TrainedRows
+from titan_ckpt.weights.low_rank import LowRank, StoredUpdates, WeightUpdate, merged, stack_of, whole
 from titan_ckpt.weights.names import clean_fqn
 
 logger = logging.getLogger(__name__)
@@ -176,7 +177,7 @@ class LoRAConverter(ModelConverter, PeftAdapter):
         for fqn, value in state_dict.items():
             if fqn in self._owned:
                 continue
-            out[fqn] = rounded(state_dict[copies[fqn]], info_of(value).dtype, fqn) if fqn in copies else value
+            out[fqn] = _rounded(state_dict[copies[fqn]], info_of(value).dtype, fqn) if fqn in copies else value
             for update in updates.get(fqn, ()):
                 out[fqn] = merged(update, {**state_dict, fqn: out[fqn]})
         return out
@@ -209,6 +210,44 @@ class LoRAConverter(ModelConverter, PeftAdapter):
             for name, module in part.named_modules():
                 if isinstance(module, (*_ADAPTED, TrainedCopy, SomeCopied)):
                     initialize_adapter(module, clean_fqn(name), wanted, self.config.seed)
+
+
+def check_adapters(adapters: Mapping[str, LowRank], tensors: StateDict, copies: Collection[str]) -> None:
+    """Check, before adapters are merged, that they are finite and have an effect. Collective over all ranks.
+
+    `copies`: fqns of trained copies; if there are any, the adapters may be without effect.
+    Raises: ExportError, the same on every rank, for NaN or infinite values, and if no adapter has any effect.
+    """
+    broken: list[Any] = [name for name in copies if name in tensors and not _finite(tensors[name])]
+    effective: list[Any] = []
+    for update in adapters.values():
+        if update.a not in tensors:
+            continue
+        broken += [name for name in update.tensors if not _finite(tensors[name])]
+        # a shard of A may be on this rank and the matching shard of B on a different one: judge all ranks together
+        pair = (update.a, update.b)
+        effective += [name for name in pair if any(bool(block.data.any()) for block in blocks_of(tensors[name]))]
+    everywhere: Any = Coordinator.current().gather("adapter-check", {"broken": broken, "effective": effective})
+    broken = sorted({name for rank in everywhere for name in rank["broken"]})
+    union = {name for rank in everywhere for name in rank["effective"]}
+    if broken:
+        raise ExportError(
+            f"{len(broken)} adapter tensor(s) hold NaN or infinite values: {listed(broken, ', ', ' ', most=4)}"
+        )
+    if not copies and not any({m.a, m.b} <= union for m in adapters.values()):
+        raise ExportError(
+            f"none of the {len(adapters)} adapters has any effect (A or B is zero everywhere): "
+            "what would be exported is the base. Was anything trained, or was the adapter's source loaded?"
+        )
+
+
+def _finite(value: torch.Tensor | LazyTensor) -> bool:
+    return all(bool(torch.isfinite(block.data).all()) for block in blocks_of(value))
+
+
+def _rounded(value: torch.Tensor | LazyTensor, dtype: torch.dtype, fqn: str) -> torch.Tensor | LazyTensor:
+    """Return the tensor in `dtype`, cast chunk by chunk when it is written."""
+    return value if info_of(value).dtype == dtype else cast(value, dtype, fqn)
 
 
 @torch.no_grad()

@@ -36,18 +36,8 @@ from titan_ckpt.geometry.keymap import (
     TensorOp,
     Unstack,
 )
-from titan_ckpt.weights.low_rank import (
-    COPY,
-    PARTS,
-    A,
-    B,
-    LowRank,
-    Stack,
-    TrainedRows,
-    WeightUpdate,
-    lora_tensor,
-    matches,
-)
+from titan_ckpt.weights.lora import COPY, PARTS, A, B, TrainedRows, lora_tensor, matches
+from titan_ckpt.weights.low_rank import LowRank, Stack, WeightUpdate
 
 _OF_ROWS = (Identity, PermuteRotary, PermuteRows, Split)
 """Operations that move whole rows, so that B follows them and A stays."""

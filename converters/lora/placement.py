@@ -17,7 +17,7 @@ import torch
 from titan_ckpt.errors import ConfigError, listed
 from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers
 from titan_ckpt.models import hf
-from titan_ckpt.rng import generators_kept
+from titan_ckpt.process import generators_kept
 
 _NAME = "default"
 

@@ -20,12 +20,12 @@ from titan_ckpt.converters.lora.config import LoRAConfig
 from titan_ckpt.converters.lora.copies import without_hooks
 from titan_ckpt.converters.lora.layers import attach
 from titan_ckpt.converters.lora.sites import Site
-from titan_ckpt.converters.merge import merged
 from titan_ckpt.converters.qat.converter import quantized_forward
 from titan_ckpt.errors import listed
 from titan_ckpt.geometry.chunks import blocks_of
-from titan_ckpt.rng import RandomState, generators_kept
-from titan_ckpt.weights.low_rank import LoRARecord, LowRank
+from titan_ckpt.process import RandomState, generators_kept
+from titan_ckpt.weights.lora import LoRARecord
+from titan_ckpt.weights.low_rank import LowRank, merged
 
 _MAX_ELEMENTS = 2 << 20
 """Most elements of the copied weight: 8 MiB in float32, of which a proof holds less than eight at a time."""

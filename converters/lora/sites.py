@@ -21,17 +21,8 @@ from titan_ckpt.converters.qat.converter import quantized_forward
 from titan_ckpt.errors import ConverterError, listed
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
-from titan_ckpt.weights import low_rank
-from titan_ckpt.weights.low_rank import (
-    LoRARecord,
-    LowRank,
-    Operation,
-    StoredUpdates,
-    WeightUpdate,
-    fused_rows,
-    is_conv1d,
-    matches,
-)
+from titan_ckpt.weights.lora import COPY, ROWS, A, LoRARecord, fused_rows, is_conv1d, lora_tensor, matches
+from titan_ckpt.weights.low_rank import LowRank, Operation, StoredUpdates, WeightUpdate
 from titan_ckpt.weights.names import clean_fqn
 
 _OUT = "leave it out of target_modules"
@@ -130,10 +121,10 @@ def stored_updates(
     following = followers(modules)
     frozen = {following.get(fqn, fqn) for fqn in modules if any(matches(fqn, n) for n in record.frozen_copies)}
     for name, info in tensors.items():
-        part = low_rank.lora_tensor(name)
-        if part is not None and part.role == low_rank.COPY:
+        part = lora_tensor(name)
+        if part is not None and part.role == COPY:
             copies[name] = part.weight
-        elif part is not None and part.role == low_rank.A:
+        elif part is not None and part.role == A:
             operation = "stack" if part.site == part.weight else _operation(modules.get(part.site))
             update = record.low_rank(part.site, operation)
             rows = fused_rows(part.weight, table)  # A and B follow them if each part has its own
@@ -141,7 +132,7 @@ def stored_updates(
             of_parts = len(info.shape) == len(b) == 2 and info.shape[0] != b[1] and info.shape[0] == len(rows) * b[1]
             updates.append(replace(update, rows=rows if of_parts else ()))
             updates += [update.added_bias] if update.added_bias else []
-        elif part is not None and part.role == low_rank.ROWS and (rows_of := record.trained_rows(part.site)):
+        elif part is not None and part.role == ROWS and (rows_of := record.trained_rows(part.site)):
             updates.append(rows_of)
     of_base = frozenset(name for name, weight in copies.items() if weight.rpartition(".")[0] in frozen)
     return StoredUpdates(updates, copies, of_base, tied=record.ensure_weight_tying)

@@ -106,7 +106,7 @@ def test_a8_two_ranks_train_resume_and_export(name: str, tmp_path: Path) -> None
             if not by_ranks.exists():
                 continue
             export = ExportConfig(kind, folder="alone")  # type: ignore[arg-type]
-            alone.manager._exporter.export(export, 8, alone.manager._base.identity)
+            alone.manager._exporter.export(export, 8, alone.manager._content.identity)
             exported = alone.manager.exported[export]
             assert isinstance(exported, Path)
             ours, theirs = read_all(exported), read_all(by_ranks)

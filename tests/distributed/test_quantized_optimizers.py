@@ -24,9 +24,8 @@ from tests.zoo.optimizer_runs import comparable
 from titan_ckpt import CheckpointManager
 from titan_ckpt.components.quantized_state import parts
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
-from titan_ckpt.geometry.chunks import local_tensor
+from titan_ckpt.geometry.chunks import is_made_of_others, local_tensor
 from titan_ckpt.testing.ranks import distributed
-from titan_ckpt.weights.live_memory import is_made_of_others
 
 KINDS = {"8 bit": torchao.optim.AdamW8bit, "4 bit": torchao.optim.AdamW4bit, "fp8": torchao.optim.AdamWFp8}
 NAMES = ("exp_avg", "exp_avg_sq")

@@ -23,7 +23,7 @@ from tests.faults.shim import Counter, KillAt, Moment, intercepted
 from tests.world import contents
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import PeerGroups
-from titan_ckpt.gc_paused import instances_of
+from titan_ckpt.process import instances_of
 
 BOUNDS = ((2.0, 24), (8.0, 4)) if not SOAK else ((6.0, 16), (20.0, 4))
 """Seconds that a rank waits for a silent one, and how many worlds, which mostly wait, are there at once.

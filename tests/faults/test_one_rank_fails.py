@@ -14,7 +14,7 @@ import torch
 import tests.memory_store  # noqa: F401 - it names the scheme
 from tests.faults.forked_ranks import outcome, run
 from titan_ckpt import progress
-from titan_ckpt.config import ExportConfig
+from titan_ckpt.config import CheckpointConfig, ExportConfig
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.exporting.exporter import Exporter, ExportJob
 from titan_ckpt.formats.dcp.writer import DcpExport
@@ -25,9 +25,9 @@ from titan_ckpt.formats.publish.plan import OutputFiles, plan_export
 from titan_ckpt.formats.publish.write import ExportWriter
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap
+from titan_ckpt.saving.step import ModelContent
 from titan_ckpt.stores.store import StoreConfig, open_location
 from titan_ckpt.weights import digest
-from titan_ckpt.weights.identity import TrackedBase
 from titan_ckpt.weights.transforms import file_group
 
 INFO = TensorInfo((4,), torch.float32)
@@ -57,7 +57,7 @@ def chunks_of_an_export(line: Coordinator, folder: Path) -> None:
 def a_converters_keys(line: Coordinator, folder: Path) -> None:
     """Ask the model which of its tensors a converter owns."""
     model: Any = SimpleNamespace(owned_state_dict=lambda: of_rank_1(line, {}))
-    TrackedBase(model, line).record_current()
+    ModelContent(CheckpointConfig(), model, line).record_current()
 
 
 def the_plan_of_a_save(line: Coordinator, folder: Path) -> None:

@@ -17,7 +17,7 @@ from tests.world import same
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.files import FileReader
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.stores import second_look
+from titan_ckpt.stores import store
 
 MAY_PASS = (errno.ESTALE, errno.ENOMEM, errno.ETIMEDOUT, errno.EAGAIN, errno.EACCES)
 FILES = ("MANIFEST.json", "state.json", "rank-00000.json", "rank-00000.safetensors")
@@ -25,7 +25,7 @@ FILES = ("MANIFEST.json", "state.json", "rank-00000.json", "rank-00000.safetenso
 
 @pytest.fixture(autouse=True)
 def _without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(second_look, "WAITS_SECONDS", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(store, "WAITS_SECONDS", (0.0, 0.0, 0.0))
 
 
 @contextmanager

@@ -47,7 +47,7 @@ from tests.integrations.loader_cases import (
     with_noise,
 )
 from titan_ckpt.components.classes import class_name
-from titan_ckpt.components.items.data_position import DataRank
+from titan_ckpt.components.items.item import DataRank
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
 

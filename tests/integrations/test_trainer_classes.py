@@ -34,8 +34,7 @@ from titan_ckpt.components.classes import class_name
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError
 from titan_ckpt.integrations.transformers import attach
-from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, REFUSED_ARGUMENTS, TRAINERS
-from titan_ckpt.integrations.transformers.refusals import GIVEN
+from titan_ckpt.integrations.transformers.known import ARGUMENTS, CALLBACKS, GIVEN, REFUSED_ARGUMENTS, TRAINERS
 
 ALL = bool(os.environ.get("TITAN_CKPT_SOAK"))
 NAMES = [name for number, name in enumerate(CASES) if ALL or not name.startswith("argument") or number % 4 == 0]

@@ -20,11 +20,10 @@ from titan_ckpt import CheckpointConfig, ExportConfig
 from titan_ckpt.encoding.typed_json import MAX_INLINE_BYTES
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.formats.safetensors.container import read_header
-from titan_ckpt.integrations.transformers import completions
 from titan_ckpt.integrations.transformers.attach import TitanCheckpoint
+from titan_ckpt.integrations.transformers.known import HOOKS, problems
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
-from titan_ckpt.integrations.transformers.progress import RankProgress
-from titan_ckpt.integrations.transformers.refusals import HOOKS, problems
+from titan_ckpt.integrations.transformers.progress import RankProgress, completions_of
 
 MODULE = "tests.integrations.trainer_runs"
 RUNS = {
@@ -191,10 +190,10 @@ def generating(number: int, held: Any) -> Any:
 def test_completions_are_held_between_generations_and_where_they_fit(caplog: pytest.LogCaptureFixture) -> None:
     """A step before a generation holds none; those that typed JSON cannot hold are left out with a warning."""
     held, large = [{"ids": torch.ones(2)}], [{"ids": torch.ones(MAX_INLINE_BYTES + 1, dtype=torch.int8)}]
-    states = [completions.state_of(generating(number, value)) for number, value in ((3, held), (4, held), (5, large))]
+    states = [completions_of(generating(number, value)) for number, value in ((3, held), (4, held), (5, large))]
     assert [state and state["held"] for state in states] == [held, None, None]
     assert [record.getMessage()[:22] for record in caplog.records] == ["step 5: the completion"]
-    assert completions.state_of(trainer()) is None
+    assert completions_of(trainer()) is None
 
 
 def test_completions_are_not_divided_among_another_number_of_ranks() -> None:
@@ -202,12 +201,12 @@ def test_completions_are_not_divided_among_another_number_of_ranks() -> None:
     running = generating(0, None)
     running.accelerator = SimpleNamespace(device="cpu")
     progress = RankProgress(running, share(0, 1, split=False))
-    stored = {"loader": {}, "completions": completions.state_of(generating(3, [{"ids": torch.ones(2)}]))}
+    stored = {"loader": {}, "completions": completions_of(generating(3, [{"ids": torch.ones(2)}]))}
     with pytest.raises(LoadMismatchError, match=r"2 data-parallel ranks use.*checkpoint\.resume\.step.*multiple of"):
         progress.load_state_dicts([stored, stored])
     before = generating(4, None)
     before.entropy_coef = 0.25
-    stored = {"loader": share(0, 2, split=False).state_dict(), "completions": completions.state_of(before)}
+    stored = {"loader": share(0, 2, split=False).state_dict(), "completions": completions_of(before)}
     progress.load_state_dicts([stored, stored])
     progress.begin()
     assert (running.entropy_coef, running._step, running._buffered_inputs) == (0.25, 4, None)

@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from tests import world
-from tests.integrations.loader_cases import Jumping, Plain, plain
+from tests.integrations.loader_cases import Jumping, Plain, Stream, numbers, plain
 from tests.integrations.unwrapped_cases import COLLATES, DATA, Case, SeededAnew, drawn, loader_of, seeded
-from titan_ckpt.components.items.data_position import DataPosition, DataRank
+from titan_ckpt.components.items.data_position import DataPosition
+from titan_ckpt.components.items.item import DataRank
 from titan_ckpt.components.known.loaders import seed_workers_apart, unwrapped_faults
 from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
 from titan_ckpt.integrations.loader_position import PositionedLoader
-from titan_ckpt.rng import RandomState
+from titan_ckpt.process import RandomState
 
 
 def steps(loader: Any, epoch: list[int]) -> Iterator[Any]:
@@ -315,3 +316,21 @@ def test_a_step_of_workers_that_are_kept_loads_where_nobody_seeds_them_apart() -
     loader = new()
     seed_workers_apart(loader)
     position(new()).check(stored(position(loader).value({})))
+
+
+class Mixed(Stream):
+    """Holds streams of datasets."""
+
+    def __init__(self, streams: Any) -> None:
+        super().__init__()
+        self.streams = streams
+
+
+@pytest.mark.parametrize("held", [list, lambda streams: dict(enumerate(streams)), lambda streams: [[streams[-1]]]])
+def test_every_stream_that_a_dataset_holds_is_looked_at(held: Callable[[Any], Any], tmp_path: Path) -> None:
+    """Also the last of many, and those in a dict."""
+    streams = [*(numbers() for _ in range(20)), numbers().shuffle(1, buffer_size=3)]
+    with pytest.raises(ConfigError, match=r"leaves out the buffer of shuffle\(\)"):
+        world.manager(
+            tmp_path, torch.nn.Linear(1, 1), save=None, dataloader=StatefulDataLoader(Mixed(held(streams)), 2)
+        )

@@ -22,7 +22,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as of_torchdata
 
 from tests.integrations.loader_cases import Augmented, Jittered, Jumping, Plain, Stream, Told, jittered, numbers
-from titan_ckpt.rng import RandomState
+from titan_ckpt.process import RandomState
 
 
 class Once(Plain):

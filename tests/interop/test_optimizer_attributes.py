@@ -221,7 +221,42 @@ class SetAside(Plain):
         self.overflow.zero_()
 
 
+class Calibrated(Plain):
+    """Sums up its first gradients at the parameters themselves, and needs their sum at the fifth step alone."""
+
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
+        state["count"] = count = state.get("count", 0) + 1
+        own: Any = p
+        own.total = getattr(own, "total", 0) + grad
+        if count == 5:
+            state["scale"] = own.total.abs() + 1
+        return grad / state.get("scale", 1)
+
+
+class Accumulated(Plain):
+    """Sums up two gradients at the parameters themselves, and uses their sum."""
+
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
+        state["count"] = count = state.get("count", 0) + 1
+        own: Any = p
+        last, own.total = getattr(own, "total", 0), grad.clone()
+        return torch.zeros_like(grad) if count % 2 else last + grad
+
+
+class Planned(Plain):
+    """Has a rate for each of fifteen steps, and no more; sets an attribute before it uses it."""
+
+    def begin(self) -> None:
+        group = self.param_groups[0]
+        group["count"] = group.get("count", 0) + 1
+        self.rate = [*range(1, 16)][group["count"] - 1]
+
+    def direction(self, p: torch.Tensor, grad: torch.Tensor, state: dict[Any, Any]) -> Any:
+        return grad * self.rate
+
+
 Build = Callable[[nn.Module], Any]
+_OTHER_STEPS = "after a resume its steps would not be those of a run without a stop"
 LOSES: dict[str, tuple[Build, str]] = {
     "sam": (lambda m: Sam(m.parameters(), lr=0.1, momentum=0.9), "self.base_optimizer"),
     "sam of AdamW": (lambda m: Sam(m.parameters(), AdamW, lr=0.1), "self.base_optimizer"),
@@ -230,6 +265,8 @@ LOSES: dict[str, tuple[Build, str]] = {
     "lion": (lambda m: Lion(m.parameters()), "self.momenta"),
     "a tensor": (lambda m: Trace(m.parameters()), "its steps change self.trace"),
     "a large tensor": (lambda m: Large(m.parameters()), "its code sets self.trace"),
+    "needed early alone": (lambda m: Calibrated(m.parameters()), _OTHER_STEPS),
+    "needed at every second step": (lambda m: Accumulated(m.parameters()), _OTHER_STEPS),
     "not rehearsed": (lambda m: Calls(m.parameters()), "its code sets self.count"),
 }
 
@@ -263,6 +300,7 @@ EXACT: dict[str, Build] = {
     "lookahead": lambda m: WholeLookahead(m.parameters()),
     "constant": lambda m: Constant(m.parameters()),
     "scratch": lambda m: Scratch(m.parameters()),
+    "planned": lambda m: Planned(m.parameters()),
     "scratch, not rehearsed": lambda m: SetAside(m.parameters()),
 }
 

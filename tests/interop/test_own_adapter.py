@@ -18,13 +18,12 @@ from tests import world
 from titan_ckpt import ExportConfig, InitialLoadConfig, SaveConfig, converters
 from titan_ckpt.cli.main import main
 from titan_ckpt.converters import ModelConverter
-from titan_ckpt.converters.merge import merged
 from titan_ckpt.converters.targets import select
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.geometry.chunks import Chunk, Shape
 from titan_ckpt.models.llama3 import Llama3, Llama3Config
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.low_rank import StoredUpdates, WeightUpdate
+from titan_ckpt.weights.low_rank import StoredUpdates, WeightUpdate, merged
 
 # the adapter: W * (1 + c r), by a column c and a row r; LoRA adds its product
 

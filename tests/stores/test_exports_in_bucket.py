@@ -36,7 +36,6 @@ from titan_ckpt.formats.open import open_reader
 from titan_ckpt.formats.publish import bucket_record
 from titan_ckpt.formats.publish.bucket_record import BucketExports
 from titan_ckpt.formats.publish.exchange import Exchange, Marks
-from titan_ckpt.formats.publish.plan import ExportPlan
 from titan_ckpt.formats.publish.record import RECORDS
 from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
@@ -150,7 +149,7 @@ class LongHeader(FolderFormat):
     def header(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> Mapping[str, str]:
         return {"long": "x" * (30 << 20)}
 
-    def companions(self, plan: ExportPlan) -> Mapping[str, bytes | Path]:
+    def companions(self, *_: Mapping[str, Any]) -> Mapping[str, bytes | Path]:
         return {self.last: b"{}"}
 
     def open(self, folder: Place, *, dequantize: bool) -> TensorReader:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from titan_ckpt.encoding import typed_json
-from titan_ckpt.rng import RandomState
+from titan_ckpt.process import RandomState
 
 
 def test_the_generators_of_all_devices_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:

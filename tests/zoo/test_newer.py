@@ -28,7 +28,7 @@ from titan_ckpt.integrations.data_order import SAMPLERS
 from titan_ckpt.integrations.lightning import known as of_lightning
 from titan_ckpt.integrations.lightning.known import callback_faults, plugin_faults
 from titan_ckpt.integrations.loader_position import PositionedLoader
-from titan_ckpt.integrations.transformers import refusals
+from titan_ckpt.integrations.transformers import known as of_transformers
 from titan_ckpt.integrations.transformers.known import CALLBACKS, TRAINERS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of the libraries
@@ -120,10 +120,10 @@ def test_an_argument_of_a_newer_version_is_refused_if_it_is_set(
             """Take one argument more."""
 
     trainer: Any = plain(tmp_path)
-    monkeypatch.setattr(refusals, "TrainingArguments", Newer)
-    monkeypatch.setattr(refusals, "Trainer", NewerTrainer)
-    assert [*refusals.problems(trainer, CheckpointConfig(), has_adapter=False)] == []
+    monkeypatch.setattr(of_transformers, "TrainingArguments", Newer)
+    monkeypatch.setattr(of_transformers, "Trainer", NewerTrainer)
+    assert [*of_transformers.problems(trainer, CheckpointConfig(), has_adapter=False)] == []
     trainer.args.newer = trainer.newest = 1
-    lines = [*refusals.problems(trainer, CheckpointConfig(), has_adapter=False)]
+    lines = [*of_transformers.problems(trainer, CheckpointConfig(), has_adapter=False)]
     expected = "this version of titan_ckpt does not know the argument: leave it out"
     assert lines == [f"{name}: {expected}" for name in ("newer", "newest")]

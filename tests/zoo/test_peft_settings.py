@@ -31,7 +31,7 @@ from titan_ckpt.formats.huggingface.peft import PREFIX, ModuleNumbers, PeftReade
 from titan_ckpt.formats.huggingface.peft_fields import HONOURED, REFUSED, WITHOUT_EFFECT, saves, targets_stacks
 from titan_ckpt.formats.huggingface.reader import read_config
 from titan_ckpt.models import hf
-from titan_ckpt.weights.low_rank import TrainedRows
+from titan_ckpt.weights.lora import TrainedRows
 
 FLOORS = {"": 146}
 """Settings and ways in that are exact at the least."""

@@ -20,7 +20,7 @@ from titan_ckpt.training.data.corpus import open_corpus
 from titan_ckpt.training.data.tokens import marked_ids
 from titan_ckpt.training.run_file import read_run
 from titan_ckpt.training.trainer import Trainer
-from titan_ckpt.weights.low_rank import is_conv1d
+from titan_ckpt.weights.lora import is_conv1d
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -53,6 +54,12 @@ def is_own_kind(kind: type | FunctionType) -> bool:
     """Return the same of a class itself."""
     package = package_of(kind)
     return package not in LIBRARIES and package not in sys.stdlib_module_names and package != "titan_ckpt"
+
+
+@cache
+def own_kinds(kinds: tuple[type, ...]) -> tuple[type, ...]:
+    """Return the user's own classes among these."""
+    return tuple(filter(is_own_kind, kinds))
 
 
 def own_and_base(kind: type) -> tuple[tuple[type, ...], type]:

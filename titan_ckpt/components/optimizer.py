@@ -27,10 +27,9 @@ from titan_ckpt.components.optimizer_split import (
 from titan_ckpt.components.quantized_state import QUANTIZED
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError, counted, listed
-from titan_ckpt.geometry.chunks import TensorInfo, info_of, plain
+from titan_ckpt.geometry.chunks import TensorInfo, info_of, is_made_of_others, plain
 from titan_ckpt.geometry.nested import address, give_tensors, layouts_of, names_of
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.live_memory import is_made_of_others
 from titan_ckpt.weights.names import prefix_in
 
 logger = logging.getLogger(__name__)

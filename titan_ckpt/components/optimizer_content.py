@@ -101,11 +101,6 @@ def kept_by(wrapper: Any) -> dict[str, dict[Any, Any]]:
     return {"wrapper": {"train_mode": wrapper.train_mode}} if has_mode else {}
 
 
-def is_of_torch(optimizer: Any) -> bool:
-    """Return whether the optimizer is one of torch's own classes, whose state comes back: tests prove each of them."""
-    return type(innermost(optimizer)).__module__.startswith(OF_TORCH[0])
-
-
 def speaks_for_itself(optimizer: Optimizer) -> bool:
     """Return whether the optimizer's own `state_dict` differs, or may differ, from that of torch."""
     kind = type(optimizer)

@@ -1,7 +1,7 @@
 """A rehearsal of optimizers before the first step: whether their state can be stored, and whether it comes back.
 
-Owns the copy of an optimizer over tiny parameters, its steps and the comparison. Live objects are only read, and the
-generators are put back. An optimizer whose attributes hold more than plain data and other optimizers is not rehearsed,
+Owns the copy of an optimizer over tiny parameters, its steps and the comparison. Live objects are only read; the caller
+puts generators back. An optimizer whose attributes hold more than plain data and other optimizers is not rehearsed,
 because its code may reach live objects through them: unsaved_state.py looks at its code and attributes instead, and
 what it keeps in its state is checked after its first step. Attributes that the rehearsal has not changed are watched.
 """
@@ -30,10 +30,10 @@ from titan_ckpt.components.unsaved_state import faults, stored_by_code_of, unles
 from titan_ckpt.components.watched import ATOMS, Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import CheckpointError, StateEncodingError, listed
-from titan_ckpt.geometry.chunks import info_of, local_tensor
+from titan_ckpt.geometry.chunks import info_of, is_made_of_others, local_tensor
 from titan_ckpt.geometry.nested import DICTS, memory_order
-from titan_ckpt.rng import generators_kept
-from titan_ckpt.weights.live_memory import is_made_of_others, is_same
+from titan_ckpt.process import generators_kept
+from titan_ckpt.weights.live_memory import is_same
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +42,9 @@ _PER_GROUP = 3
 _FEW = 32
 """A group of so many parameters is copied whole, because attributes may have a value for each."""
 _MAX_GROUPS = 8
-_LAST = 11
-"""Steps of a rehearsal: some optimizers do something at every tenth alone."""
+_FIRST, _LAST = 2, 12
+"""Steps before the state is taken over for the first time, and of a whole rehearsal: some optimizers do something in
+their first few steps alone, and some at every tenth."""
 _MAX_NUMEL = 1 << 10
 _TABLES = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _NOT_COPIED = frozenset({"param_groups", "state", "step", *_TABLES})
@@ -57,30 +58,22 @@ _NEXT_STEP = (
 
 
 def rehearse(
-    optimizers: Sequence[Any],
-    live: Sequence[nn.Module] = (),
-    allow: Collection[str] = (),
-    watch: Watch | None = None,
-) -> list[str]:
-    """Return a line for every optimizer whose state could not be stored, or is not known to come back.
+    optimizers: Sequence[Any], live: Sequence[nn.Module], allow: Collection[str], watch: Watch
+) -> Iterator[str]:
+    """Yield a line for every optimizer whose state could not be stored, or is not known to come back.
 
-    `live`: the modules that they train. `allow`: full names of classes that may lose what they keep in attributes.
-    `watch`: notes the attributes that these steps have not changed, and later ones might.
+    Those of torch and torchao are proved, but for shards that torchao's quantize unevenly. `live`: the modules that
+    they train. `allow`: full names of classes that may lose what they keep in attributes. `watch`: notes the attributes
+    that these steps have not changed, and later ones might.
     """
-    watch = watch or Watch()
-    lines: dict[str, None] = {}
-    with generators_kept():
-        for optimizer in map(innermost, optimizers):
-            name = class_name(optimizer)
-            fault = _misaligned(optimizer)
-            if fault is None and not name.startswith(OF_TORCH):
-                with torch.compiler.set_stance("force_eager"):
-                    lost = dict.fromkeys(_lost(optimizer, live, allow, watch))
-                    fault = None if lost else _fault(optimizer, may_lose=name in allow)
-                lines |= lost
-            if fault is not None:
-                lines[f"{name}: {fault}"] = None
-    return list(lines)
+    for optimizer in map(innermost, optimizers):
+        name = class_name(optimizer)
+        if (fault := _misaligned(optimizer)) is not None:
+            yield f"{name}: {fault}"
+        elif not name.startswith(OF_TORCH):
+            with torch.compiler.set_stance("force_eager"):
+                lines = [*_faults(optimizer, live, allow, watch)]
+            yield from lines
 
 
 def _misaligned(optimizer: Optimizer) -> str | None:
@@ -105,64 +98,51 @@ def _misaligned(optimizer: Optimizer) -> str | None:
     return None
 
 
-def _fault(optimizer: Optimizer, *, may_lose: bool) -> str | None:
-    """Return why the optimizer cannot be resumed; None if it can, or cannot be rehearsed.
+def _faults(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str], watch: Watch) -> Iterator[str]:
+    """Yield why an optimizer cannot be resumed: what its state dict leaves out or cannot give, as far as is known.
 
-    `may_lose`: other steps after a resume are no fault.
+    A tiny copy is stepped, and others take its state over, early and late, and go on with it. If an optimizer cannot be
+    rehearsed and has no state dict of its own, all attributes count that its code sets.
     """
+    kinds, what = type(optimizer).__mro__, class_name(optimizer)
     try:
         read(optimizer)
     except StateEncodingError as error:
-        return str(error)
+        yield f"{what}: {error}"
+        return
     if (whole := _stepped_twin(optimizer)) is None:
-        return None
-    first, other = _tiny(optimizer), _tiny(optimizer)
-    _steps(first, 1, 2)
-    try:
-        groups = OptimizerState([first], _named(first)).split()[1][0]
-        if kept := _not_json(groups):
-            return f"its state cannot be stored: {listed(kept)}. {_NEXT_STEP}"
-        _carry_over(first, other)
-        equal = _same(first, other)
-        _steps(other, *range(3, _LAST + 1))
-    except CheckpointError as error:
-        return f"{error}. {_NEXT_STEP}"
-    except Exception as error:
-        return f"its state cannot be carried over: {type(error).__name__}: {error}. {_NEXT_STEP}"
-    if may_lose or (equal and _same(other, whole)):
-        return None
-    _steps(first, *range(3, _LAST + 1))
-    if not _same(first, whole):  # its steps differ by chance, or depend on time
-        return None
-    return f"after a resume its steps would not be those of a run without a stop. {_NEXT_STEP}"
-
-
-def _lost(optimizer: Optimizer, live: Sequence[nn.Module], allow: Collection[str], watch: Watch) -> Iterator[str]:
-    """Yield a line if attributes of an optimizer change and are not in its state dict, as far as is known.
-
-    If an optimizer cannot be rehearsed and has no state dict of its own, all counts that its code sets.
-    """
-    kinds, what = type(optimizer).__mro__, class_name(optimizer)
-    if (first := _stepped_twin(optimizer)) is None:
         held = [("optimizer", optimizer)]
         yield from faults(held, None, allow, live=live, gives_state=speaks_for_itself, watch=watch)
         return
-    other, fresh = _tiny(optimizer), _tiny(optimizer)
-    constant = [name for name, value in _kept(first).items() if _equal(value, _kept(fresh).get(name))]
+    first, fresh = _tiny(optimizer), _tiny(optimizer)
+    _steps(first, 1, taken := _FIRST)
+    constant = [name for name, value in _kept(whole).items() if _equal(value, _kept(fresh).get(name))]
+    fault, is_equal, lost = None, True, list[str]()
     try:
-        _carry_over(first, other)
-        lost = _differing(first, other)
-        if lost:  # what each step sets anew before it is used comes back by itself
-            _steps(first, _LAST + 1)
-            _steps(other, _LAST + 1)
-            lost = [name for name in _differing(first, other) if name in lost]
-    except Exception:  # `_fault` meets it again, and has the words for it
+        for last in (_LAST - 1, _LAST):  # each time another copy takes over
+            if kept := _not_json(OptimizerState([first], _named(first)).split()[1][0]):
+                raise StateEncodingError(f"its state cannot be stored: {listed(kept)}")
+            _carry_over(first, other := _tiny(optimizer))
+            is_equal, lost = is_equal and _same(first, other), _differing(first, other)
+            for number in range(taken + 1, last + 1):
+                _steps(first, number)
+                _steps(other, number)
+            taken, is_equal = last, is_equal and _same(first, other)
+            lost = [name for name in _differing(first, other) if name in lost]  # not what each step sets before its use
+    except CheckpointError as error:
+        fault = f"{error}"
+    except Exception as error:
+        fault = f"its state cannot be carried over: {type(error).__name__}: {error}"
+    if fault is not None:
+        yield f"{what}: {fault}. {_NEXT_STEP}"
         return
     of_torch = {*stored_by_code_of(kind for kind in kinds if kind.__module__.startswith(OF_TORCH))}
     if lost := [f"self.{name}" for name in lost if f"self.{name}" not in of_torch]:
         reason = f"its steps change {listed(lost, ', ', ' ')}, and its state_dict() leaves that out. {_NEXT_STEP}"
         yield from unless_allowed(what, what, reason, allow)
     elif what not in allow:
+        if not is_equal and _same(first, whole):  # else its steps differ by chance, or depend on time
+            yield f"{what}: after a resume its steps would not be those of a run without a stop. {_NEXT_STEP}"
         names = [name for name in constant if f"self.{name}" not in of_torch]
         trained = [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
 

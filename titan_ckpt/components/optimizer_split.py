@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -24,10 +24,9 @@ from torch.optim import Optimizer
 from titan_ckpt.components import optimizer_content, quantized_state
 from titan_ckpt.components.optimizer_content import PREFIX, OptimizerContent
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
-from titan_ckpt.geometry.chunks import TensorInfo, plain
+from titan_ckpt.geometry.chunks import TensorInfo, is_made_of_others, plain
 from titan_ckpt.geometry.nested import Taken, address, memory_order, placeholder, take_tensors, tensors_in
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.live_memory import is_made_of_others
 
 Group = dict[str, Any]
 """{"classes": as `class_names` returns them, "hyperparameters": ..., "shared": 0-d state that is equal for all its
@@ -202,20 +201,11 @@ def _repeated(content: OptimizerContent) -> frozenset[int]:
     """Return the addresses that several tensors in the state of parameters have."""
     values = [value for state in content.state.values() for value in state.values()]
     if all(type(value) is torch.Tensor and value.layout is torch.strided for value in values):
-        starts = {value.data_ptr() for value in values}  # in one go, because there are many
-        if len(starts) == len(values) and 0 not in starts:
+        pointers = {value.data_ptr() for value in values}  # in one go, because there are many
+        if len(pointers) == len(values) and 0 not in pointers:
             return frozenset()
-    return frozenset(start for start, count in Counter(_addresses(content)).items() if count > 1)
-
-
-def _addresses(content: OptimizerContent) -> Iterator[int]:
-    """Yield the address of every tensor in the state of parameters."""
-    for state in content.state.values():
-        for value in state.values():
-            if isinstance(value, torch.Tensor):
-                yield address(value)
-            else:
-                yield from map(address, tensors_in(value))
+    starts = Counter(address(tensor) for value in values for tensor in tensors_in(value))
+    return frozenset(start for start, count in starts.items() if count > 1)
 
 
 def _is_laid_out_like_new(value: torch.Tensor, parameter: nn.Parameter) -> bool:

@@ -18,10 +18,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_ckpt.errors import LoadMismatchError, StateEncodingError
-from titan_ckpt.geometry.chunks import local_chunks, local_tensor, shard_sizes, sharded_as
+from titan_ckpt.geometry.chunks import is_made_of_others, local_chunks, local_tensor, shard_sizes, sharded_as
 from titan_ckpt.geometry.nested import Taken, placeholder
 from titan_ckpt.types import StateDict
-from titan_ckpt.weights.live_memory import inner_tensors, is_made_of_others
+from titan_ckpt.weights.live_memory import inner_tensors
 
 QUANTIZED = "$quantized"
 _TABLE = "qmap"

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from titan_ckpt.components import schedules
-from titan_ckpt.components.classes import class_name
-from titan_ckpt.components.items.data_position import DataPosition, DataRank
+from titan_ckpt.components.classes import class_name, own_kinds
+from titan_ckpt.components.items.data_position import DataPosition
 from titan_ckpt.components.items.exchange_order import ExchangeOrder
-from titan_ckpt.components.items.item import Item, Stored
+from titan_ckpt.components.items.item import DataRank, Item, Stored
 from titan_ckpt.components.items.optimizers import Optimizers, Schedulers
 from titan_ckpt.components.items.states import ExtraState, Generators, OwnBuffers, UserState
 from titan_ckpt.components.known.own_modules import watch_modules
@@ -31,9 +31,8 @@ from titan_ckpt.components.watched import Watch
 from titan_ckpt.config import Component
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import HalfLoadedError, LoadMismatchError, StateEncodingError, counted, listed
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo, describe
-from titan_ckpt.rng import generators_kept
+from titan_ckpt.process import gc_paused, generators_kept
 from titan_ckpt.types import StateDict, Stateful
 from titan_ckpt.weights.wrapper import ModelWrapper, require_memory
 
@@ -217,7 +216,8 @@ class RunState:
     @gc_paused()
     def watch_modules(self, allow: Collection[str] = ()) -> None:
         """Watch, after a load, what the model's own modules keep beside its state."""
-        if self.extra is not None:
+        own = (own_kinds(type(module).__mro__) for part in self.model.parts for module in part.modules())
+        if self.extra is not None and any(own):
             live = [*self.optimizers, *self._lr_schedulers, *self.states.values(), self._dataloader]
             watch_modules(self.model.parts, allow, self.watch, live)
 
@@ -243,8 +243,7 @@ class RunState:
 
     def refuse_changed(self, step: int) -> None:
         """Check before a save that a new process can take what it holds. Raises: SaveError; StateEncodingError."""
-        if self.watch.objects:
-            self.watch.refuse(step)
+        self.watch.refuse(step)
         if self._shapes is None:
             return
         before, now = self._shapes, self._shapes_now()

@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from titan_ckpt.components.classes import class_name, is_of_library, is_own, is_own_kind, names_of, own_and_base
-from titan_ckpt.rng import codes_within, held_generators, is_random, used_by
+from titan_ckpt.process import codes_within, held_generators, is_random, used_by
 from titan_ckpt.weights.names import OF_EVERY_MODULE, parts_of
 
 if TYPE_CHECKING:
@@ -252,13 +252,8 @@ def _draws_or_trains(item: Any) -> bool:
     """Return whether an object of a library is there to change, and is no data that can be compared."""
     if isinstance(item, IOBase) or type(item).__module__ == "torch.nn.modules.loss":
         return False
-    names = {*names_of(type(item))}
-    kinds = (nn.Module, torch.optim.Optimizer, Iterator)
-    return (
-        isinstance(item, kinds)
-        or is_random(item)
-        or not names.isdisjoint({"queue.Queue", "torchmetrics.metric.Metric"})
-    )
+    is_changed_by_use = not {"queue.Queue", "torchmetrics.metric.Metric"}.isdisjoint(names_of(type(item)))
+    return is_changed_by_use or is_random(item) or isinstance(item, (nn.Module, torch.optim.Optimizer, Iterator))
 
 
 def _is_installed(kind: type | FunctionType) -> bool:

@@ -28,7 +28,7 @@ from titan_ckpt.components.classes import is_own
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, variables_of
 from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.geometry.chunks import as_bytes, local_tensor
-from titan_ckpt.rng import get_random, is_random
+from titan_ckpt.process import get_random, is_random
 
 ATOMS = (str, bytes, int, float, complex, bool, type(None), torch.dtype, torch.device)
 _CONSTANTS = (PurePath, Decimal, Fraction, date, time, timedelta, UUID, range, slice)

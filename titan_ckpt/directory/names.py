@@ -20,8 +20,7 @@ from titan_ckpt.directory.manifest import MANIFEST_NAME, MAX_BYTES, FileRecord, 
 from titan_ckpt.disk import posix
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.second_look import may_pass, read_twice
-from titan_ckpt.stores.store import Place, store_of
+from titan_ckpt.stores.store import Place, may_pass, read_twice, store_of
 
 STAGING = ".staging"
 TRASH = ".trash"

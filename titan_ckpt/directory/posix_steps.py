@@ -50,7 +50,7 @@ from titan_ckpt.errors import (
     PreflightError,
     SaveError,
 )
-from titan_ckpt.stores.second_look import may_pass, read_twice
+from titan_ckpt.stores.store import may_pass, read_twice
 
 logger = logging.getLogger(__name__)
 

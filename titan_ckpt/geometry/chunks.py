@@ -18,6 +18,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.errors import ExportError
 
@@ -167,6 +168,13 @@ def describe(tensors: Mapping[str, torch.Tensor]) -> dict[str, Any]:
 def local_tensor(value: torch.Tensor) -> torch.Tensor:
     """Return this rank's memory of a tensor. It is not `to_local()`, which records an autograd node and may copy."""
     return value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001
+
+
+def is_made_of_others(value: object) -> bool:
+    """Return whether this rank's part of a tensor is made of other tensors."""
+    if type(value) is torch.Tensor or not isinstance(value, torch.Tensor):  # the usual case, and a hot path
+        return False
+    return is_traceable_wrapper_subclass(local_tensor(value))
 
 
 def sharded_as(layout: DTensor, local: torch.Tensor, shape: Shape | None = None) -> DTensor:

@@ -21,7 +21,7 @@ import torch
 from titan_ckpt.components.classes import class_name, exact, is_of_library, names_of, own_and_base
 from titan_ckpt.components.unsaved_state import fault_of, function_faults, stored_by_code_of
 from titan_ckpt.errors import ConfigError
-from titan_ckpt.rng import process_state
+from titan_ckpt.process import process_state
 
 SAMPLERS: Mapping[str, str] = exact(
     {

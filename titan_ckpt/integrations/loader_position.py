@@ -24,7 +24,7 @@ import xxhash
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
 
 from titan_ckpt.components.classes import class_name, is_of_library, names_of
-from titan_ckpt.components.items.data_position import DataRank
+from titan_ckpt.components.items.item import DataRank
 from titan_ckpt.components.known.loaders import (
     POSITIONED,
     begin_afresh,
@@ -37,7 +37,7 @@ from titan_ckpt.components.known.streams import begin_once, functions_of, is_shu
 from titan_ckpt.components.unsaved_state import fault_of
 from titan_ckpt.errors import LoadMismatchError, counted, refuse
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
-from titan_ckpt.rng import RandomState, Seeded, get_random, held_generators, set_random
+from titan_ckpt.process import RandomState, Seeded, get_random, held_generators, set_random
 
 _log = logging.getLogger(__name__)
 _END, _UNREAD = object(), object()

@@ -122,13 +122,8 @@ class Restored:
     """The state of an object of the user's own, which a hook may set anew when a resumed training begins."""
 
     def __init__(self, value: Any) -> None:
-        self._value = value
+        self._value, self.state_dict = value, value.state_dict
         self._loaded: dict[str, Any] | None = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the object's own."""
-        state: dict[str, Any] = self._value.state_dict()
-        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give it to the object, and keep a copy."""

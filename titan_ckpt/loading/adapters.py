@@ -28,9 +28,10 @@ from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.loading.plan import LoadSource
 from titan_ckpt.stores.store import Place, local_path
 from titan_ckpt.types import Format, ModelConverter
-from titan_ckpt.weights import low_rank
+from titan_ckpt.weights import lora
 from titan_ckpt.weights.identity import BASE_RECORD, Description, differences
-from titan_ckpt.weights.low_rank import LoRARecord, StoredUpdates, lora_tensor
+from titan_ckpt.weights.lora import LoRARecord, lora_tensor
+from titan_ckpt.weights.low_rank import StoredUpdates
 from titan_ckpt.weights.names import model_tensors
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -96,7 +97,7 @@ def updates_in(
         try:
             part = None if tables is None else tables.updates(description, tensors, modules, table)
         except ValueError as error:
-            kind = "LoRA" if description["kind"] == low_rank.KIND else description["kind"]
+            kind = "LoRA" if description["kind"] == lora.KIND else description["kind"]
             raise LoadMismatchError(f"{path}: its manifest describes a {kind} that cannot be merged: {error}") from None
         found += [] if part is None else [part]
     if not found:
@@ -151,7 +152,7 @@ def check_fits(
     path, manifest = source.path, _manifest_in(reader)
     saved = [] if manifest is None else manifest.converters
     running = [] if model.converter is None else model.converter.describe()
-    has_lora = source.adapter or low_rank.KIND in _by_kind(saved)  # else such names are the model's own
+    has_lora = source.adapter or lora.KIND in _by_kind(saved)  # else such names are the model's own
     names, wanted = names - selected(names, source.ignore), wanted - selected(wanted, source.initialize)
     owned = [name for name in names if model.owns(name) or (has_lora and lora_tensor(name))]
     if not owned:
@@ -194,16 +195,16 @@ def _misfits(
     settings: Collection[str],
 ) -> Iterator[str]:
     """Yield the differences between two sets of converters that change what the `owned` tensors compute."""
-    sites = low_rank.sites_of(owned)
-    before, now = (_by_kind(descriptions).get(low_rank.KIND) for descriptions in (saved, running))
+    sites = lora.sites_of(owned)
+    before, now = (_by_kind(descriptions).get(lora.KIND) for descriptions in (saved, running))
     try:
         records = [LoRARecord.of(description) for description in (before, now) if description is not None]
     except ValueError:  # a converter of somebody else's that has the same name
         records = []
-    if not (sites or low_rank.sites_of(owned, low_rank.ROWS)) or before is None or now is None or len(records) < 2:
+    if not (sites or lora.sites_of(owned, lora.ROWS)) or before is None or now is None or len(records) < 2:
         yield from differences(saved, running)
         return
-    rows = [{site: record.trained_rows(site) for site in low_rank.sites_of(owned, low_rank.ROWS)} for record in records]
+    rows = [{site: record.trained_rows(site) for site in lora.sites_of(owned, lora.ROWS)} for record in records]
     if (
         settings != _OF_RESULT
         or records[0].ensure_weight_tying != records[1].ensure_weight_tying
@@ -211,7 +212,7 @@ def _misfits(
         or any(_effect(records[0], site) != _effect(records[1], site) for site in sites)
     ):
         yield from differences([_only(before, settings)], [_only(now, settings)])
-    others = [[d for d in descriptions if d["kind"] != low_rank.KIND] for descriptions in (saved, running)]
+    others = [[d for d in descriptions if d["kind"] != lora.KIND] for descriptions in (saved, running)]
     if lines := differences(*others):
         if any(lora_tensor(name) is None for name in owned):
             yield from lines

@@ -26,7 +26,8 @@ from titan_ckpt.loading.adapters import check_mergeable, updates_in
 from titan_ckpt.loading.tables import is_other, shape_of, views_of
 from titan_ckpt.types import LoadReport, Mismatch, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD, check_base, identify_base
-from titan_ckpt.weights.low_rank import AddedBias, LowRank, TrainedRows, WeightUpdate, is_conv1d
+from titan_ckpt.weights.lora import TrainedRows, is_conv1d
+from titan_ckpt.weights.low_rank import AddedBias, LowRank, WeightUpdate
 from titan_ckpt.weights.names import MODEL
 from titan_ckpt.weights.wrapper import ModelWrapper
 

@@ -7,13 +7,12 @@ asks an origin in one order; `titan-ckpt plan` asks it for the plan alone, for w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, get_args
 
-from titan_ckpt.components.items.data_position import DataRank, in_order
-from titan_ckpt.components.items.item import Stored
+from titan_ckpt.components.items.item import DataRank, Stored, in_order
 from titan_ckpt.components.optimizer import misfit
 from titan_ckpt.components.optimizer_content import PREFIX as OPTIMIZER
 from titan_ckpt.components.run_state import RunState
@@ -32,12 +31,11 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, blocks_of
 from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.loading.adapters import is_adapter
 from titan_ckpt.loading.plan import LoadPlan, LoadSource, ResumeStep, resolve
-from titan_ckpt.loading.sources import PreparedLoad
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place, StoreConfig, open_source
 from titan_ckpt.types import Format, StateDict
 from titan_ckpt.weights.identity import check_base, check_converters, identify_base
@@ -58,6 +56,8 @@ class ResumeState:
     """Fills `tensors`. Raises: CorruptCheckpointError; OSError."""
 
 
+ReaderOf = Callable[[Place], TensorReader]
+"""Returns the reader of a step of this package."""
 Read = tuple[Stored, TensorReader, Mapping[str, str], Sequence[str]]
 """The training state of a checkpoint: values that were read, a reader of its tensors, with their names there by those
 that they have here, and keys of optimizer state, beside tensors, that have no place on this rank."""
@@ -113,16 +113,26 @@ class Origin:
         """Check what its record says of the model. Raises: ConverterError."""
 
     def open_state(
-        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, prepared: PreparedLoad
+        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, reader_of: ReaderOf, own: Collection[str]
     ) -> ResumeState | None:
-        """Return the training state, read and planned; None if it has none. Collective."""
+        """Return the training state, read and planned; None if it has none. Collective.
+
+        `own`: as `Stored.model_values`.
+        """
         return None
 
     def identify_base(
-        self, load_plan: LoadPlan, model: ModelWrapper, prepared: PreparedLoad, coordinator: Coordinator
+        self,
+        load_plan: LoadPlan,
+        model: ModelWrapper,
+        coordinator: Coordinator,
+        fresh: Collection[str],
+        adapter_bases: Callable[[], Sequence[tuple[Place, Mapping[str, Any]]]],
     ) -> dict[str, Any] | None:
         """Digest the base under converter-owned weights, and compare it with the record of each adapter. Collective.
 
+        `fresh`: the tensors that no source has, in full. `adapter_bases`: returns the folder and the record of each
+        adapter that has one.
         Saves hold a base that is in the run's own folder and that no setting names, so that a resume needs no such
         step; so they do if parts of the base were initialized, which no source has, or are trained beside the adapter.
         Return None for a base that is trained, or was.
@@ -133,10 +143,9 @@ class Origin:
         source = manifest.base if manifest is not None and manifest.kind == "full" else None
         is_seed = manifest is not None and manifest.kind == "model"  # retention may delete it: saves hold the base
         was_trained = manifest is not None and manifest.kind == "full" and manifest.base is None
-        fresh = {*prepared.report.initialized, *prepared.report.grown}
         # a pipeline stage may have initialized nothing, and its saves are of the same kind as the others'
         is_partly_new = bool(load_plan.sources) and coordinator.anywhere(
-            "fresh base", lambda: fresh - model.owned_state_dict().keys()
+            "fresh base", lambda: {*fresh} - model.owned_state_dict().keys()
         )
         if source is None and not (is_seed or self.in_place or is_partly_new):
             source = load_plan.base
@@ -144,7 +153,7 @@ class Origin:
         merged = [str(source.path) for source in load_plan.sources if source.merge]
         if manifest is not None and manifest.base is not None:
             check_base(base, manifest.base, f"step {manifest.step}", merged)
-        for path, recorded in prepared.adapter_bases():
+        for path, recorded in adapter_bases():
             check_base(base, recorded, str(path), merged)
         # a pipeline stage may train nothing of its base
         is_trained = coordinator.anywhere("trained base", model.trained_base)
@@ -169,17 +178,19 @@ class CommittedStep(Origin):
         return replace(load_plan, exclude=load_plan.exclude | _ALL_BUT_MODEL)
 
     def check(self, model: ModelWrapper) -> None:
-        check_converters(self.manifest.converters, model.converter.describe() if model.converter else [], self.step)
+        running = model.converter.describe() if model.converter else []
+        if running or self.manifest.converters:
+            check_converters(self.manifest.converters, running, self.step)
 
     def open_state(
-        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, prepared: PreparedLoad
+        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, reader_of: ReaderOf, own: Collection[str]
     ) -> ResumeState:
         values = self._values(run, load_plan.exclude, coordinator)
 
         def read() -> Read:
-            reader = prepared.reader_of(self.path)
+            reader = reader_of(self.path)
             names = {key: key for key in reader.tensors if not key.startswith(MODEL)}
-            return Stored(self.step, values, load_plan.exclude, [*prepared.state.values]), reader, names, ()
+            return Stored(self.step, values, load_plan.exclude, [*own]), reader, names, ()
 
         return plan_state(run, coordinator, read)
 
@@ -284,13 +295,13 @@ class TorchtitanFolder(Origin):
         return LoadPlan(resume, (weights,), _ALL_BUT_MODEL if self.is_seed else exclude)
 
     def open_state(
-        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, prepared: PreparedLoad
+        self, load_plan: LoadPlan, run: RunState, coordinator: Coordinator, reader_of: ReaderOf, own: Collection[str]
     ) -> ResumeState:
         def read() -> Read:
             reader = DcpReader(self.path)
             items = run.restored(load_plan.exclude)
             values = {item.key: value for item in items if (value := item.from_torchtitan(reader)) is not None}
-            of_model = {name: reader.item(name) for name in prepared.state.values if name in reader.items}
+            of_model = {name: reader.item(name) for name in own if name in reader.items}
             values["model"] = values.get("model", {}) | of_model
             names = {ours: theirs for item in items for ours, theirs in item.torchtitan_tensors(reader).items()}
             strangers = []
@@ -299,7 +310,7 @@ class TorchtitanFolder(Origin):
                 settings = [name.removeprefix(_GROUPS) for name in reader.items if name.startswith(_GROUPS)]
                 fqns = {name.rpartition(".")[0] for name in settings}
                 strangers = [f"{OPTIMIZER}{fqn}.state" for fqn in fqns - trained]
-            stored = Stored(self.step, values, load_plan.exclude, [*prepared.state.values])
+            stored = Stored(self.step, values, load_plan.exclude, [*own])
             return stored, reader, names, strangers
 
         return plan_state(run, coordinator, read)

@@ -177,13 +177,15 @@ class Restorer:
         is_resumed = load_plan.resume is not None and not load_plan.has_new_weights
         opened = (load_plan.sources, model, self._transforms, self._coordinator)
         with prepare_load(*opened, require_owned=is_resumed) as prepared:
-            state = origin.open_state(load_plan, self._run, self._coordinator, prepared)
+            values = prepared.state.values
+            state = origin.open_state(load_plan, self._run, self._coordinator, prepared.reader_of, values)
             moved = self._read(load_plan, prepared, state)
             report = self._complete(load_plan, prepared)
             if state is None and self._config.save is not None and not self._config.external:
                 prepared.prove(model, self._coordinator)
-            base = origin.identify_base(load_plan, model, prepared, self._coordinator)
-            kept = [*model.extra_state_names(), *prepared.state.values] if load_plan.sources else []
+            fresh = [*prepared.report.initialized, *prepared.report.grown]
+            base = origin.identify_base(load_plan, model, self._coordinator, fresh, prepared.adapter_bases)
+            kept = [*model.extra_state_names(), *values] if load_plan.sources else []
         if state is not None:
             self._apply(state)
         else:

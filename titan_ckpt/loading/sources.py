@@ -19,7 +19,6 @@ from titan_ckpt.formats.huggingface.peft import PeftReader, unselected
 from titan_ckpt.formats.huggingface.reader import TIED, HuggingFaceReader
 from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import open_reader
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.keymap import selected
 from titan_ckpt.geometry.requests import Fill, TensorReader
@@ -28,6 +27,7 @@ from titan_ckpt.loading.merge import AdapterMerge, prepare_merge
 from titan_ckpt.loading.misfits import problems_of
 from titan_ckpt.loading.plan import LoadSource, Partial, partial_of, refuse_unmatched
 from titan_ckpt.loading.tables import Tables, check_tables, take_tables
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place
 from titan_ckpt.types import LoadReport, ModelConverter, StateDict
 from titan_ckpt.weights.identity import BASE_RECORD
@@ -233,7 +233,8 @@ def _open(
             f"{source.path} is an adapter, and no converter of this run owns adapter weights: add the "
             'converter it belongs to, such as [[converters]] kind = "lora"'
         )
-    reader = stack.enter_context(open_reader(source.path, source.format, ignore=source.ignore))
+    reader = open_reader(source.path, source.format, ignore=source.ignore)
+    stack.callback(reader.close)
     if isinstance(reader, PeftReader):
         reader.require_supported()
     prepare = _plan_merge if source.merge else _plan

@@ -31,8 +31,8 @@ from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import SaveError, listed
 from titan_ckpt.formats.native.arena import StagedFile, StagingHandle
 from titan_ckpt.formats.native.writer import WritePlan
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place, store_of
 from titan_ckpt.telemetry.events import Event, Telemetry
 from titan_ckpt.types import StateDict

@@ -27,9 +27,9 @@ from titan_ckpt.directory.manifest import MAX_METRICS, Kind
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.strict_json import is_unicode
 from titan_ckpt.errors import CheckpointError, ConfigError, ExportSettingError, PeerError, counted, listed
-from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.process import gc_paused
 from titan_ckpt.saving.saver import Saver
-from titan_ckpt.weights.identity import TrackedBase
+from titan_ckpt.weights.identity import BaseIdentity, TrackedBase, identify_base
 from titan_ckpt.weights.transforms import casts_to
 from titan_ckpt.weights.wrapper import ModelState, ModelWrapper
 
@@ -232,14 +232,43 @@ class ModelContent:
 
     config: CheckpointConfig
     model: ModelWrapper
-    base: TrackedBase
+    coordinator: Coordinator
+    base: TrackedBase | None = None
+    """None without adapters, before a load, and for a base that training changes: no other folder holds that."""
+    is_changed: bool = False
+    """Whether training has changed the base, in this run or in the one that was resumed."""
     is_settled: bool = False
     """Whether the first step since the load has shown if training changes the base; it must not change it later."""
+
+    def loaded(self, identity: BaseIdentity | None) -> None:
+        """Take over what a load has found: None for a base that was changed, and for a run without adapters."""
+        self.base, self.is_changed = None, identity is None
+        if identity is not None:
+            self.base = TrackedBase(self.model, self.coordinator, identity)
+
+    def record_current(self) -> None:
+        """Identify the base of a run that loads nothing. Collective."""
+        if self.coordinator.anywhere("owned", self.model.owned_state_dict):
+            trained = self.coordinator.anywhere("trained base", self.model.trained_base)
+            self.loaded(None if trained else identify_base(self.model, None, self.coordinator))
+
+    def forget_changed_base(self) -> list[str]:
+        """Forget the base if any rank has changed it, and return the changed tensors. Collective."""
+        changed = [] if self.base is None else self.base.changes_of_ranks()
+        if changed:
+            self.base, self.is_changed = None, True
+        return changed
+
+    @property
+    def identity(self) -> BaseIdentity | None:
+        """Return what a step records of the base."""
+        return None if self.base is None else self.base.identity
 
     @property
     def is_adapter_only(self) -> bool:
         """Whether a save leaves out the base, because it is on disk already."""
-        return self.base.is_stored and self.config.save is not None and not self.config.save.include_base
+        is_stored = self.base is not None and self.base.identity["path"] is not None
+        return is_stored and self.config.save is not None and not self.config.save.include_base
 
     def kind(self, model_only: bool | str) -> Kind:
         """Return the kind of the next step. `model_only`: whether it is the model alone, or in which dtype."""
@@ -256,7 +285,7 @@ class ModelContent:
         if self.config.external:
             return ModelState({}, {}, ())
         state = self.model.state("full", room=room)
-        if not self.is_adapter_only:
+        if self.base is None or not self.is_adapter_only:
             return state
         if self.is_settled and (changed := self.base.changes()):
             problem = (
@@ -273,7 +302,7 @@ class ModelContent:
         Raises: ExportSettingError for an export of the adapter alone, which would lose the changes.
         """
         was_left_out = self.is_adapter_only
-        changed = self.base.forget_if_changed()
+        changed = self.forget_changed_base()
         self.refuse_adapter_of_changed_base(self.config.export, changed)
         if changed and was_left_out:
             logger.warning("%s: every save holds the base, not the adapter alone", _changes(changed))
@@ -281,7 +310,7 @@ class ModelContent:
 
     def refuse_adapter_of_changed_base(self, exports: Sequence[ExportConfig], changed: Sequence[str] = ()) -> None:
         """Raises: ExportSettingError for an export of the adapter alone if training changes the base."""
-        if self.base.is_changed and any(export.format == "peft" for export in exports):
+        if self.is_changed and any(export.format == "peft" for export in exports):
             raise ExportSettingError(
                 f"checkpoint.export: peft: {_changes(changed)}, which an adapter does not hold: export merged weights "
                 '(format = "hf"), or start a run whose base is frozen, its buffers included'

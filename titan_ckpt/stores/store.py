@@ -1,17 +1,20 @@
 """Store: a place that holds bytes, as everything above it sees one. A place is a store and a path in it.
 
-Owns the verbs that a checkpoint needs, and which store a place is in or a text names; the list of known schemes; and
-`Posix`, the mounted file systems, whose places are `pathlib.Path`s and whose files `disk.posix` alone changes. How the
-verbs are done is the store's; `titan_ckpt.testing.StoreTests` has the laws. Only the place that a URL names needs a
-client, which is made here. Credentials are no settings: they come by the provider's own environment and files. Knows no
-checkpoints.
+Owns the verbs that a checkpoint needs, and which store a place is in or a text names; the list of known schemes;
+`Posix`, the mounted file systems, whose places are `pathlib.Path`s and whose files `disk.posix` alone changes; and what
+counts as damage, as a failure that may pass, and as neither: one bad answer is asked for again. How the verbs are done
+is the store's; `titan_ckpt.testing.StoreTests` has the laws. Only the place that a URL names needs a client, which is
+made here. Credentials are no settings: they come by the provider's own environment and files. Knows no checkpoints.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import re
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -24,8 +27,17 @@ from titan_ckpt.disk.files import IO_BYTES, FileReader, FileWriter, Reader, Writ
 from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.encoding.paths import Whole, Written, hub_folder, is_uri, require
 from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys
+from titan_ckpt.errors import CheckpointError, CorruptCheckpointError
+from titan_ckpt.stores.answers import StoreError
+
+logger = logging.getLogger(__name__)
 
 _Value = TypeVar("_Value")
+_Place = TypeVar("_Place", bound="Place")
+WAITS_SECONDS: Sequence[float] = (0.1, 0.3, 0.9)
+"""Pauses before a read that failed is made again; after the last one its error is raised."""
+_OF_NAMES = frozenset({errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.EINVAL, errno.EFBIG})
+"""Errors that say what is at a path, and not that it could not be read."""
 SCHEMES = ("s3", "gs", "az")
 """Amazon S3 and what speaks its protocol, Google Cloud Storage, Azure Blob Storage."""
 
@@ -353,3 +365,48 @@ def open_source(text: str, settings: StoreConfig, revision: str | None = None) -
     Raises: ConfigError if the client cannot be made; CheckpointNotFoundError for a revision that was not downloaded.
     """
     return open_location(hub_folder(text, revision) if split_url(text) is None else text, settings=settings)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Return whether an error says nothing about the file, such as ESTALE, ENOMEM or EACCES.
+
+    A bucket's client has asked again for `checkpoint.store.retry_seconds` before its error is raised.
+    """
+    if not isinstance(error, OSError) or isinstance(error, CheckpointError | StoreError):
+        return False
+    return error.errno is not None and error.errno != errno.EIO and error.errno not in _OF_NAMES
+
+
+def read_twice(path: _Place, read: Callable[[_Place], _Value], waits: Sequence[float] | None = None) -> _Value:
+    """Return `read(path)`. What it finds damaged counts as damaged if it is so again when the disk or bucket is asked.
+
+    `read` raises CorruptCheckpointError for wrong bytes, and opens the file itself. After an error that may pass it is
+    called again after `waits`, by default WAITS_SECONDS.
+    Raises: CorruptCheckpointError, also for a file that ends too early and for EIO; any other OSError as it is.
+    """
+    left = [*(WAITS_SECONDS if waits is None else waits)]
+    doubt: Exception | None = None
+    while True:
+        try:
+            value = read(path)
+        except StoreError:
+            raise
+        except (CorruptCheckpointError, EOFError, OSError) as error:
+            if may_pass(error) and left:
+                logger.warning("%s: %s; reading it again in %g s", path, error, left[0])
+                time.sleep(left.pop(0))
+                continue
+            if not isinstance(error, CorruptCheckpointError | EOFError) and error.errno != errno.EIO:
+                raise
+            if doubt is None:
+                doubt, path = error, store_of(path).afresh(path)
+                continue
+            if isinstance(error, CorruptCheckpointError):
+                raise
+            raise CorruptCheckpointError(
+                f"{path}: cannot be read ({error}). Load another step, or copy the file again from where it is whole",
+                str(path),
+            ) from error
+        if doubt is not None:
+            logger.warning("%s was read a second time, which went well; the first time: %s", path, doubt)
+        return value

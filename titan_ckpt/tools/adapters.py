@@ -27,10 +27,11 @@ from titan_ckpt.loading.adapters import holds_adapter_alone
 from titan_ckpt.stores.store import Place
 from titan_ckpt.tools.models import ModelTable, find_table, require_config
 from titan_ckpt.types import ModelConverter
-from titan_ckpt.weights import low_rank
+from titan_ckpt.weights import lora
 from titan_ckpt.weights.digest import digest_of
 from titan_ckpt.weights.identity import another_base, base_digest, named_base
-from titan_ckpt.weights.low_rank import AddedBias, LoRARecord, LowRank, TrainedRows, lora_tensor
+from titan_ckpt.weights.lora import LoRARecord, TrainedRows, lora_tensor
+from titan_ckpt.weights.low_rank import AddedBias, LowRank
 from titan_ckpt.weights.names import model_tensors
 from titan_ckpt.weights.transforms import CASTABLE, cast_all
 
@@ -53,7 +54,7 @@ class Adapter:
     @property
     def lora(self) -> Mapping[str, Any] | None:
         """Return the settings of LoRA among the descriptions."""
-        return next((d for d in self.converters if d["kind"] == low_rank.KIND), None)
+        return next((d for d in self.converters if d["kind"] == lora.KIND), None)
 
 
 def adapted_weights(reader: TensorReader) -> set[str]:
@@ -102,7 +103,7 @@ def with_settings(adapter: Adapter, path: Place, folder: Place | None, table: Mo
 
 def _weights(names: Iterable[str]) -> set[str]:
     parts = (lora_tensor(name) for name in names)  # a bias of B may be for a module that has none
-    return {part.weight for part in parts if part is not None and part.role != low_rank.BIAS}
+    return {part.weight for part in parts if part is not None and part.role != lora.BIAS}
 
 
 def attached(table: ModelTable, settings: Mapping[str, Any], source: str) -> ModelConverter:
@@ -189,9 +190,9 @@ def lora_settings(reader: PeftReader, table: ModelTable) -> dict[str, Any]:
         raise LoadMismatchError(f"{reader.path} holds no pair of LoRA's, and modules alone have no form here")
     floats = {info.dtype for info in reader.tensors.values()}
     return {
-        "kind": low_rank.KIND,
+        "kind": lora.KIND,
         "target_modules": _targets(sites, table),
-        **low_rank.common_settings([*sites.values()]),
+        **lora.common_settings([*sites.values()]),
         "dropout": float(config.get("lora_dropout") or 0),
         "use_rslora": bool(config.get("use_rslora")),
         "use_dora": bool(config.get("use_dora")),
@@ -216,7 +217,7 @@ def _native_names(key: str, table: ModelTable) -> tuple[str, ...]:
 
 def _native_updates(update: LowRank, fqns: Sequence[str], config: Mapping[str, Any]) -> Iterator[LowRank]:
     """Yield the updates of the native weights that PEFT's one consists of; the parts of a fused one share its scale."""
-    ranks = (config.get(low_rank.PARTS) or {}).get(update.site) or [update.rank] * len(fqns)
+    ranks = (config.get(lora.PARTS) or {}).get(update.site) or [update.rank] * len(fqns)
     power = 0.5 if config.get("use_rslora") else 1.0
     for fqn, rank in zip(fqns, ranks, strict=True):
         if rank:
@@ -242,7 +243,7 @@ def effects(adapter: Adapter, source: Place) -> dict[str, str]:
         record = LoRARecord.of(adapter.lora)
     except ValueError as error:
         raise LoadMismatchError(f"{source}: its manifest describes a LoRA that cannot be read: {error}") from None
-    sites = low_rank.sites_of(adapter.tensors)
+    sites = lora.sites_of(adapter.tensors)
     scales = {f"{site} scale": f"{record.low_rank(site).scaling:.9g}" for site in sites}
     digest = None if adapter.base is None else adapter.base.get("digest")
     base = {} if digest is None else {"base.digest": str(digest)}

@@ -27,8 +27,7 @@ from titan_ckpt.formats.native.reader import NativeReader
 from titan_ckpt.formats.open import detect_format, locate, open_reader
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.second_look import may_pass, read_twice
-from titan_ckpt.stores.store import Place, store_of
+from titan_ckpt.stores.store import Place, may_pass, read_twice, store_of
 from titan_ckpt.tools.models import CONFIG, find_table
 
 

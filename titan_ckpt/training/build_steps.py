@@ -30,7 +30,7 @@ from titan_ckpt.loading.external import ExternalLoad, ExternalWeights, check_han
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.language_model import LanguageModel, Model
 from titan_ckpt.models.registry import build_model, find_architecture, read_config
-from titan_ckpt.rng import RandomState
+from titan_ckpt.process import RandomState
 from titan_ckpt.telemetry.events import METRICS
 from titan_ckpt.training.callbacks import Callback, Callbacks, LogValue
 from titan_ckpt.training.callbacks.base import import_callbacks

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset, IterDataPipe
 
 from titan_ckpt.encoding.named import import_named, is_import_name, make_named
 from titan_ckpt.errors import ConfigError, collected, refuse
-from titan_ckpt.rng import held_generators
+from titan_ckpt.process import held_generators
 from titan_ckpt.training.config import OptimizerConfig, RunConfig
 from titan_ckpt.training.data.batch import Batch
 from titan_ckpt.training.data.sequences import MapDataset

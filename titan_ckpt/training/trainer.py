@@ -24,7 +24,7 @@ from titan_ckpt.errors import ConfigError, DataError, GradientError
 from titan_ckpt.geometry.chunks import local_tensor
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.models.language_model import LanguageModel
-from titan_ckpt.rng import RandomState
+from titan_ckpt.process import RandomState
 from titan_ckpt.training import schedule
 from titan_ckpt.training.build_steps import BuildSteps
 from titan_ckpt.training.callbacks import Callback, StepMetrics

@@ -5,6 +5,7 @@ __all__ = [
     "identity",
     "initialize",
     "live_memory",
+    "lora",
     "low_rank",
     "names",
     "own_state",

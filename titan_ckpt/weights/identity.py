@@ -98,54 +98,32 @@ def another_base(
 
 
 class TrackedBase:
-    """The base under a run's adapters: its identity, and whether training has changed it since the load."""
+    """A base under a run's adapters: its identity, and whether training has changed it since it was identified."""
 
-    def __init__(self, model: ModelWrapper, coordinator: Coordinator) -> None:
+    def __init__(self, model: ModelWrapper, coordinator: Coordinator, identity: BaseIdentity) -> None:
         self._model = model
         self._coordinator = coordinator
-        self._buffers: dict[str, str] = {}
-        self._parameters = Watched({})
-        self.identity: BaseIdentity | None = None
-        """None without adapters, before a load, and for a base that training changes: no other folder holds that."""
-        self.is_changed = False
-        """Whether training has changed it, in this run or in the one that was resumed."""
+        self.identity = identity
+        self._note()
 
-    @property
-    def is_stored(self) -> bool:
-        """Return whether a source of the run holds the base, so that saves may leave it out."""
-        return self.identity is not None and self.identity["path"] is not None
-
-    def loaded(self, identity: BaseIdentity | None) -> None:
-        """Take over what a load has found: None for a base that was changed, and for a run without adapters."""
-        self.identity, self.is_changed = identity, identity is None
-        self._buffers = {} if identity is None else self._model.base_buffers()
-        self._parameters = Watched({} if identity is None else self._model.base_parameters())
-
-    def record_current(self) -> None:
-        """Identify the base of a run that loads nothing. Collective."""
-        if self._coordinator.anywhere("owned", self._model.owned_state_dict):
-            trained = self._coordinator.anywhere("trained base", self._model.trained_base)
-            self.loaded(None if trained else identify_base(self._model, None, self._coordinator))
+    def _note(self) -> None:
+        self._buffers = self._model.base_buffers()
+        self._parameters = Watched(self._model.base_parameters())
 
     def changes(self) -> list[str]:
-        """Return the tensors of the base on this rank that are trained, or that have changed since the load."""
+        """Return the tensors of the base on this rank that are trained, or have changed since it was identified."""
         now = self._model.base_buffers()
         changed = self._parameters.changed() + [fqn for fqn in now if now[fqn] != self._buffers.get(fqn)]
         return list(dict.fromkeys(self._model.trained_base() + changed))
 
-    def forget_if_changed(self) -> list[str]:
-        """Forget the identity of a base that any rank has changed, and return the changed tensors. Collective."""
-        if self.identity is None:
-            return []
+    def changes_of_ranks(self) -> list[str]:
+        """Return the tensors that any rank has changed; none if their values are the same again. Collective."""
         changed = [fqn for of_rank in self._coordinator.gather_results("base", self.changes) for fqn in of_rank]
-        if not changed:
-            return []
-        if not self._coordinator.anywhere("trained base", self._model.trained_base):
+        if changed and not self._coordinator.anywhere("trained base", self._model.trained_base):
             now = identify_base(self._model, None, self._coordinator)
             if now["digest"] == self.identity["digest"]:
-                self.loaded(self.identity)  # as after a wrapper has sent rank 0's weights
+                self._note()  # as after a wrapper has sent rank 0's weights
                 return []
-        self.identity, self.is_changed = None, True
         return changed
 
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from titan_ckpt.errors import CheckpointError, ConfigError, LoadMismatchError, counted, listed, refuse
 from titan_ckpt.geometry.chunks import fill
-from titan_ckpt.rng import RandomState, generators_kept
+from titan_ckpt.process import RandomState, generators_kept
 from titan_ckpt.weights.names import class_named, clean_fqn, named_modules, own_tensors
 from titan_ckpt.weights.shard_fills import ShardFills
 from titan_ckpt.weights.single_device import Place, ValuesGoneError, WholeTensors, named_tensors, tensor_at

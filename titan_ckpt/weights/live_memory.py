@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.geometry.chunks import as_bytes, local_tensor, sharded_as
+from titan_ckpt.geometry.chunks import as_bytes, is_made_of_others, local_tensor, sharded_as
 from titan_ckpt.types import StateDict
 
 
@@ -115,13 +115,6 @@ def _ranges(value: object) -> list[tuple[int, int]]:
             start = part.data_ptr()
             out.append((start, start + (last + 1) * part.element_size() if part.numel() else start))
     return out
-
-
-def is_made_of_others(value: object) -> bool:
-    """Return whether this rank's part of a tensor is made of other tensors."""
-    if type(value) is torch.Tensor or not isinstance(value, torch.Tensor):  # the usual case, and a hot path
-        return False
-    return is_traceable_wrapper_subclass(local_tensor(value))
 
 
 def inner_tensors(value: torch.Tensor) -> dict[str, torch.Tensor]:

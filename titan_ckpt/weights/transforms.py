@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from titan_ckpt.errors import ConverterError, KeyMapError, counted
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, Chunk, LazyTensor, TensorInfo, blocks_of, cast, dtype_name, info_of
 from titan_ckpt.geometry.keymap import IDENTITY, KeyGroup, KeyMap, KeyRule, TensorOp
+from titan_ckpt.process import gc_paused
 from titan_ckpt.types import LoadReport, Mismatch, ModelConverter, StateDict
 
 logger = logging.getLogger(__name__)

@@ -15,9 +15,9 @@ from torch.nn.parameter import is_lazy
 
 from titan_ckpt.distributed.replicas import digest_of
 from titan_ckpt.errors import ConverterError, LoadMismatchError, StateEncodingError, counted, listed
-from titan_ckpt.geometry.chunks import Shape, local_tensor
+from titan_ckpt.geometry.chunks import Shape, is_made_of_others, local_tensor
 from titan_ckpt.types import ModelConverter, StateDict, StateDictMode
-from titan_ckpt.weights.live_memory import is_made_of_others, is_same, with_inner_tensors
+from titan_ckpt.weights.live_memory import is_same, with_inner_tensors
 from titan_ckpt.weights.names import WRAPPER_SEGMENTS, extra_state_modules, is_compiled, named_modules, read_state
 from titan_ckpt.weights.own_state import HookedSubtree, refuse_lossy, takes_shape
 

@@ -14,15 +14,14 @@ which gets the results of `state_dict()` on each of the old data-parallel ranks,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested
+from titan_ckpt.components.items.item import DataRank, FlatFolder, Item, Leaves, Stored, flattened, nested
 from titan_ckpt.components.known.loaders import begin_at, epochs_of, generators_beside, is_of_torchdata, told_samplers
 from titan_ckpt.components.known.streams import begin_once
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, counted, listed
-from titan_ckpt.rng import get_random
+from titan_ckpt.process import get_random
 from titan_ckpt.types import StateDict, Stateful
 
 _RANK = "dp_rank_"
@@ -30,35 +29,6 @@ _RANK = "dp_rank_"
 _DRAWN, _EPOCHS = "titan_ckpt_generators", "titan_ckpt_epochs"
 """Names under which the position of a StatefulDataLoader has what its own state leaves out: states of generators, and
 the epochs of samplers that are told them."""
-
-
-@dataclass(frozen=True, slots=True)
-class DataRank:
-    """The share of the data that a process reads: number `rank` of `size`."""
-
-    rank: int
-    size: int
-
-    @staticmethod
-    def of(dataloader: Stateful | None, rank: int, world_size: int) -> DataRank:
-        """Return the dataloader's data-parallel rank; without its attributes, the rank itself."""
-        own, size = getattr(dataloader, "dp_rank", None), getattr(dataloader, "dp_world_size", None)
-        return DataRank(own, size) if isinstance(own, int) and isinstance(size, int) else DataRank(rank, world_size)
-
-
-def in_order(stored: Sequence[tuple[DataRank, Any]], where: str) -> list[Any]:
-    """Return one position for each data-parallel rank out of those that all ranks stored; peers stored equal ones.
-
-    Raises: CorruptCheckpointError if a data-parallel rank has none.
-    """
-    sizes = {data_rank.size for data_rank, _ in stored}
-    positions = {data_rank.rank: position for data_rank, position in reversed(stored)}
-    if len(sizes) != 1 or sorted(positions) != list(range(max(sizes))):
-        raise CorruptCheckpointError(
-            f"{where}: it holds data positions of data-parallel ranks {sorted(positions)} of {sorted(sizes)}; expected "
-            "one of each. Did every rank's dataloader have its own dp_rank, and all the same dp_world_size?"
-        )
-    return [positions[rank] for rank in range(len(positions))]
 
 
 class DataPosition(Item):

@@ -27,8 +27,7 @@ from titan_ckpt.components.gradients import still_used
 from titan_ckpt.components.items.item import STATES, OwnItem, Stored
 from titan_ckpt.components.unsaved_state import fault_of, unless_allowed
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.gc_paused import instances_of
-from titan_ckpt.rng import used_by
+from titan_ckpt.process import instances_of, used_by
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.names import named_modules
 

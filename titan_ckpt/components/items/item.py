@@ -1,8 +1,9 @@
 """Item: a component of a run beside its weights, with all that a checkpoint does with it.
 
-Owns the contract. A component is one class in a file of its own, and run_state.py lists them; snapshots, state files,
-loads and torchtitan's folders ask the items alone. torch_checkpointing also binds once how each item is stored
-(meta-pytorch/torch_checkpointing, schema.py, ItemSpec); here an item has its way back and its misfits, too.
+Owns the contract, and the share of the data that a rank reads. A component is one class in a file of its own, and
+run_state.py lists them; snapshots, state files, loads and torchtitan's folders ask the items alone. torch_checkpointing
+also binds once how each item is stored (meta-pytorch/torch_checkpointing, schema.py, ItemSpec); here an item has its
+way back and its misfits, too.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol
 
-from titan_ckpt.errors import LoadMismatchError
+from titan_ckpt.errors import CorruptCheckpointError, LoadMismatchError
 from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.nested import give_tensors
 from titan_ckpt.stores.store import Place
-from titan_ckpt.types import StateDict
+from titan_ckpt.types import StateDict, Stateful
 
 STATES = "states."
 """Prefix of the key of a user state."""
@@ -43,6 +44,35 @@ Scope = Literal["run", "rank", "share"]
 """Whose value it is. run: equal on all ranks, or merged, and stored once; if it is neither, each rank stores its own.
 rank: each rank's own, for a run with the same layout of ranks. share: that of each share of the data, which its ranks
 store and a run with another number of shares may divide anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataRank:
+    """The share of the data that a process reads: number `rank` of `size`."""
+
+    rank: int
+    size: int
+
+    @staticmethod
+    def of(dataloader: Stateful | None, rank: int, world_size: int) -> DataRank:
+        """Return the dataloader's data-parallel rank; without its attributes, the rank itself."""
+        own, size = getattr(dataloader, "dp_rank", None), getattr(dataloader, "dp_world_size", None)
+        return DataRank(own, size) if isinstance(own, int) and isinstance(size, int) else DataRank(rank, world_size)
+
+
+def in_order(stored: Sequence[tuple[DataRank, Any]], where: str) -> list[Any]:
+    """Return one position for each data-parallel rank out of those that all ranks stored; peers stored equal ones.
+
+    Raises: CorruptCheckpointError if a data-parallel rank has none.
+    """
+    sizes = {data_rank.size for data_rank, _ in stored}
+    positions = {data_rank.rank: position for data_rank, position in reversed(stored)}
+    if len(sizes) != 1 or sorted(positions) != list(range(max(sizes))):
+        raise CorruptCheckpointError(
+            f"{where}: it holds data positions of data-parallel ranks {sorted(positions)} of {sorted(sizes)}; expected "
+            "one of each. Did every rank's dataloader have its own dp_rank, and all the same dp_world_size?"
+        )
+    return [positions[rank] for rank in range(len(positions))]
 
 
 @dataclass(frozen=True, slots=True)

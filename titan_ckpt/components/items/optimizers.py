@@ -20,10 +20,9 @@ from titan_ckpt.components.optimizer_split import NOT_STORED, Group, Groups, Nam
 from titan_ckpt.components.watched import Watch
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import ExportError, LoadMismatchError, SaveError, StateEncodingError, counted, listed
-from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, local_tensor
+from titan_ckpt.geometry.chunks import TensorInfo, blocks_of, is_made_of_others, local_tensor
 from titan_ckpt.geometry.nested import tensors_in
 from titan_ckpt.types import StateDict, Stateful
-from titan_ckpt.weights.live_memory import is_made_of_others
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 _PARTS_OF_GROUP: dict[str, type] = {
@@ -60,7 +59,7 @@ class Optimizers(Item):
         self.optimizers, self._model, self._schedulers = optimizers, model, schedulers
         self._own_settings, self._watch = own_settings, watch
         _ = self.state
-        self._bound = OptimizerState((), {})
+        self.bound = OptimizerState((), {})
         """During a load, as `check` or `warnings` found it last: to name parameters is a walk over all modules."""
 
     @property
@@ -78,8 +77,7 @@ class Optimizers(Item):
             )
 
     def faults(self, allow: Collection[str]) -> list[str]:
-        unproved = [optimizer for optimizer in self.optimizers if not optimizer_content.is_of_torch(optimizer)]
-        faults = rehearse(unproved, self._model.parts, allow, self._watch) if unproved else []
+        faults = [*dict.fromkeys(rehearse(self.optimizers, self._model.parts, allow, self._watch))]
         return faults or typed_json.problems_of(self.value({}), self.key)
 
     def value(self, tensors: StateDict) -> Groups:
@@ -148,19 +146,15 @@ class Optimizers(Item):
         return super().misshapen(value) + wrong_types(parts) + empty
 
     def check(self, stored: Stored) -> None:
-        self._bound = self.state
-        self._bound.match(stored.values[self.key])
+        self.bound = self.state
+        self.bound.match(stored.values[self.key])
 
     def destinations(self, stored: Stored, available: Mapping[str, TensorInfo]) -> tuple[StateDict, list[str]]:
         own = {key: info for key, info in available.items() if key.startswith(PREFIX)}
-        return self._bound.destinations(own, stored.values[self.key])
-
-    def replaced_settings(self, stored: Stored, names: frozenset[str]) -> list[str]:
-        """Return a line for each of these settings of groups that `restore` will replace by another value."""
-        return self._bound.replaced_settings(stored.values[self.key], names)
+        return self.bound.destinations(own, stored.values[self.key])
 
     def warnings(self, stored: Stored) -> list[str]:
-        self._bound = state = self.state  # the model's own code may have replaced parameters
+        self.bound = state = self.state  # the model's own code may have replaced parameters
         groups = stored.values[self.key]
         changed = schedules.changed_settings([scheduler.state_dict() for scheduler in self._schedulers])
         lines = state.replaced_arguments(groups, changed | self._own_settings(stored.states))
@@ -173,8 +167,8 @@ class Optimizers(Item):
         kept = schedules.changed_settings(states) | schedules.GROUP_SETTINGS if afresh else frozenset()
         kept |= schedules.with_rate_of_start(self._own_settings(stored.states))
         own = {key: value for key, value in tensors.items() if key.startswith(PREFIX)}
-        self._bound.apply(own, stored.values[self.key], kept)
-        self._bound = OptimizerState((), {})
+        self.bound.apply(own, stored.values[self.key], kept)
+        self.bound = OptimizerState((), {})
 
     def leaves(self) -> Leaves:
         """Raises: ExportError for state that torchtitan's names have no place for."""
@@ -281,7 +275,8 @@ class Schedulers(Item):
         own = self._own_settings(stored.states)
         lines = schedules.replaced_settings(self._schedulers, self._for_each(stored), own)
         if self._optimizers is not None and "optimizer" not in stored.exclude:
-            lines += self._optimizers.replaced_settings(stored, schedules.kept_in_groups(self.value({})))
+            groups, names = stored.values[self._optimizers.key], schedules.kept_in_groups(self.value({}))
+            lines += self._optimizers.bound.replaced_settings(groups, names)
         return schedules.goes_on(self.component, list(dict.fromkeys(lines)))
 
     def restore(self, stored: Stored, tensors: StateDict) -> None:

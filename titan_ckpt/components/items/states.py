@@ -23,7 +23,7 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.geometry.chunks import TensorInfo, local_chunks, local_tensor
 from titan_ckpt.geometry.nested import give_tensors, names_of, take_tensors, unlike_plain
-from titan_ckpt.rng import RandomState
+from titan_ckpt.process import RandomState
 from titan_ckpt.types import StateDict, Stateful
 from titan_ckpt.weights.wrapper import ModelWrapper
 

@@ -21,8 +21,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from titan_ckpt.components.classes import is_own, names_of, own_and_base
 from titan_ckpt.components.unsaved_state import codes_of, fault_of, stored_by_code_of
-from titan_ckpt.gc_paused import instances_of
-from titan_ckpt.rng import codes_within, generators_kept, held_by, held_generators, is_random, set_random
+from titan_ckpt.process import codes_within, generators_kept, held_by, held_generators, is_random, set_random
 
 _log = logging.getLogger(__name__)
 _DRAWN_ANEW = frozenset(
@@ -97,17 +96,17 @@ def seed_workers_apart(loader: Any) -> None:
         loader.generator = own if given is None else own.manual_seed(given.initial_seed())
 
 
-def seed_evaluations_apart() -> None:
-    """Do so for every DataLoader of this process that has not begun, but those whose position a step holds."""
-    for loader in instances_of(DataLoader):
-        if loader not in POSITIONED and loader._iterator is None:  # noqa: SLF001 - as above
-            seed_workers_apart(loader)
+def seed_evaluation_apart(loader: DataLoader[Any]) -> None:
+    """Do so for a DataLoader that has not begun, but for one whose position a step holds."""
+    if loader not in POSITIONED and loader._iterator is None:  # noqa: SLF001 - as above
+        seed_workers_apart(loader)
 
 
-def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
+def stateful_faults(loader: Any, allow: Collection[str], *, is_wrapped: bool = True) -> Iterator[str]:
     """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew.
 
-    Also for a dataset whose position it loses.
+    Also for a dataset whose position it loses. `is_wrapped`: whether a PositionedLoader is around it; if none is, also
+    for a sampler whose next order depends on what only its state holds, unless the loader asks for that.
     """
     if not is_of_torchdata(loader):
         return
@@ -126,8 +125,13 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
         return
     for sampler in samplers_of(loader):
         own, base = own_and_base(type(sampler))
-        changes = not hasattr(sampler, "state_dict") and any(stored_by_code_of(own, ["set_epoch"]))
-        if changes or names_of(base)[0] in _DRAWN_ANEW:
+        changes, name = any(stored_by_code_of(own, ["set_epoch"])), names_of(base)[0]
+        is_lost = name in _DRAWN_ANEW or (changes and not hasattr(sampler, "state_dict"))
+        if not (is_wrapped or is_lost):
+            draws = own and any(map(is_random, _drawn_by(sampler, within=False)))
+            is_in_state = changes or draws or name == "torchdata.stateful_dataloader.sampler.RandomSampler"
+            is_lost = bool(is_in_state) and not _is_asked(_innermost_asked(loader))
+        if is_lost:
             yield from fault_of("sampler", sampler, _IN_ANOTHER, allow)
 
 
@@ -138,17 +142,11 @@ def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     start of an order that a sampler draws from its own. What workers draw from their process's is seen by nobody here,
     so the log says it.
     """
-    yield from stateful_faults(loader, allow)
-    if not is_of_torchdata(loader):
-        return
-    if loader.num_workers:
+    yield from stateful_faults(loader, allow, is_wrapped=False)
+    if is_of_torchdata(loader) and loader.num_workers:
         _log.warning(f"data: {_DRAWN_AGAIN}")
         for generator in _drawn_for(loader):
             yield from fault_of("data: it draws from a", generator, _COPIED, allow)
-    lost = [] if isinstance(loader.dataset, IterableDataset) else [*filter(_may_be_lost, samplers_of(loader))]
-    if lost and not _is_asked(_innermost_asked(loader)):
-        for sampler in lost:
-            yield from fault_of("sampler", sampler, _IN_ANOTHER, allow)
 
 
 def copied_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
@@ -268,14 +266,6 @@ def _unasked_data(loader: Any) -> Any:
     data = getattr(loader, "dataset", None)
     is_asked = isinstance(data, IterableDataset) or (hasattr(loader, "state_dict") and hasattr(data, "state_dict"))
     return None if is_asked else data
-
-
-def _may_be_lost(sampler: Any) -> bool:
-    """Return whether a sampler's next order depends on what only its state holds."""
-    own, base = own_and_base(type(sampler))
-    changes = hasattr(sampler, "state_dict") and any(stored_by_code_of(own, ["set_epoch"]))
-    draws = own and any(map(is_random, _drawn_by(sampler, within=False)))
-    return bool(changes or draws) or names_of(base)[0] == "torchdata.stateful_dataloader.sampler.RandomSampler"
 
 
 def _innermost_asked(loader: Any) -> Any:

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_ckpt.components.classes import is_of_library, is_own, is_own_kind, package_of
+from titan_ckpt.components.classes import is_of_library, is_own, is_own_kind, own_kinds, package_of
 from titan_ckpt.components.unsaved_state import Own, codes_of
 from titan_ckpt.components.watched import Watch, trace
-from titan_ckpt.rng import codes_within, generators_kept
+from titan_ckpt.process import codes_within, generators_kept
 from titan_ckpt.weights.names import hidden_buffers, named_modules, parts_of
 
 _JUDGED = frozenset({"lightning", "pytorch_lightning", "torchmetrics"})
@@ -61,13 +61,13 @@ def _modules(part: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _kinds(module: nn.Module) -> tuple[type, ...]:
     """Return the user's own classes of a module; none if its integration judges it."""
-    return _own_kinds(type(module).__mro__)
+    own = own_kinds(kinds := type(module).__mro__)
+    return () if own and _is_judged(kinds) else own
 
 
 @cache
-def _own_kinds(kinds: tuple[type, ...]) -> tuple[type, ...]:
-    is_judged = any(package_of(kind) in _JUDGED for kind in kinds)
-    return () if is_judged else tuple(filter(is_own_kind, kinds))
+def _is_judged(kinds: tuple[type, ...]) -> bool:
+    return any(package_of(kind) in _JUDGED for kind in kinds)
 
 
 def _gives(module: nn.Module, *methods: str) -> bool:

@@ -73,8 +73,7 @@ def changes_weights(module: nn.Module) -> bool:
 
 def adapter_states(models: Sequence[nn.Module]) -> dict[str, Stateful]:
     """Return the state, by its name in a step, of what adapters keep beside parameters and persistent buffers."""
-    state = AdapterState(models)
-    return {_STATE: state} if state.is_needed else {}
+    return {_STATE: AdapterState(models)} if modules_of_peft(models) else {}
 
 
 class AdapterState:
@@ -84,8 +83,7 @@ class AdapterState:
         self._modules = modules_of_peft(models)
         self._allocators = [(m, m.rankallocator) for _, m in self._modules if "rankallocator" in vars(m)]
         self._names = frozenset(self._tensors())
-        self._switches = Switches(switch for model in models if self._modules for switch in switches_of(model))
-        self.is_needed = bool(self._modules)
+        self._switches = Switches(switch for model in models for switch in switches_of(model))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the tensors that were there before the first step, the state of each RankAllocator, and switches.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Iterator
 from contextlib import suppress
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,8 @@ from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.unsaved_state import MAX_DEPTH, fault_of, function_faults
-from titan_ckpt.rng import generators_kept, held_by, held_generators, process_state
+from titan_ckpt.components.watched import ATOMS
+from titan_ckpt.process import generators_kept, held_by, held_generators, process_state
 
 _EXACT = (
     "Examples", "ArrowExamples", "RebatchedArrowExamples", "StepExamples", "CyclingMultiSourcesExamples",
@@ -24,6 +26,8 @@ _EXACT = (
     "SkipExamples", "RepeatExamples", "TakeExamples", "FormattedExamples", "SelectColumns", "BufferShuffledExamples",
 )  # fmt: skip
 _HOME = "datasets.iterable_dataset"
+_MAX_ITEMS = 256
+"""Longer lists and dicts hold data."""
 _SHUFFLED = f"{_HOME}.BufferShuffledExamplesIterable"
 _BUFFER = (
     "the state of a stream leaves out the buffer of shuffle(), and a resumed run would never train on it: give the "
@@ -36,7 +40,6 @@ PARTS = {f"{_HOME}.{name}Iterable": "" for name in _EXACT} | {
 }
 """Full name of a part's class -> "" if it continues exactly, or why it does not, with the next step."""
 
-
 _READS_AHEAD = frozenset(
     f"{_HOME}.{name}Iterable"
     for name in (
@@ -47,24 +50,20 @@ _READS_AHEAD = frozenset(
 """Parts that read examples once more after a resume: all from the start of a shard, of a batch, of the next one, or of
 the epoch."""
 
-
 _DRAWS = (
     "it reads examples once more after a resume, and the random numbers that are drawn while it reads would be others: "
     "draw them in a map() that is not batched and comes last, or in the collator"
 )
-
 
 _NOT_HELD = (
     "the state of the stream leaves it out: read the stream by a DataLoader without worker processes, in "
     "titan_ckpt.PositionedLoader"
 )
 
-
 _UNSEEDED = (
     "no seed is given to its shuffle() or interleave_datasets(), and each process would read in another order: give "
     "it a seed"
 )
-
 
 _READ_ONCE = (
     "a function of the stream reads from it, and a resumed run would read it from its start: make it in the function "
@@ -155,8 +154,11 @@ def _streams(data: Any) -> Iterator[Any]:
         seen.add(id(value))
         if hasattr(value, "_ex_iterable"):
             yield value
-        elif isinstance(value, (list, tuple)):
-            pending += value[:MAX_DEPTH]
+        elif isinstance(value, (list, tuple, dict)):
+            first = islice(value.values() if isinstance(value, dict) else value, _MAX_ITEMS)
+            items = [item for item in first if type(item) not in ATOMS]
+            pending += [item for item in items if isinstance(item, (list, tuple, dict))][:MAX_DEPTH]
+            pending += [item for item in items if not isinstance(item, (list, tuple, dict))]
         elif value is data or isinstance(value, IterableDataset):
             pending += getattr(value, "__dict__", {}).values()
 

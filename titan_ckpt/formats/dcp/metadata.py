@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from titan_ckpt.encoding.strict_json import MAX_SIZE, is_unicode
 from titan_ckpt.errors import CorruptCheckpointError
-from titan_ckpt.gc_paused import gc_paused
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place, store_of
 
 _OF_INDEX = ((str,), (torch.Size, type(None)), (int, type(None)))

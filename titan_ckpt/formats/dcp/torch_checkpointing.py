@@ -27,9 +27,9 @@ from titan_ckpt.errors import CheckpointError, CorruptCheckpointError, NotACheck
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.filling import ByChunk, Stored
 from titan_ckpt.formats.dcp.metadata import MAX_METADATA_BYTES, unpickle
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, Chunk, Entry, Shape, TensorInfo, chunks_at, local_tensor
 from titan_ckpt.geometry.requests import Fill
+from titan_ckpt.process import gc_paused
 
 METADATA = "metadata.pkl"
 _MALFORMED = (

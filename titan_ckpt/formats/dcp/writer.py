@@ -50,8 +50,8 @@ from titan_ckpt.formats.publish.publication import (
     refuse_changed,
 )
 from titan_ckpt.formats.publish.record import RecordExport, unrecorded
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import LazyTensor, TensorInfo, blocks_of, dtype_name, info_of, layout_of, run_through
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place, store_of
 from titan_ckpt.types import StateDict
 

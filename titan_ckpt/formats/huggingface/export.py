@@ -16,8 +16,8 @@ import torch
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError, KeyMapError, listed
 from titan_ckpt.formats.huggingface.reader import CONFIG, INDEX, TIED, HuggingFaceReader, read_config, to_json
-from titan_ckpt.formats.publish.plan import ExportPlan, pack_as, pack_model_files
-from titan_ckpt.formats.publish.run import FolderExport, FolderFormat
+from titan_ckpt.formats.publish.plan import Infos, pack_as, pack_model_files
+from titan_ckpt.formats.publish.run import Companions, FolderExport, FolderFormat
 from titan_ckpt.geometry.chunks import TensorInfo, dtype_name
 from titan_ckpt.geometry.keymap import KeyMap, selected
 from titan_ckpt.geometry.requests import TensorReader
@@ -133,12 +133,12 @@ class HuggingFaceFormat(FolderFormat):
     generation_config: Mapping[str, Any] | None = None
     """The model's generation_config.json, if `assets` has none; absent: one made from config.json."""
 
-    def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
+    def pack(self, infos: Infos) -> Mapping[str, Sequence[str]]:
         if self.base is not None and self.as_base:
             return pack_as(self.base.file_of, infos)
         return pack_model_files(infos, self.max_shard_bytes)
 
-    def header(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> Mapping[str, str]:
+    def header(self, infos: Infos, quantized: Mapping[str, str]) -> Mapping[str, str]:
         return {} if self.quantizer is None else self.quantizer.header(infos, quantized)
 
     def open(self, folder: Place, *, dequantize: bool) -> HuggingFaceReader:
@@ -148,24 +148,24 @@ class HuggingFaceFormat(FolderFormat):
         if self.base is not None and self.quantizer is not None:  # before that the stored tensors are others
             _compare(reader.tensors, self.base)
 
-    def companions(self, plan: ExportPlan) -> dict[str, bytes | Place]:
+    def companions(self, infos: Infos, file_of: Mapping[str, str], quantized: Mapping[str, str]) -> Companions:
         if self.base is not None and self.quantizer is None:
-            _compare(plan.infos, self.base)
+            _compare(infos, self.base)
         beside: dict[str, bytes | Place] = dict(_assets(self.assets))
         made = _config(self.config, read_config(self.assets / CONFIG) if self.assets is not None else {})
-        made["dtype"] = _dtype(plan.infos, self.base)
+        made["dtype"] = _dtype(infos, self.base)
         if self.quantizer is not None:
-            made["quantization_config"] = self.quantizer.config(plan.infos, plan.quantized)
+            made["quantization_config"] = self.quantizer.config(infos, quantized)
         if not (self.verified or (self.base is not None and self.base.describes(made))):
-            _check_tied(made, plan)
-            _check_shape(made, plan)
+            _check_tied(made, infos, quantized)
+            _check_shape(made, infos, quantized)
         beside[CONFIG] = _as_json(made)
         if GENERATION_CONFIG not in beside:
             tokens = {name: made[name] for name in _TOKENS if made.get(name) is not None}
             derived = {"_from_model_config": True, **tokens}  # as transformers derives it
             beside[GENERATION_CONFIG] = to_json(derived if self.generation_config is None else self.generation_config)
-        if len(plan.layouts) > 1:
-            beside[INDEX] = to_json(_index(plan))
+        if len({*file_of.values()}) > 1:
+            beside[INDEX] = to_json(_index(infos, file_of, quantized))
         return beside
 
 
@@ -241,29 +241,29 @@ def _dtype(infos: Mapping[str, TensorInfo], base: Base | None) -> str:
     return dtype_name(max(num_bytes, key=num_bytes.__getitem__, default=torch.float32))
 
 
-def _check_tied(config: Mapping[str, Any], plan: ExportPlan) -> None:
+def _check_tied(config: Mapping[str, Any], infos: Infos, quantized: Mapping[str, str]) -> None:
     """Raise if config and weights disagree on the output matrix: transformers would untie it, or initialize one."""
     tied = config.get("tie_word_embeddings")
     causal = any(str(name).endswith("ForCausalLM") for name in config["architectures"])
-    has_output = _OUTPUT in plan.infos or _OUTPUT in plan.quantized
+    has_output = _OUTPUT in infos or _OUTPUT in quantized
     wrong = f"config says tie_word_embeddings = {str(tied).lower()} and the export has"
     if tied and has_output:
         raise ExportError(f"{wrong} a {_OUTPUT}: one of them is wrong")
-    if tied is False and causal and not has_output and len(_tables(config, plan)) < 2:
+    if tied is False and causal and not has_output and len(_tables(config, infos, quantized)) < 2:
         raise ExportError(
             f"{wrong} no {_OUTPUT}, nor two matrices outside its layers with vocab_size = {_vocabulary(config)} rows, "
             "as embeddings and an output with a name of its own would be: one of them is wrong"
         )
 
 
-def _tables(config: Mapping[str, Any], plan: ExportPlan) -> list[str]:
+def _tables(config: Mapping[str, Any], infos: Infos, quantized: Mapping[str, str]) -> list[str]:
     """Return the matrices outside numbered layers that have a row for each token, or are quantized.
 
     An output matrix is one of them, whatever its name is.
     """
     rows = _vocabulary(config)
-    plain = [key for key, info in plan.infos.items() if len(info.shape) == 2 and info.shape[0] == rows]
-    return [key for key in (*plain, *plan.quantized) if not _IN_LAYER.search(key)]
+    plain = [key for key, info in infos.items() if len(info.shape) == 2 and info.shape[0] == rows]
+    return [key for key in (*plain, *quantized) if not _IN_LAYER.search(key)]
 
 
 def _vocabulary(config: Mapping[str, Any]) -> Any:
@@ -271,22 +271,22 @@ def _vocabulary(config: Mapping[str, Any]) -> Any:
     return config.get("vocab_size", (config.get("text_config") or {}).get("vocab_size"))
 
 
-def _check_shape(config: Mapping[str, Any], plan: ExportPlan) -> None:
+def _check_shape(config: Mapping[str, Any], infos: Infos, quantized: Mapping[str, str]) -> None:
     """Raise if config.json describes a model of a different size: transformers would initialize or drop weights."""
     faults = []
     wanted = tuple(config.get(name) for name in ("vocab_size", "hidden_size"))
-    embeddings = plan.infos.get(TIED[1])
+    embeddings = infos.get(TIED[1])
     if embeddings is not None and None not in wanted and embeddings.shape != wanted:
         faults.append(f"vocab_size = {wanted[0]} and hidden_size = {wanted[1]}, and {TIED[1]} is {embeddings}")
-    layers = {match[1] for key in (*plan.infos, *plan.quantized) if (match := _LAYER.match(key))}
+    layers = {match[1] for key in (*infos, *quantized) if (match := _LAYER.match(key))}
     if layers and config.get("num_hidden_layers") not in (None, len(layers)):
         faults.append(f"num_hidden_layers = {config['num_hidden_layers']}, and there are {len(layers)}")
     if faults:
         raise ExportError(f"config says {'; '.join(faults)}: is it another model's?")
 
 
-def _index(plan: ExportPlan) -> dict[str, Any]:
-    metadata = {"total_size": plan.num_bytes}
-    if not plan.quantized:  # scales and zero points are no parameters
-        metadata["total_parameters"] = sum(torch.Size(info.shape).numel() for info in plan.infos.values())
-    return {"metadata": metadata, "weight_map": {key: plan.file_of[key] for key in sorted(plan.infos)}}
+def _index(infos: Infos, file_of: Mapping[str, str], quantized: Mapping[str, str]) -> dict[str, Any]:
+    metadata = {"total_size": sum(info.nbytes for info in infos.values())}
+    if not quantized:  # scales and zero points are no parameters
+        metadata["total_parameters"] = sum(torch.Size(info.shape).numel() for info in infos.values())
+    return {"metadata": metadata, "weight_map": {key: file_of[key] for key in sorted(infos)}}

@@ -40,15 +40,16 @@ from titan_ckpt.formats.huggingface.peft_fields import (
     wrong_types,
 )
 from titan_ckpt.formats.huggingface.reader import read_config, to_json
-from titan_ckpt.formats.publish.plan import ExportPlan
-from titan_ckpt.formats.publish.run import FolderFormat
+from titan_ckpt.formats.publish.plan import Infos
+from titan_ckpt.formats.publish.run import Companions, FolderFormat
 from titan_ckpt.formats.safetensors.container import SafetensorsFiles, read_header
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill, TensorReader
 from titan_ckpt.stores.store import Place
 from titan_ckpt.weights import low_rank
 from titan_ckpt.weights.identity import BASE_RECORD
-from titan_ckpt.weights.low_rank import AddedBias, LowRank, Operation, TrainedRows, WeightUpdate, scale
+from titan_ckpt.weights.lora import TrainedRows, scale
+from titan_ckpt.weights.low_rank import AddedBias, LowRank, Operation, WeightUpdate
 from titan_ckpt.weights.transforms import CASTABLE
 
 WEIGHTS = "adapter_model.safetensors"
@@ -297,12 +298,12 @@ class PeftFormat(FolderFormat):
     """adapter_config.json; r, lora_alpha and target_modules are required, the others have PEFT's defaults. Fields named
     `titan_ckpt_*` go to titan_ckpt.json."""
 
-    def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
+    def pack(self, infos: Infos) -> Mapping[str, Sequence[str]]:
         return {WEIGHTS: sorted(infos)}
 
-    def companions(self, plan: ExportPlan) -> dict[str, bytes | Place]:
+    def companions(self, infos: Infos, file_of: Mapping[str, str], quantized: Mapping[str, str]) -> Companions:
         own = {name: value for name, value in self.config.items() if name.startswith(OWN)}
-        if faults := self.faults(plan.infos):
+        if faults := self.faults(infos):
             raise ExportError(listed(faults))
         return {CONFIG: to_json(self._public()), **({RECORD: to_json(own)} if own else {})}
 

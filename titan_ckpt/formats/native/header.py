@@ -35,8 +35,8 @@ from titan_ckpt.formats.native.rank_file import (
     STORED_DTYPES,
 )
 from titan_ckpt.formats.reading.engine import Blocks
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Chunk, Entry, Shape, TensorInfo, dtype_name
+from titan_ckpt.process import gc_paused
 
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _CARRIED = {dtype_name(dtype): dtype for dtype in CARRIERS}

@@ -21,13 +21,12 @@ from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError, N
 from titan_ckpt.formats.native.header import RankFile, header_bytes, parse_header
 from titan_ckpt.formats.reading.engine import SliceFill, SliceReader, execute
 from titan_ckpt.formats.reading.slices import Slice
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import overlap
 from titan_ckpt.geometry.chunks import Block, Chunk, Entry, Shape, TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.second_look import may_pass, read_twice
-from titan_ckpt.stores.store import Place, store_of
+from titan_ckpt.stores.store import Place, may_pass, read_twice, store_of
 from titan_ckpt.weights.identity import base_settings
 
 _NOWHERE = torch.empty(0, device="cpu")

@@ -17,7 +17,6 @@ from types import MappingProxyType
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.directory.names import rank_file_name
@@ -29,9 +28,17 @@ from titan_ckpt.distributed.sharing import Replicas, Share, divide
 from titan_ckpt.errors import StateEncodingError
 from titan_ckpt.formats.native.rank_file import STORED_DTYPES, in_file_order, lay_out, write_rank_file
 from titan_ckpt.formats.safetensors.container import Layout
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes_of_range
-from titan_ckpt.geometry.chunks import Chunk, TensorInfo, as_bytes, dtype_name, is_plain_memory, local_tensor
+from titan_ckpt.geometry.chunks import (
+    Chunk,
+    TensorInfo,
+    as_bytes,
+    dtype_name,
+    is_made_of_others,
+    is_plain_memory,
+    local_tensor,
+)
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place
 
 _PACKED_BYTES = 256 << 10
@@ -182,7 +189,7 @@ def _fault(fqn: str, value: object) -> str | None:
     local = local_tensor(value)
     if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
         return f"{fqn}: ranks have not reduced it yet, it is {[*value.placements]}; keep what its full_tensor() returns"
-    if local.layout != torch.strided or local.is_meta or is_traceable_wrapper_subclass(local):
+    if local.layout != torch.strided or local.is_meta or is_made_of_others(local):
         kind = "meta" if local.is_meta else f"{type(local).__name__}, {local.layout}"
         return f"{fqn}: expected a plain tensor with memory of its own, found {kind}; unwrap or materialize it first"
     if local.dtype not in STORED_DTYPES:

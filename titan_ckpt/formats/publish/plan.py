@@ -23,14 +23,16 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import divide
 from titan_ckpt.errors import ExportError, listed
 from titan_ckpt.formats.safetensors.container import Layout, lay_out
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, TensorInfo, dtype_name, info_of, layout_of
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place, local_path, store_of
 from titan_ckpt.weights.transforms import FileGroup
 
-PackFiles = Callable[[Mapping[str, TensorInfo]], Mapping[str, Sequence[str]]]
+Infos = Mapping[str, TensorInfo]
+"""All tensors of an export, by their keys."""
+PackFiles = Callable[[Infos], Mapping[str, Sequence[str]]]
 """(All tensors of an export) -> file name -> its keys."""
-MakeHeader = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], Mapping[str, str]]
+MakeHeader = Callable[[Infos, Mapping[str, str]], Mapping[str, str]]
 """(All tensors of an export, descriptions of the quantized ones) -> the metadata of every file."""
 
 
@@ -38,7 +40,7 @@ MakeHeader = Callable[[Mapping[str, TensorInfo], Mapping[str, str]], Mapping[str
 class ExportPlan:
     """The files of an export, the same on every rank and for any parallelism; and this rank's part of the work."""
 
-    infos: Mapping[str, TensorInfo]
+    infos: Infos
     layouts: Mapping[str, Layout]
     file_of: Mapping[str, str]
     quantized: Mapping[str, str]
@@ -105,7 +107,7 @@ def plan_export(
     return ExportPlan(infos, layouts, file_of, quantized, sources, shares)
 
 
-def pack_model_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[str, list[str]]:
+def pack_model_files(infos: Infos, max_bytes: int) -> dict[str, list[str]]:
     """Pack keys into files of at most `max_bytes`, in natural order of the keys, with the file names of transformers.
 
     Natural order compares numbers in names as numbers, so it does not depend on which rank holds which tensor. A tensor
@@ -125,7 +127,7 @@ def pack_model_files(infos: Mapping[str, TensorInfo], max_bytes: int) -> dict[st
     return {f"model-{i:05d}-of-{len(packed):05d}.safetensors": keys for i, keys in enumerate(packed, 1)}
 
 
-def pack_as(file_of: Mapping[str, str], infos: Mapping[str, TensorInfo]) -> dict[str, list[str]]:
+def pack_as(file_of: Mapping[str, str], infos: Infos) -> dict[str, list[str]]:
     """Put every key into the file that holds it in another folder. Raises: ExportError for keys that folder lacks."""
     if unknown := sorted(key for key in infos if key not in file_of):
         raise ExportError(

@@ -18,10 +18,10 @@ from titan_ckpt import progress
 from titan_ckpt.disk.files import IO_BYTES, NUM_WORKERS
 from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, bytes_at, round_up
 from titan_ckpt.disk.workers import bounce_buffer, run_workers
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes_of_range
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
+from titan_ckpt.process import gc_paused
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import ExportError, PeerError
 from titan_ckpt.formats.publish.exchange import everyone, row_peers
-from titan_ckpt.formats.publish.plan import ExportPlan, OutputFiles, is_shared, plan_export
+from titan_ckpt.formats.publish.plan import ExportPlan, Infos, OutputFiles, is_shared, plan_export
 from titan_ckpt.formats.publish.publication import (
     Unpublished,
     compare_infos,
@@ -32,11 +32,13 @@ from titan_ckpt.formats.publish.publication import (
 )
 from titan_ckpt.formats.publish.record import RecordExport, unrecorded
 from titan_ckpt.formats.publish.write import ExportWriter
-from titan_ckpt.geometry.chunks import TensorInfo
 from titan_ckpt.geometry.requests import TensorReader
 from titan_ckpt.stores.store import Place, store_of
 from titan_ckpt.weights.quantize import check_quantized
 from titan_ckpt.weights.transforms import FileGroup
+
+Companions = Mapping[str, bytes | Place]
+"""File name -> its bytes, or the file to copy."""
 
 logger = logging.getLogger(__name__)
 
@@ -48,17 +50,18 @@ class FolderFormat(ABC):
     """The companion without which no reader opens the folder; in a bucket it is written last."""
 
     @abstractmethod
-    def pack(self, infos: Mapping[str, TensorInfo]) -> Mapping[str, Sequence[str]]:
+    def pack(self, infos: Infos) -> Mapping[str, Sequence[str]]:
         """Return file name -> its keys, of all tensors of an export."""
 
-    def header(self, infos: Mapping[str, TensorInfo], quantized: Mapping[str, str]) -> Mapping[str, str]:
+    def header(self, infos: Infos, quantized: Mapping[str, str]) -> Mapping[str, str]:
         """Return extra safetensors metadata of each file, beside {"format": "pt"}, for these quantized tensors."""
         return {}
 
     @abstractmethod
-    def companions(self, plan: ExportPlan) -> Mapping[str, bytes | Place]:
-        """Return file name -> its bytes, or the file to copy. Called on rank 0 before anything is written.
+    def companions(self, infos: Infos, file_of: Mapping[str, str], quantized: Mapping[str, str]) -> Companions:
+        """Return the files beside the tensors. Called on rank 0 before anything is written.
 
+        `infos`: all tensors. `file_of`: key -> the file that it is in. `quantized`: as of `header`.
         Raises: ExportError if they and the tensors disagree.
         """
 
@@ -95,7 +98,7 @@ class FolderExport:
         is_proved = False
         try:
             plan = self.plan(coordinator)
-            companions = partial(self.format.companions, plan)
+            companions = partial(self._companions, plan)
             with published(folder, coordinator, "export/", companions, record) as unpublished:
                 self._fill(unpublished, plan, coordinator, f"exporting {folder.name}")
                 is_proved = True
@@ -124,11 +127,14 @@ class FolderExport:
         Raises: ExportError on every rank, as `write` would.
         """
         plan = self.plan(coordinator)
-        coordinator.on_rank_0("export/companions", lambda: [*self.format.companions(plan)])
+        coordinator.on_rank_0("export/companions", lambda: [*self._companions(plan)])
+
+    def _companions(self, plan: ExportPlan) -> Companions:
+        return self.format.companions(plan.infos, plan.file_of, plan.quantized)
 
     def _fill(
         self,
-        unpublished: Unpublished[Mapping[str, bytes | Place]],
+        unpublished: Unpublished[Companions],
         plan: ExportPlan,
         coordinator: Coordinator,
         what: str,
@@ -156,7 +162,7 @@ class FolderExport:
             coordinator.together("export/prove", lambda: self._prove(unpublished, plan, outputs, writer))
 
     def _write(
-        self, path: Place, companions: Mapping[str, bytes | Place], writer: ExportWriter
+        self, path: Place, companions: Companions, writer: ExportWriter
     ) -> tuple[str | None, Mapping[str, Sequence[Any]]]:
         """Write this rank's part, and return its parts of tensors that the plan does not divide.
 

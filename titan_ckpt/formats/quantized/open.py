@@ -26,10 +26,10 @@ from titan_ckpt.formats.quantized.folder import Findings, QuantizedFolder
 from titan_ckpt.formats.quantized.values import Values
 from titan_ckpt.formats.reading.slices import put
 from titan_ckpt.formats.safetensors.container import Layout, SafetensorsFiles
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.boxes import boxes
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.requests import Fill
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place
 
 METHODS: Mapping[str, Callable[[QuantizedFolder], Findings]] = {

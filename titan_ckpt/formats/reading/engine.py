@@ -27,10 +27,10 @@ from titan_ckpt.disk.workers import bounce_buffer, finish_uploads, num_copy_work
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.shared import Deal, warn_of
 from titan_ckpt.formats.reading.slices import Held, Slice, Window, scatter
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import cut, joined
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.answers import StoreError
-from titan_ckpt.stores.second_look import read_twice
+from titan_ckpt.stores.store import read_twice
 
 logger = logging.getLogger(__name__)
 

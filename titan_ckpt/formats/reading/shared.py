@@ -27,9 +27,9 @@ from titan_ckpt.disk.workers import as_here, batches, num_copy_workers, run_work
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.peer_groups import ExchangeBroken, Ranks
 from titan_ckpt.errors import CheckpointError
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import joined
 from titan_ckpt.geometry.requests import Fill
+from titan_ckpt.process import gc_paused
 from titan_ckpt.progress import Count
 
 logger = logging.getLogger(__name__)

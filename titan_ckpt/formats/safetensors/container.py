@@ -26,8 +26,8 @@ from titan_ckpt.encoding import strict_json
 from titan_ckpt.errors import CorruptCheckpointError, listed
 from titan_ckpt.formats.reading.engine import SliceFill
 from titan_ckpt.formats.reading.slices import Slice
-from titan_ckpt.gc_paused import gc_paused
 from titan_ckpt.geometry.chunks import Block, Chunk, Entry, TensorInfo
+from titan_ckpt.process import gc_paused
 from titan_ckpt.stores.store import Place, store_of
 
 MAX_HEADER_BYTES = 100_000_000

@@ -17,7 +17,7 @@ from accelerate.state import GradientState
 from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import IterableDataset
 
-from titan_ckpt.components.items.data_position import DataRank
+from titan_ckpt.components.items.item import DataRank
 from titan_ckpt.components.known.loaders import POSITIONED, samplers_of
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader, length_of

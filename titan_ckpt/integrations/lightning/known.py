@@ -6,7 +6,7 @@ of the user's own are exact. The tests compare the tables with the installed pac
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
@@ -17,7 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 from titan_ckpt.components.classes import class_name, defines, exact, gives_state, is_of_library, is_own, names_of
 from titan_ckpt.components.unsaved_state import fault_of, faults, function_faults, unless_allowed
 from titan_ckpt.components.watched import Watch
-from titan_ckpt.integrations.lightning.averages import AVERAGING, FINETUNING, STOCHASTIC, of_kinds
+
+AVERAGING = "weight_averaging.WeightAveraging"
+STOCHASTIC = "stochastic_weight_avg.StochasticWeightAveraging"
+FINETUNING = "finetuning.BaseFinetuning"
+"""Ends of the full names of callbacks that keep more than their own state, or change more than that."""
 
 _OWN = "it changes Lightning's own checkpoint (on_save_checkpoint), which is not written, so a resume would lose its"
 _WRITES = "it writes Lightning's own checkpoints beside those of titan_ckpt: leave it out"
@@ -86,10 +90,17 @@ _BEGINS = ("on_fit_start", "on_train_start")
 """Hooks that every start calls: before its load or after its last step, and after its load."""
 
 
+def of_kinds(callbacks: Iterable[Any], *kinds: str) -> list[Any]:
+    """Return the callbacks that are, or extend, any of these classes of Lightning's callbacks."""
+    ends = tuple(f".callbacks.{kind}" for kind in kinds)
+    return [each for each in callbacks if any(name.endswith(ends) for name in names_of(type(each)))]
+
+
 def plugin_faults(strategy: Any, precision: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield why a strategy or a precision does not work with titan_ckpt. Only one that is not known can be allowed."""
     for value in (strategy, precision):
-        reason = _listed(value)
+        names = names_of(type(value))[: 1 if is_of_library(type(value)) else None]  # of a library, the class itself
+        reason = next((KNOWN[name] for name in names if name in KNOWN), None)
         if value is not None and reason is None:
             unknown = "it was not proved to continue exactly after a resume: use one of Lightning's that is listed"
             yield from unless_allowed(type(value).__name__, class_name(value), unknown, allow)
@@ -103,9 +114,7 @@ def callback_faults(callbacks: Collection[Any], allow: Collection[str], strategy
     Also why one does not work with a strategy that shards weights.
     """
     for callback in callbacks:
-        refused = []
-        if is_of_library(type(callback)) or _listed(callback):
-            refused = [*faults([("callback", callback)], KNOWN, allow)]
+        refused = [*faults([("callback", callback)], KNOWN, allow, gives_state=lambda _: True)]  # own code: own_faults
         if not refused and overrides(callback, ("callbacks.callback", "callbacks.weight_averaging")):
             reason = f"{_OWN} state: leave it out, or give it state_dict and load_state_dict"
             refused = [*fault_of("callback", callback, reason, allow)]
@@ -124,8 +133,7 @@ def own_faults(trainer: Any, module: nn.Module, allow: Collection[str], watch: W
     `watch`: notes what they hold now, when the training has begun.
     """
     live = [module, trainer, *trainer.optimizers]
-    own = [c for c in trainer.callbacks if not (is_of_library(type(c)) or _listed(c))]
-    own = [callback for callback in own if not class_name(callback).startswith("titan_ckpt.")]
+    own = [c for c in trainer.callbacks if not (is_of_library(type(c)) or class_name(c).startswith("titan_ckpt."))]
     judged = partial(faults, allow=allow, live=live, builds=_BUILDS, begins=_BEGINS, watch=watch)
     yield from judged([("callback", callback) for callback in own], KNOWN, gives_state=gives_state)
     given = [each for c in trainer.callbacks if is_of_library(type(c)) for each in _functions_of(c)]
@@ -168,12 +176,3 @@ def overrides(value: Any, home: str | tuple[str, ...]) -> bool:
     """Return whether an object changes Lightning's checkpoint by hooks that are not those of the base in `home`."""
     hooks = [getattr(value, name, None) for name in ("on_save_checkpoint", "on_load_checkpoint")]
     return any(hook is not None and not hook.__module__.endswith(home) for hook in hooks)  # LambdaCallback's own too
-
-
-def _listed(value: Any) -> str | None:
-    """Return what the table says of an object's class, or of the nearest one that it extends; None if it has neither.
-
-    A class of a library has to be in the table itself.
-    """
-    names = names_of(type(value))[: 1 if is_of_library(type(value)) else None]
-    return next((KNOWN[name] for name in names if name in KNOWN), None)

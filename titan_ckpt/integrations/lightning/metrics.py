@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import builtins
 import importlib
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,17 +21,16 @@ from titan_ckpt.errors import ConfigError, LoadMismatchError, listed
 
 _SETTINGS = ("fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx")
 _SUMS = ("value", "cumulated_batch_size")
+_TRACKER = "wrappers.tracker.MetricTracker"
 _OF_METRICS = {"_computed", "_defaults", "_persistent", "_reductions"}
 """Attributes of every metric: a cache of the result, and the tables of its states."""
 
 
-def metrics_of(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the metrics of torchmetrics within a module, and the states of groups are those of their first members."""
-    for name, part in module.named_modules():
-        if "torchmetrics.collections.MetricCollection" in names_of(type(part)):
-            part.values(copy_state=False)
-        if "torchmetrics.metric.Metric" in names_of(type(part)):
-            yield name, part
+def metrics_of(module: nn.Module) -> list[tuple[str, Any]]:
+    """Return the metrics of torchmetrics within a module, and the states of groups are those of their first members."""
+    for _, collection in _of_kind(module, "collections.MetricCollection"):
+        collection.values(copy_state=False)
+    return _of_kind(module, "metric.Metric")
 
 
 def state_of_metrics(trainer: Any) -> dict[str, Any]:
@@ -45,7 +43,7 @@ def state_of_metrics(trainer: Any) -> dict[str, Any]:
         "first": connector._first_loop_iter,  # noqa: SLF001 - as above
         "hook": connector._current_fx,  # noqa: SLF001 - as above
         "logged": [_state_of_logged(key, metric) for key, metric in logged.items() if not metric.has_reset],
-        "trackers": {name: len(tracker) for name, tracker in _trackers_of(trainer.lightning_module)},
+        "trackers": {name: len(tracker) for name, tracker in _of_kind(trainer.lightning_module, _TRACKER)},
         "held": {
             name: {"count": metric._update_count, "states": _states_of(metric), "beside": beside}  # noqa: SLF001 - as above
             for name, metric in metrics_of(trainer.lightning_module)
@@ -56,7 +54,7 @@ def state_of_metrics(trainer: Any) -> dict[str, Any]:
 
 def hold_metrics(module: nn.Module, state: dict[str, Any]) -> None:
     """Set what the module's metrics hold. Raises: LoadMismatchError for a metric that the module lacks."""
-    for name, tracker in _trackers_of(module):
+    for name, tracker in _of_kind(module, _TRACKER):
         for added in [*tracker._modules][state["trackers"].get(name, 1) :]:  # noqa: SLF001 - its own del renames the first
             del tracker._modules[added]  # noqa: SLF001 - as above
         for _ in range(len(tracker), state["trackers"].get(name, 1)):
@@ -104,11 +102,9 @@ def _beside(metric: Any) -> dict[str, Any]:
     return {name: vars(metric)[name] for name in sorted(names & vars(metric).keys() - _OF_METRICS)}
 
 
-def _trackers_of(module: nn.Module) -> list[tuple[str, Any]]:
-    named = module.named_modules()
-    return [
-        (name, part) for name, part in named if "torchmetrics.wrappers.tracker.MetricTracker" in names_of(type(part))
-    ]
+def _of_kind(module: nn.Module, kind: str) -> list[tuple[str, Any]]:
+    """Return the parts of a module that are of a class of torchmetrics."""
+    return [(name, part) for name, part in module.named_modules() if f"torchmetrics.{kind}" in names_of(type(part))]
 
 
 def _copied(value: Any, device: torch.device) -> Any:

@@ -2,17 +2,20 @@
 
 Lightning gives the module's on_save_checkpoint the whole checkpoint that it is about to write. Here the hook gets one
 with the same entries, and only the entries that it adds are saved: the weights are saved by themselves.
-Source: lightning 2.6, pytorch/trainer/connectors/checkpoint_connector.py.
+Source: lightning 2.6, pytorch/trainer/connectors/checkpoint_connector.py; of averages, pytorch/callbacks/
+weight_averaging.py and stochastic_weight_avg.py.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from copy import deepcopy
+from itertools import chain
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from titan_ckpt.components.classes import gives_state
@@ -21,9 +24,7 @@ from titan_ckpt.components.known.loaders import seed_workers_apart
 from titan_ckpt.components.known.switches import Switches, switches_of
 from titan_ckpt.components.unsaved_state import unless_allowed
 from titan_ckpt.errors import ConfigError, refuse
-from titan_ckpt.integrations.lightning import averages
-from titan_ckpt.integrations.lightning.averages import AVERAGING, FINETUNING, STOCHASTIC, of_kinds
-from titan_ckpt.integrations.lightning.known import overrides
+from titan_ckpt.integrations.lightning.known import AVERAGING, FINETUNING, STOCHASTIC, of_kinds, overrides
 from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
 from titan_ckpt.integrations.loader_position import order_of, set_order
 from titan_ckpt.weights.live_memory import is_same
@@ -56,7 +57,7 @@ class Progress:
             "loops": loops,
             "callbacks": {c.state_key: state for c in trainer.callbacks if (state := c.state_dict())},
             "data": trainer.datamodule.state_dict() if trainer.datamodule is not None else {},
-            "averages": {c.state_key: averages.state_of_average(c) for c in of_kinds(trainer.callbacks, AVERAGING)},
+            "averages": {c.state_key: state_of_average(c) for c in of_kinds(trainer.callbacks, AVERAGING)},
             "present": sorted(callback.state_key for callback in trainer.callbacks),
             "metrics": state_of_metrics(trainer),
             "gradients": self._gradients(),
@@ -121,7 +122,7 @@ class Progress:
         for key in states.keys() & present.keys():
             present[key].load_state_dict(states[key])
         for callback in of_kinds(trainer.callbacks, AVERAGING):
-            averages.load_average(callback, stored["averages"].get(callback.state_key), trainer.lightning_module)
+            load_average(callback, stored["averages"].get(callback.state_key), trainer.lightning_module)
         for callback in of_kinds(trainer.callbacks, FINETUNING):
             callback._restarting = False  # noqa: SLF001 - `rebuild` has done what it would do
         for callback in trainer.callbacks:
@@ -137,7 +138,7 @@ class Progress:
                 if gives_state(callback) and callback.state_key in self._loaded["callbacks"]:
                     callback.load_state_dict(self._loaded["callbacks"][callback.state_key])
             for callback in of_kinds(self._trainer.callbacks, STOCHASTIC):
-                averages.exchange_schedule(callback, self._trainer)
+                exchange_schedule(callback, self._trainer)
         self._loaded = None
         parameters = dict(self._trainer.lightning_module.named_parameters())
         for name, grad in self._accumulated.items():
@@ -201,6 +202,47 @@ class Progress:
             "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
             "hyper_parameters": dict(module.hparams),
         }
+
+
+def exchange_schedule(callback: Any, trainer: Any) -> None:
+    """Let a StochasticWeightAveraging exchange the schedule, if it had in the step, and change no weights."""
+    kept = callback._max_epochs, callback._latest_update_epoch  # noqa: SLF001 - Lightning has no public name for them
+    if callback._scheduler_state is not None:  # noqa: SLF001 - as above
+        callback._max_epochs, callback._latest_update_epoch = -1, trainer.current_epoch  # noqa: SLF001 - as above
+        callback.on_train_epoch_start(trainer, trainer.lightning_module)
+        callback._max_epochs, callback._latest_update_epoch = kept  # noqa: SLF001 - as above
+
+
+def go_on_from_last_epoch(callback: Any, trainer: Any) -> None:
+    """Set what the epoch in which a StochasticWeightAveraging normalizes has set, and the end of the run sets back."""
+    is_last = trainer.current_epoch - 1 == callback.swa_end + 1
+    if callback._model_contains_batch_norm and callback._max_epochs != -1 and is_last:  # noqa: SLF001 - as above
+        callback._accumulate_grad_batches = trainer.accumulate_grad_batches  # noqa: SLF001 - as above
+        trainer.fit_loop.max_batches += 1
+
+
+def state_of_average(callback: Any) -> dict[str, Any]:
+    """Return all tensors of the average, also buffers that are not persistent, which it averages too."""
+    average: nn.Module = callback._average_model  # noqa: SLF001 - Lightning has no public name for it
+    epoch = callback._latest_update_epoch  # noqa: SLF001 - as above
+    return {"epoch": epoch, "tensors": {name: value.detach() for name, value in _named(average)}}
+
+
+def load_average(callback: Any, state: dict[str, Any] | None, module: nn.Module) -> None:
+    """Set it, or let an average of which no step is known begin with the module's weights."""
+    average: nn.Module = callback._average_model  # noqa: SLF001 - as above
+    values = {f"module.{name}": value for name, value in _named(module)}
+    if state is not None:
+        values = state["tensors"]
+        callback._latest_update_epoch = state["epoch"]  # noqa: SLF001 - as above
+    with torch.no_grad():
+        for name, value in _named(average):
+            if state is not None or name in values:
+                value.copy_(values[name])
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    return chain(module.named_parameters(), module.named_buffers())
 
 
 def _like(parameter: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -15,9 +15,9 @@ from typing import Any
 
 from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, refuse
-from titan_ckpt.integrations.lightning import averages, known
-from titan_ckpt.integrations.lightning.averages import AVERAGING, STOCHASTIC, of_kinds
-from titan_ckpt.integrations.lightning.progress import Progress
+from titan_ckpt.integrations.lightning import known
+from titan_ckpt.integrations.lightning.known import AVERAGING, STOCHASTIC, of_kinds
+from titan_ckpt.integrations.lightning.progress import Progress, go_on_from_last_epoch, load_average
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.integrations.loop import Groups, LoopCheckpoint
 from titan_ckpt.manager import CheckpointManager
@@ -116,7 +116,7 @@ class TitanCheckpoint(LoopCheckpoint):
             _extend(value, name, then, unless)
             self.opened.callback(vars(value).pop, name, None)
         for callback in averaging if not step else ():
-            averages.load_average(callback, None, pl_module)
+            load_average(callback, None, pl_module)
         if step:
             vars(fit)["run"] = partial(self._run, fit.run)
             self.opened.callback(vars(fit).pop, "run", None)
@@ -147,7 +147,7 @@ class TitanCheckpoint(LoopCheckpoint):
         loop.on_run_start()
         self._loader.restore_random(is_done=True)
         for callback in of_kinds(self._trainer.callbacks, STOCHASTIC):
-            averages.go_on_from_last_epoch(callback, self._trainer)
+            go_on_from_last_epoch(callback, self._trainer)
         if self._loader.num_batches:  # within an epoch
             loop.on_advance_end()
             loop.on_iteration_done()

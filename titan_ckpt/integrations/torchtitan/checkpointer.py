@@ -21,20 +21,23 @@ from torchtitan.components.checkpointer import BaseCheckpointManager
 from torchtitan.components.checkpointer import CheckpointManager as TorchtitanManager
 
 from titan_ckpt.config import StopConfig
-from titan_ckpt.converters import LoRAConverter, ModelConvertersContainer
+from titan_ckpt.converters import ModelConvertersContainer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.encoding.paths import is_uri
 from titan_ckpt.errors import ConfigError, KeyMapError, refuse
 from titan_ckpt.guard.run_guard import RunGuard
 from titan_ckpt.integrations.torchtitan import adapter, held, settings
-from titan_ckpt.integrations.torchtitan.converters import converters_of
-from titan_ckpt.integrations.torchtitan.lora import find_lora, over_layers
+from titan_ckpt.integrations.torchtitan.converters import (
+    adapted_modules,
+    find_converters,
+    over_layers,
+    trained_beside_adapters,
+)
 from titan_ckpt.integrations.torchtitan.model_config import check_folder, config_json, is_allowed
 from titan_ckpt.integrations.torchtitan.wording import InTorchtitansWords, in_torchtitans_words
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.stores.store import StoreConfig, local_path
 from titan_ckpt.types import Stateful
-from titan_ckpt.weights.names import clean_fqn
 from titan_ckpt.weights.transforms import StateDictTransforms
 from titan_ckpt.weights.wrapper import ModelWrapper
 
@@ -47,59 +50,6 @@ class _Kept:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Leave the run's own state as it is."""
-
-
-def _transforms(
-    config: Any,
-    model_parts: Sequence[nn.Module],
-    converters: ModelConvertersContainer | None,
-    sd_adapter: Any,
-    assets: str | None,
-    flavor: str,
-    line: Coordinator,
-) -> StateDictTransforms | None:
-    """Return the names of the model in Hugging Face folders, if a setting needs them. Collective.
-
-    `flavor`: the model's name in messages.
-    Raises: ConfigError without an adapter or config.json; KeyMapError for an adapter that is no table.
-    """
-    peft = settings.reads_peft(config)
-    wanted = [name for name in ("initial_load_in_hf", "last_save_in_hf") if getattr(config, name)]
-    wanted += ["additional_load_path"] if peft else []
-    if not wanted:
-        return None
-    if sd_adapter is None:
-        raise ConfigError([f"checkpoint.{name}: the model spec has no state_dict_adapter" for name in wanted])
-    complete, exports = adapter.with_experts(sd_adapter), settings.exports(config)
-
-    def made() -> StateDictTransforms:
-        wrapper = ModelWrapper(model_parts, converters)
-        state = wrapper.state("base")
-        shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
-        try:
-            key_map = adapter.find_key_map(complete, shapes, wrapper.tied, wrapper.buffers().keys())
-            named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
-            adapter.check_reads(complete, named, wrapper.tied)
-            if peft or "peft" in exports:
-                adapted = [f"{fqn}.weight" for fqn in adapted_modules(converters)]
-                key_map = adapter.with_stored_forms(key_map, complete, state.own, adapted)
-        except KeyMapError as error:
-            folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
-            names = ", ".join(f"checkpoint.{name}" for name in wanted)
-            where = f" ({folder})" if folder else ""
-            step = f"Correct {adapter.name_of(complete)}, which the model spec names, or leave {names} out"
-            raise KeyMapError(f"{names}{where}: {flavor}: {error}\n{step}", error.unknown) from error
-        if "hf" in exports:
-            _check_left_out(key_map.nameless, config.allow)
-        model = getattr(sd_adapter, "model_config", None)
-        return StateDictTransforms(
-            key_map,
-            config_json(model, assets, config.allow) if exports else None,
-            Path(assets) if assets and Path(assets).is_dir() else None,
-            check_folder=partial(check_folder, model=model, allow=config.allow),
-        )
-
-    return line.together("torchtitan-names", made)  # a pipeline stage has other names than the next one
 
 
 def _check_left_out(nameless: Collection[str], allow: Collection[str]) -> None:
@@ -125,7 +75,7 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
 
     @dataclass(kw_only=True, slots=True)
     class Config(TorchtitanManager.Config):  # type: ignore[misc]  # torchtitan is not there when mypy runs
-        """The settings of torchtitan's own manager, and more; SETTINGS says what each means here."""
+        """The settings of torchtitan's own manager, and more: docs/use-in-torchtitan.md has their meanings."""
 
         additional_load_path: str | None = None
         """An adapter of the initial weights: a PEFT folder, a step of this package, or a DCP folder."""
@@ -181,15 +131,13 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         assets = getattr(sd_adapter, "hf_assets_path", None)
         converters = find_converters(model_parts)
         trained = trained_beside_adapters(model_parts, converters)
-        line = self._line = Coordinator.current()
-        line.together(
+        self._line = Coordinator.current()
+        self._line.together(
             "torchtitan-settings",
             lambda: settings.check(config, base_folder, states, assets, adapted_modules(converters), trained),
         )
         self._config = config
         self._trainer: Any = states.get("train_state")
-        spec = getattr(getattr(self._trainer, "config", None), "model_spec", None)
-        flavor = "the model" if spec is None else f"{spec.name} {spec.flavor}"  # as torchtitan's registries have them
         self._held = partial(held.faults, states, dataloader, optimizers, lr_schedulers, config.allow)
         excluded = set(config.exclude_from_loading)
         self.manager = CheckpointManager(
@@ -199,11 +147,59 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
             lr_schedulers=[lr_schedulers],
             dataloader=dataloader,
             states={name: _Kept(state) if name in excluded else state for name, state in states.items()},
-            sd_transforms=_transforms(config, model_parts, converters, sd_adapter, assets, flavor, line),
+            sd_transforms=self._transforms(model_parts, converters, sd_adapter),
             model_converters=converters,
             base_folder=base_folder,
         )
         self._opened.callback(InTorchtitansWords().remove)
+
+    def _transforms(
+        self, model_parts: Sequence[nn.Module], converters: ModelConvertersContainer | None, sd_adapter: Any
+    ) -> StateDictTransforms | None:
+        """Return the names of the model in Hugging Face folders, if a setting needs them. Collective.
+
+        Raises: ConfigError without an adapter or config.json; KeyMapError for an adapter that is no table.
+        """
+        config, assets = self._config, getattr(sd_adapter, "hf_assets_path", None)
+        peft = settings.reads_peft(config)
+        wanted = [name for name in ("initial_load_in_hf", "last_save_in_hf") if getattr(config, name)]
+        wanted += ["additional_load_path"] if peft else []
+        if not wanted:
+            return None
+        if sd_adapter is None:
+            raise ConfigError([f"checkpoint.{name}: the model spec has no state_dict_adapter" for name in wanted])
+        complete, exports = adapter.with_experts(sd_adapter), settings.exports(config)
+
+        def made() -> StateDictTransforms:
+            wrapper = ModelWrapper(model_parts, converters)
+            state = wrapper.state("base")
+            shapes = {fqn: tuple(v.shape) for fqn, v in state.tensors.items()}
+            try:
+                key_map = adapter.find_key_map(complete, shapes, wrapper.tied, wrapper.buffers().keys())
+                named = {fqn: shape for fqn, shape in shapes.items() if fqn not in key_map.nameless}
+                adapter.check_reads(complete, named, wrapper.tied)
+                if peft or "peft" in exports:
+                    adapted = [f"{fqn}.weight" for fqn in adapted_modules(converters)]
+                    key_map = adapter.with_stored_forms(key_map, complete, state.own, adapted)
+            except KeyMapError as error:
+                folder = settings.initial_path(config, assets) if config.initial_load_in_hf else None
+                names = ", ".join(f"checkpoint.{name}" for name in wanted)
+                where = f" ({folder})" if folder else ""
+                spec = getattr(getattr(self._trainer, "config", None), "model_spec", None)
+                flavor = "the model" if spec is None else f"{spec.name} {spec.flavor}"  # as in torchtitan's registries
+                step = f"Correct {adapter.name_of(complete)}, which the model spec names, or leave {names} out"
+                raise KeyMapError(f"{names}{where}: {flavor}: {error}\n{step}", error.unknown) from error
+            if "hf" in exports:
+                _check_left_out(key_map.nameless, config.allow)
+            model = getattr(sd_adapter, "model_config", None)
+            return StateDictTransforms(
+                key_map,
+                config_json(model, assets, config.allow) if exports else None,
+                Path(assets) if assets and Path(assets).is_dir() else None,
+                check_folder=partial(check_folder, model=model, allow=config.allow),
+            )
+
+        return self._line.together("torchtitan-names", made)  # a pipeline stage has other names than the next one
 
     @property
     def save_future(self) -> Any:
@@ -217,7 +213,9 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         Raises: ConfigError for a run that would save steps which are older than the one that it resumed, or that holds
         objects which are not known to resume exactly: its Trainer is complete here, and has not trained.
         """
-        self._line.together("torchtitan-held", self._check_held)  # rank 0 alone has loggers
+        self._line.together(  # rank 0 alone has loggers
+            "torchtitan-held", lambda: refuse(*self._held(self.manager.watch), source="TitanCheckpointer")
+        )
         result = self.manager.load(step)
         resumed = result.plan.resume
         folder = self.manager.folder
@@ -227,10 +225,6 @@ class TitanCheckpointer(BaseCheckpointManager):  # type: ignore[misc]  # torchti
         self._watching.close()  # the guard of an earlier load
         self._guard = self._watching.enter_context(RunGuard(self.manager)) if self._trainer is not None else None
         return bool(result.report.loaded)
-
-    def _check_held(self) -> None:
-        if faults := self._held(self.manager.watch):
-            raise ConfigError(faults, "TitanCheckpointer")
 
     @in_torchtitans_words
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
@@ -277,27 +271,3 @@ def _put_back(trainer: Any, own: Any) -> None:
     del trainer.should_continue_training
     if own is not None:
         trainer.should_continue_training = own
-
-
-def find_converters(model_parts: Sequence[nn.Module]) -> ModelConvertersContainer | None:
-    """Return the converters that changed the model; None without any. Collective.
-
-    Raises: ConfigError; ConverterError if both have put LoRA into it.
-    """
-    own, lora = converters_of(model_parts), find_lora(model_parts)
-    return own if lora is None else ModelConvertersContainer([*(own or ()), lora])
-
-
-def adapted_modules(converters: ModelConvertersContainer | None) -> dict[str, bool]:
-    """Return fqn -> whether its weight is tied, of each module with an adapter."""
-    loras = [converter for converter in converters or () if isinstance(converter, LoRAConverter)]
-    return {fqn: fqn in lora.tied for lora in loras for fqn in lora.adapted}
-
-
-def trained_beside_adapters(model_parts: Sequence[nn.Module], converters: ModelConvertersContainer | None) -> list[str]:
-    """Return the parameters that are trained and that no adapter owns; none for a model without adapters."""
-    if not adapted_modules(converters):
-        return []
-    wrapper = ModelWrapper(model_parts, converters)
-    trained = (clean_fqn(name) for part in model_parts for name, p in part.named_parameters() if p.requires_grad)
-    return [fqn for fqn in trained if not wrapper.owns(fqn)]

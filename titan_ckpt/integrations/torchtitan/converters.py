@@ -1,13 +1,15 @@
-"""LoRA, QAT and Float8 of this package in torchtitan's Trainer: they change the model that its config builds.
+"""What has converted the model of a torchtitan Trainer: this package's LoRA, QAT and Float8, or torchtitan's own LoRA.
 
-Owns what torchtitan wants of every module of a model: initial values, and placements under tensor parallelism.
+Those of this package change the model that its config builds. Owns what torchtitan wants of every module of a model:
+initial values, and placements under tensor parallelism; and the discovery of the modules that its own LoRA has adapted,
+of which the arithmetic and the names are those of converters/lora, whose tensors have the same names.
 Source: torchtitan 0.3, protocols/module.py and components/lora.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -18,13 +20,28 @@ from torchtitan.protocols.model import ModelConfigConverter
 from torchtitan.protocols.module import Module
 from torchtitan.protocols.sharding import ShardingConfig
 
-from titan_ckpt.converters import ConverterConfig, Float8Config, ModelConvertersContainer, QATConfig, build
+from titan_ckpt.converters import (
+    ConverterConfig,
+    Float8Config,
+    LoRAConfig,
+    LoRAConverter,
+    ModelConvertersContainer,
+    QATConfig,
+    build,
+)
 from titan_ckpt.converters.lora.layers import LoRALinear
-from titan_ckpt.errors import ConverterError
-from titan_ckpt.integrations.torchtitan.lora import is_adapted
+from titan_ckpt.converters.lora.sites import tied_modules
+from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import ConfigError, ConverterError
+from titan_ckpt.geometry.chunks import dtype_name
+from titan_ckpt.weights.lora import LoRARecord, common_settings
+from titan_ckpt.weights.names import clean_fqn
+from titan_ckpt.weights.wrapper import ModelWrapper
 
 CONVERTERS = "_titan_converters"
 """Attribute of a converted model: its ModelConvertersContainer."""
+_SCALING = "_lora_scaling"
+"""Attribute of torchtitan's adapted modules: alpha / rank."""
 
 
 class TitanConverters(ModelConfigConverter):  # type: ignore[misc]  # torchtitan is not there when mypy runs
@@ -69,7 +86,7 @@ class TitanConverters(ModelConfigConverter):  # type: ignore[misc]  # torchtitan
 
 def _convert(model: Any, converters: ModelConvertersContainer) -> None:
     """Convert the model in place, and make torchtitan's modules of what is new in it. Raises: ConverterError."""
-    if any(is_adapted(module) for module in model.modules()):
+    if any(_is_adapted(module) for module in model.modules()):
         raise ConverterError(
             "the model has torchtitan's LoRA already: name LoRAConfig in TitanConverters instead, after QAT or Float8"
         )
@@ -135,6 +152,95 @@ def _initialized(kind: Any) -> type:
     return type(kind.__name__, (kind,), {"init_states": init_states})
 
 
-def converters_of(model_parts: Sequence[nn.Module]) -> ModelConvertersContainer | None:
-    """Return the converters of this package that changed the model; None without any."""
-    return next((vars(part)[CONVERTERS] for part in model_parts if CONVERTERS in vars(part)), None)
+def find_converters(model_parts: Sequence[nn.Module]) -> ModelConvertersContainer | None:
+    """Return the converters that changed the model; None without any. Collective.
+
+    Raises: ConfigError; ConverterError if both have put LoRA into it.
+    """
+    own: Any = next((vars(part)[CONVERTERS] for part in model_parts if CONVERTERS in vars(part)), None)
+    lora = _find_lora(model_parts)
+    return own if lora is None else ModelConvertersContainer([*(own or ()), lora])
+
+
+def adapted_modules(converters: ModelConvertersContainer | None) -> dict[str, bool]:
+    """Return fqn -> whether its weight is tied, of each module with an adapter."""
+    loras = [converter for converter in converters or () if isinstance(converter, LoRAConverter)]
+    return {fqn: fqn in lora.tied for lora in loras for fqn in lora.adapted}
+
+
+def trained_beside_adapters(model_parts: Sequence[nn.Module], converters: ModelConvertersContainer | None) -> list[str]:
+    """Return the parameters that are trained and that no adapter owns; none for a model without adapters."""
+    if not adapted_modules(converters):
+        return []
+    wrapper = ModelWrapper(model_parts, converters)
+    trained = (clean_fqn(name) for part in model_parts for name, p in part.named_parameters() if p.requires_grad)
+    return [fqn for fqn in trained if not wrapper.owns(fqn)]
+
+
+def _find_lora(model_parts: Sequence[nn.Module]) -> TorchtitanLoRA | None:
+    """Return torchtitan's LoRA as a converter; None in a model without it. Collective: stages hold parts of a model.
+
+    Raises: ConfigError if the ranks disagree on the adapter of a module.
+    """
+    line = Coordinator.current()
+    of_ranks = line.gather_distinct("torchtitan-lora", lambda: {"adapted": _adapted(model_parts)})["adapted"].values()
+    adapted = {fqn: values for of_rank in of_ranks for fqn, values in of_rank.items()}
+    if not adapted:
+        return None
+    if differing := [f for f, values in adapted.items() if any(r.get(f, values) != values for r in of_ranks)]:
+        raise ConfigError([f"LoRA: the ranks disagree on the adapter of {fqn}" for fqn in differing])
+    own = [clean_fqn(name) for part in model_parts for name in part.state_dict()]
+    names = line.gather_distinct("torchtitan-names", lambda: {"names": own})["names"].values()
+    return TorchtitanLoRA(adapted, [*dict.fromkeys(name for of_rank in names for name in of_rank)])
+
+
+def _is_adapted(module: nn.Module) -> bool:
+    """Return whether this is a module with torchtitan's adapter."""
+    return hasattr(module, _SCALING)
+
+
+def _adapted(model_parts: Sequence[nn.Module]) -> dict[str, Any]:
+    """Return the adapted modules of this rank: fqn -> rank, scaling, whether its weight is tied, dtype."""
+    found: dict[str, Any] = {}
+    for part in model_parts:
+        modules: list[tuple[str, Any]] = [(name, m) for name, m in part.named_modules() if _is_adapted(m)]
+        tied = tied_modules(part) if modules else ()
+        for name, module in modules:
+            fqn, dtype = clean_fqn(name), dtype_name(module.lora_a.weight.dtype)
+            found[fqn] = [module.lora_a.out_features, getattr(module, _SCALING), fqn in tied, dtype]
+    return found
+
+
+class TorchtitanLoRA(LoRAConverter):
+    """The adapters that torchtitan's LoRAConverter has put into a model."""
+
+    def __init__(self, adapted: Mapping[str, Sequence[Any]], names: Sequence[str]) -> None:
+        """Keep what `_find_lora` found. `names`: those of the model's state dict."""
+        updates = {  # with alpha without the error of its division by the rank
+            fqn: LoRARecord(rank, float(f"{rank * scaling:.12g}"), False, False, {}, {}).low_rank(fqn)
+            for fqn, (rank, scaling, *_) in adapted.items()
+        }
+        super().__init__(
+            LoRAConfig(
+                target_modules=tuple(dict.fromkeys(map(over_layers, updates))),
+                dtype=next(iter(adapted.values()))[3],
+                **common_settings([*updates.values()]),
+            )
+        )
+        self.adapted = {fqn: replace(update, scaling=adapted[fqn][1]) for fqn, update in updates.items()}
+        self.tied = {fqn for fqn, (_, _, tied, _) in adapted.items() if tied}
+        self._owned = {name for update in updates.values() for name in update.tensors}
+        hidden = {update.weight for update in updates.values()} | self._owned
+        self.others = [name for name in names if name not in hidden]
+
+    def convert(self, model: nn.Module) -> None:
+        """Refuse: torchtitan has converted the model's config. Raises: ConverterError."""
+        raise ConverterError("torchtitan's LoRAConverter has converted this model already")
+
+    def initialize(self, model_parts: Sequence[nn.Module], fqns: Collection[str] | None = None) -> None:
+        """Leave the values that torchtitan's init_states() has drawn: A at random, B zero."""
+
+
+def over_layers(fqn: str) -> str:
+    """Return a name as a pattern over the layers."""
+    return ".".join("*" if part.isdecimal() else part for part in fqn.split("."))

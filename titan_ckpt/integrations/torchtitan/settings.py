@@ -24,33 +24,16 @@ EXPORT_DTYPES = ("float16", "float32", "bfloat16")
 COMPONENTS: Sequence[Literal["optimizer", "lr_scheduler", "dataloader"]] = ("optimizer", "lr_scheduler", "dataloader")
 """torchtitan's keys in exclude_from_loading that are components here; every other key names a state."""
 
-SETTINGS: Mapping[str, str] = {
-    "enable": "False: nothing is loaded or saved",
-    "folder": "checkpoint.folder, in the run's dump folder or in a bucket",
-    "interval": "checkpoint.save.interval",
-    "async_mode": "checkpoint.save.async_mode: async is thread, async_with_pinned_mem is process",
-    "keep_latest_k": "checkpoint.save.keep.latest; 0 keeps all",
-    "load_step": "the step that load() takes; it never falls back",
-    "load_only": "no checkpoint.save, and no export",
-    "exclude_from_loading": "checkpoint.resume.exclude; a name that the run does not have is an error",
-    "enable_first_step_checkpoint": "checkpoint.save.first_step",
-    "create_seed_checkpoint": "step 0 holds the model alone",
-    "last_save_model_only": "checkpoint.save.model_only_last",
-    "last_save_in_dcp": "the last step is also a DCP folder with training state, dcp/step-N",
-    "last_save_in_hf": "the last step is an export in exports/step-N, and no checkpoint",
-    "store": "checkpoint.store: how buckets are reached",
-    "stop": "checkpoint.stop: signals and time limits on which the run saves and ends",
-    "export_dtype": "the dtype of the last step, if it holds the model alone",
-    "initial_load_path": "checkpoint.initial_load.path: a DCP folder, or a step of this package",
-    "initial_load_model_only": "False: the training state is loaded too",
-    "initial_load_in_hf": "the path, or else hf_assets_path, must be a Hugging Face folder",
-    "initial_load_in_hf_quantized": "weights stored as codes and scales are found from the content",
-    "additional_load_path": "checkpoint.initial_load.path of an adapter, after that of its base",
-    "include_base": "checkpoint.save.include_base",
-    "allow": "checkpoint.allow: what is let through by name",
-    "last_save_adapter": "with last_save_in_hf: merged weights, a PEFT folder in exports/step-N-peft, or both",
-}
-"""Every setting of TitanCheckpointer.Config, and its meaning here."""
+SETTINGS = frozenset(
+    {
+        "enable", "folder", "interval", "async_mode", "keep_latest_k", "load_step", "load_only", "exclude_from_loading",
+        "enable_first_step_checkpoint", "create_seed_checkpoint", "last_save_model_only", "last_save_in_dcp",
+        "last_save_in_hf", "store", "stop", "export_dtype", "initial_load_path", "initial_load_model_only",
+        "initial_load_in_hf", "initial_load_in_hf_quantized", "additional_load_path", "include_base", "allow",
+        "last_save_adapter",
+    }
+)  # fmt: skip
+"""Every setting of TitanCheckpointer.Config; docs/use-in-torchtitan.md says what each means."""
 LastSave = Literal["merged", "peft", "both"]
 
 

@@ -28,10 +28,9 @@ from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
 from titan_ckpt.integrations.loop import Groups, LoopCheckpoint, Restored, extend
 from titan_ckpt.integrations.transformers import adapter
-from titan_ckpt.integrations.transformers.followers import Later, followers_of
+from titan_ckpt.integrations.transformers.known import gives_state, problems, unsaved
 from titan_ckpt.integrations.transformers.loader import TrainerLoader, draw_alike
-from titan_ckpt.integrations.transformers.progress import RankProgress, RunProgress
-from titan_ckpt.integrations.transformers.refusals import gives_state, problems, unsaved
+from titan_ckpt.integrations.transformers.progress import Later, RankProgress, RunProgress, followers_of
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.hf_transforms import transforms_for
 from titan_ckpt.types import Stateful

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from titan_ckpt.rng import RandomState
+from titan_ckpt.process import RandomState
 from titan_ckpt.training.callbacks.base import Callback, StepMetrics, Trainer
 from titan_ckpt.training.config import EVALUATED, EvaluationConfig
 from titan_ckpt.training.data.batch import Batch, without_labels

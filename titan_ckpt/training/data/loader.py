@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_ckpt.errors import ConfigError, DataError, LoadMismatchError
-from titan_ckpt.rng import process_state
+from titan_ckpt.process import process_state
 from titan_ckpt.training.data.batch import Batch, without_labels
 from titan_ckpt.training.data.batch import collate as join
 from titan_ckpt.training.data.sequences import Bookmark, IndexedDataset, MapDataset, OrderedDataset

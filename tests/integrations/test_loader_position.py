@@ -279,6 +279,41 @@ def test_a_step_that_was_saved_before_the_end_of_a_stream_was_noted_goes_on() ->
     assert (next(steps(resumed)), resumed.epoch) == (expected, 1)
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_step_that_was_saved_before_the_end_of_a_stateful_loader_was_read_has_no_empty_epoch(workers: int) -> None:
+    """Such a step has the state of a loader that has returned its last batch, and the number of the next epoch."""
+
+    def new() -> Any:
+        return StatefulDataLoader(Sized(), 5, num_workers=workers)
+
+    before = iter(inner := new())
+    next(before), next(before)
+    torch.manual_seed(1)
+    run = steps(loader := PositionedLoader(new()))
+    next(run), next(run)
+    state, drawn = {**deepcopy(loader.state_dict()), "source": deepcopy(inner.state_dict())}, torch.get_rng_state()
+    expected = [next(run) for _ in range(2)]
+    resumed = PositionedLoader(new())
+    resumed.load_state_dict(state)
+    torch.set_rng_state(drawn)
+    assert ([(plain(batch), float(torch.rand(()))) for batch in resumed], resumed.epoch) == (expected, 2)
+
+
+def test_a_save_right_after_a_load_is_of_the_position_that_was_loaded() -> None:
+    """A stream goes there when it is read."""
+    for batches in (2, 4, 5):
+        run = steps(loader := PositionedLoader(DataLoader(Stream(), 3)))
+        for _ in range(batches):
+            next(run)
+        state = deepcopy(loader.state_dict())
+        resumed = PositionedLoader(DataLoader(Stream(), 3))
+        resumed.load_state_dict(state)
+        again = PositionedLoader(DataLoader(Stream(), 3))
+        again.load_state_dict(deepcopy(resumed.state_dict()))
+        assert next(steps(again))[0] == next(run)[0]
+
+
 def test_a_sampler_with_a_state_begins_the_next_epoch_at_its_start_after_a_resume_within_a_longer_one() -> None:
     """A batch after as many as the length says; torchdata's sampler takes a state for its next order."""
 

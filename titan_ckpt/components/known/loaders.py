@@ -12,7 +12,7 @@ import logging
 import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import islice, pairwise
 from types import CodeType
 from typing import Any
 
@@ -194,9 +194,9 @@ def epochs_of(loader: Any) -> list[int]:
 def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) -> None:
     """Load a StatefulDataLoader's state so that the iterator that it makes for it draws nothing that a step draws.
 
-    It makes it now, because that gives the data and the samplers their states; in the middle of an epoch when it is
-    read, after the samplers were told the epoch, and now too if there are such states. `drawn`: the states of
-    `generators_beside`, if the step has them.
+    It makes it now; in the middle of an epoch of data with a length when it is read, after the samplers were told the
+    epoch. The data and the samplers have their states from now on. `drawn`: the states of `generators_beside`, if the
+    step has them.
     """
 
     def make() -> Any:
@@ -210,15 +210,32 @@ def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) ->
             set_random(generator, its)
         return iterator
 
-    is_within = not isinstance(loader.dataset, IterableDataset) and not state.get("_iterator_finished")
-    holders = [*samplers_of(loader), *([] if loader.num_workers else [loader.dataset])]
-    if not is_within or any(hasattr(holder, "state_dict") for holder in holders):
-        loader.load_state_dict(state)
-        loader._get_iterator = make  # noqa: SLF001 - as above
+    loader.load_state_dict(state)
+    loader._get_iterator = make  # noqa: SLF001 - as above
+    if isinstance(loader.dataset, IterableDataset) or state.get("_iterator_finished"):
         loader.state_dict()
-    if is_within:
-        loader.load_state_dict(state)
-        loader._get_iterator = make  # noqa: SLF001 - as above
+        return
+    main, order = _main_state(state), _order_of(state)
+    index = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    for holder, its in (
+        (index, main.get("_index_sampler_state")),
+        (getattr(index, "sampler", None), order.get("sampler_state")),
+        (loader.dataset, state.get("dataset_state")),  # worker processes have others
+    ):
+        if its is not None and hasattr(holder, "load_state_dict"):
+            holder.load_state_dict(its)
+
+
+def _main_state(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a StatefulDataLoader's state that is this process's, and not that of workers."""
+    main: dict[str, Any] = state.get("_snapshot", {}).get("_main_snapshot", state)
+    return main
+
+
+def _order_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of the iterator over a batch sampler of torchdata, if a StatefulDataLoader's state has one."""
+    order = _main_state(state).get("_sampler_iter_state")
+    return order if order and "samples_yielded" in order else {}
 
 
 @contextmanager
@@ -227,16 +244,17 @@ def _order_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
 
     It may have gone on to its next order by then, of which an iterator at this position must read nothing.
     """
-    batches = loader.batch_sampler
-    order = state.get("_snapshot", {}).get("_main_snapshot", state).get("_sampler_iter_state") or {}
-    is_read = state.get("_iterator_finished") or (
-        "samples_yielded" in order and not batches.drop_last and order["samples_yielded"] % batches.batch_size
-    )
-    if "sampler_state" not in order or not is_read or state.get("_steps_since_snapshot"):
+    batches, order, is_done = loader.batch_sampler, _order_of(state), bool(state.get("_iterator_finished"))
+    if "sampler_state" not in order or state.get("_steps_since_snapshot"):
         yield
         return
-    sampler = batches.sampler
-    batches.sampler = _Ended(sampler)
+    sampler, num_read = batches.sampler, order["samples_yielded"]
+    num_over = num_read % batches.batch_size
+    if num_over:
+        is_read, limit = is_done or not batches.drop_last, 1
+    else:
+        is_read, limit = is_done or num_read == length_of(sampler), batches.batch_size if is_done else num_read
+    batches.sampler = _Ended(sampler, limit, is_known=bool(is_done or num_over)) if is_read else sampler
     try:
         yield
     finally:
@@ -246,8 +264,12 @@ def _order_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
 class _Ended:
     """Stands in for a sampler at the end of its order, and puts it back there."""
 
-    def __init__(self, sampler: Any) -> None:
-        self._sampler, self._state = sampler, None
+    def __init__(self, sampler: Any, limit: int, *, is_known: bool) -> None:
+        """Bind to a sampler. `limit`: one that has as many entries has begun its next order.
+
+        `is_known`: whether the order is read for certain, and not by a length that may be too small.
+        """
+        self._sampler, self._limit, self._is_known, self._state = sampler, limit, is_known, None
 
     def state_dict(self) -> Any:
         return self._sampler.state_dict()
@@ -258,9 +280,20 @@ class _Ended:
 
     def __iter__(self) -> Iterator[Any]:
         """Read the end, if the sampler is before it."""
-        if self._state is not None and next(iter(self._sampler), self) is not self:
+        if self._state is None:
+            return iter(())
+        left = sum(1 for _ in islice(iter(self._sampler), self._limit))
+        if left == self._limit or (left and not self._is_known):
             self._sampler.load_state_dict(self._state)
-        return iter(())
+        return iter(()) if left == self._limit or self._is_known or not left else iter(self._sampler)
+
+
+def length_of(data: Any) -> int | None:
+    """Return how many batches or samples there are, if that is known."""
+    try:
+        return len(data)
+    except TypeError:  # an IterableDataset without a length
+        return None
 
 
 def _unasked_data(loader: Any) -> Any:

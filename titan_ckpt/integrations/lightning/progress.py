@@ -25,7 +25,7 @@ from titan_ckpt.integrations.lightning import averages
 from titan_ckpt.integrations.lightning.averages import AVERAGING, FINETUNING, STOCHASTIC, of_kinds
 from titan_ckpt.integrations.lightning.known import overrides
 from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
-from titan_ckpt.integrations.loader_position import order_of, set_order
+from titan_ckpt.integrations.loader_random import order_of, set_order
 from titan_ckpt.weights.live_memory import is_same
 
 logger = logging.getLogger(__name__)

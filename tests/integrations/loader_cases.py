@@ -262,13 +262,10 @@ class Early(Jumping):
 
     def __iter__(self) -> Iterator[int]:
         order = np.random.default_rng(self.seed).permutation(self.samples).tolist()
-        for self.at in range(self.at + 1, self.samples + 1):
-            entry = order[self.at - 1]
-            if self.at == self.samples:
-                self.at, self.seed = 0, self.seed + 1
-                yield entry
-                return
-            yield entry
+        for number in range(self.at, self.samples):
+            self.at = (number + 1) % self.samples
+            self.seed += self.at == 0
+            yield order[number]
 
 
 class Told(Sampler[int]):

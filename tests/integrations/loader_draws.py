@@ -225,7 +225,7 @@ def run(case: dict[str, Any], folder: Path, kill: int | None) -> None:
     step = epoch = 0
     if (newest := folder / "newest.json").exists():
         random.random(), torch.rand(3)  # another process has drawn other numbers before
-        stored = typed_json.loads(newest.read_text())
+        stored = typed_json.loads(newest.read_bytes())
         step, epoch = stored["step"], stored["epoch"]
         position.load_state_dict(stored["position"])
         process.load_state_dict(stored["random"])
@@ -234,7 +234,7 @@ def run(case: dict[str, Any], folder: Path, kill: int | None) -> None:
     def save() -> None:
         if step % case["interval"] == 0:
             state = {"step": step, "epoch": epoch, "position": position.state_dict(), "random": process.state_dict()}
-            (folder / "written.json").write_text(typed_json.dumps(state))
+            (folder / "written.json").write_bytes(typed_json.dumps(state))
             (folder / "written.json").rename(newest)
 
     ended = 0

@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
-from enum import Enum, auto
+from enum import Enum
 from typing import Any
 
 import torch
@@ -44,16 +44,13 @@ _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
 
 class _Following(Enum):
-    """What is known of the batch after the one that was returned."""
+    """What is known of the batch after the one that was returned.
 
-    UNKNOWN = auto()
-    """Nothing but the length of the epoch."""
-    ANOTHER = auto()
-    """There is one, whatever the length says."""
-    NONE_HERE = auto()
-    """There is none on this rank; others may have one."""
-    NONE = auto()
-    """There is none."""
+    UNKNOWN: nothing but the length of the epoch. ANOTHER: there is one, whatever the length says. NONE_HERE: there is
+    none on this rank; others may have one. NONE: there is none.
+    """
+
+    UNKNOWN, ANOTHER, NONE_HERE, NONE = range(4)
 
 
 class PositionedLoader:
@@ -97,9 +94,7 @@ class PositionedLoader:
         """The position that was loaded, until it is read on; its `now` is None if the process has these states."""
         self._following = _Following.UNKNOWN
         self._is_unread = False
-        """Whether a stream is before the end of the epoch before, which its length alone has told."""
         self._ahead: dict[str, Any] | None = None
-        """The position after the batch that was returned, when one more was read to know whether it is the last."""
         self._num_left = 0
         """How often the loop has called next_epoch(), which ends the iterations that are under way."""
         data: Any = getattr(self.inner, "dataset", None)

@@ -215,27 +215,25 @@ def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) ->
     if isinstance(loader.dataset, IterableDataset) or state.get("_iterator_finished"):
         loader.state_dict()
         return
-    main, order = _main_state(state), _order_of(state)
     index = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
     for holder, its in (
-        (index, main.get("_index_sampler_state")),
-        (getattr(index, "sampler", None), order.get("sampler_state")),
+        (index, _main_state(state).get("_index_sampler_state")),
+        (getattr(index, "sampler", None), _order_of(state).get("sampler_state")),
         (loader.dataset, state.get("dataset_state")),  # worker processes have others
     ):
         if its is not None and hasattr(holder, "load_state_dict"):
             holder.load_state_dict(its)
 
 
-def _main_state(state: dict[str, Any]) -> dict[str, Any]:
+def _main_state(state: dict[str, Any]) -> Any:
     """Return the part of a StatefulDataLoader's state that is this process's, and not that of workers."""
-    main: dict[str, Any] = state.get("_snapshot", {}).get("_main_snapshot", state)
-    return main
+    return state.get("_snapshot", {}).get("_main_snapshot", state)
 
 
-def _order_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of the iterator over a batch sampler of torchdata, if a StatefulDataLoader's state has one."""
+def _order_of(state: dict[str, Any]) -> Any:
+    """Return the state of torchdata's iterator over batches of a sampler that gives its own, if there is one; or {}."""
     order = _main_state(state).get("_sampler_iter_state")
-    return order if order and "samples_yielded" in order else {}
+    return order if isinstance(order, dict) and {"samples_yielded", "sampler_state"} <= order.keys() else {}
 
 
 @contextmanager
@@ -245,7 +243,7 @@ def _order_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
     It may have gone on to its next order by then, of which an iterator at this position must read nothing.
     """
     batches, order, is_done = loader.batch_sampler, _order_of(state), bool(state.get("_iterator_finished"))
-    if "sampler_state" not in order or state.get("_steps_since_snapshot"):
+    if not order or state.get("_steps_since_snapshot"):
         yield
         return
     sampler, num_read = batches.sampler, order["samples_yielded"]

@@ -21,7 +21,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from copy import deepcopy
-from functools import partial
 from itertools import chain, islice
 from typing import Any
 
@@ -45,29 +44,27 @@ _KEPT = (
 
 
 class Reading:
-    """Reads by indices: a resume draws an epoch's order again, and reads no data of the batches that were read."""
+    """Reads by indices: a resume draws an epoch's order again, and reads no data of the batches that were read.
+
+    `source` is the object that is asked for its own position, if any; `keeps_state` says whether its state at the end
+    of an epoch decides the next one, and `reads_on` whether a batch more may be read at an epoch's length: a sampler may
+    draw there, and a stream would lose it. `random` are the states by which it goes on, `start` those of the newest
+    epoch, and `why_again` says why a resume reads an epoch from its start, if it does.
+    """
 
     def __init__(
         self, loader: Any, stream: Any, allow: Collection[str], source: Any = None, why_again: str = ""
     ) -> None:
-        """Bind to a DataLoader. `stream`: its data. `allow`: names of classes that need not go on exactly.
-
-        `source`: the object that is asked for its own position; None if batches are counted. `why_again`: why a resume
-        reads the epoch from its start.
-        """
+        """Bind to a DataLoader. `stream`: its data. `allow`: names of classes that need not go on exactly."""
         data = getattr(loader, "dataset", None)
         is_stream, is_asked = isinstance(data, IterableDataset), source is loader
         self._loader, self._stream, self._allow, self._data = loader, stream, allow, data
-        self.source, self.why_again = source, why_again
-        self.keeps_state = is_stream and not hasattr(data, "_starting_state_dict")
-        """Whether the state of a stream at the end of an epoch decides the next one; none of datasets does."""
-        self.reads_on = is_asked or not is_stream
-        """Whether a batch more may be read at an epoch's length, where a sampler may draw; a stream would lose it."""
+        self.source, self.why_again, self.reads_on = source, why_again, is_asked or not is_stream
+        self.keeps_state = is_stream and not hasattr(data, "_starting_state_dict")  # none of datasets does
+        # torchdata's loader reads the entries of a sampler that stands for a stream from their start
         self._counts_again = is_asked and is_stream and is_of_torchdata(loader) and loader.num_workers > 0
-        """Whether torchdata's loader reads the entries of a sampler that stands for a stream from their start."""
         self.random = LoaderRandom(loader, stream, gives_state=is_asked)
         self.start: dict[str, Any] | None = None
-        """The states before the order of the newest epoch was drawn."""
         self._iterator: Any = None
         self._pending: dict[str, Any] | None = None
         """The position to continue at, until the order is drawn."""
@@ -82,10 +79,10 @@ class Reading:
 
         `rank`: whose share of the data it is. `is_unread`: whether a stream is before the end of the epoch before.
         """
-        self._epoch = epoch, rank
-        if resumed and resumed["batches"] and hasattr(self._stream, "_ex_iterable"):
+        self._epoch, skipped = (epoch, rank), resumed["batches"] if resumed else 0
+        if resumed and skipped and hasattr(self._stream, "_ex_iterable"):
             self._stream.set_epoch(resumed["stream_epoch"])
-        return self._begin(resumed, is_unread=is_unread)
+        return self._begin(resumed, skipped, is_unread=is_unread)
 
     def faults(self, *, judges_collator: bool) -> Iterator[str]:
         """Yield one line for each part that would not go on exactly.
@@ -107,7 +104,7 @@ class Reading:
         if has_copies:
             yield from copied_faults(loader, allow)
 
-    def _begin(self, resumed: dict[str, Any] | None, *, is_unread: bool) -> Iterator[Any]:
+    def _begin(self, resumed: dict[str, Any] | None, skipped: int, *, is_unread: bool) -> Iterator[Any]:
         self._pending = resumed
         return iterated(self._loader, self._in_order)
 
@@ -120,12 +117,10 @@ class Reading:
         self.start = self.random.get()
         order = iter(sampler)
         watch = OrderWatch(samplers_of(self._loader))
-        first = next(order, END)
+        order, is_empty = _peeked(order)
         refuse(*watch.faults(self._allow))
-        if first is END and resumed and self.random.samplers():  # its state was that of its last epoch's end
+        if is_empty and resumed and self.random.samplers():  # its state was that of its last epoch's end
             order = iter(sampler)
-            first = next(order, END)
-        order = order if first is END else chain([first], order)
         deque(islice(order, skipped), 0)
         if resumed and skipped:
             self.random.set_process(_before_next(resumed))
@@ -142,8 +137,7 @@ class Reading:
 class ReadingAgain(Reading):
     """Reads a stream from the start of its epoch after a resume, and drops what was trained on."""
 
-    def _begin(self, resumed: dict[str, Any] | None, *, is_unread: bool) -> Iterator[Any]:
-        skipped = resumed["batches"] if resumed else 0
+    def _begin(self, resumed: dict[str, Any] | None, skipped: int, *, is_unread: bool) -> Iterator[Any]:
         if resumed and skipped:
             again = f"{skipped} batches of epoch {self._epoch[0]} are read again, and not trained on"
             _log.warning(f"data: {self.why_again}: {again}")
@@ -161,7 +155,7 @@ class ReadingAgain(Reading):
 class ReadingBySource(Reading):
     """Reads a loader or a stream that knows its own position."""
 
-    def _begin(self, resumed: dict[str, Any] | None, *, is_unread: bool) -> Iterator[Any]:
+    def _begin(self, resumed: dict[str, Any] | None, skipped: int, *, is_unread: bool) -> Iterator[Any]:
         is_of_data = self.source is not self._loader
         is_ended = resumed is not None and is_of_data and resumed.get("is_ended")
         if resumed and resumed["source"] is not None and (self.keeps_state or not is_ended):
@@ -169,35 +163,33 @@ class ReadingBySource(Reading):
         if resumed and is_ended:
             self.random.set(_before_next(resumed))
             return iter(())
-        skipped = resumed["batches"] if resumed else 0
         if is_unread and is_of_data and self.keeps_state and not skipped:
             self._read_end(resumed)
         if self._counts_again:
             self.start = (resumed and resumed["start"]) or self.random.get()
-        batches = self._begun(partial(self._at_position, resumed))
+        batches = self._begun(resumed)
         if resumed and (skipped or resumed["is_kept"]):
             self.random.set(_before_next(resumed))
         begin_once(self._loader)
         if resumed is None or skipped or is_of_data:
             return batches
-        if (first := next(batches, END)) is END:  # earlier versions have saved a loader before the end of its epoch
-            return self._begun(partial(iter, self._loader))
-        return chain([first], batches)
+        batches, is_empty = _peeked(batches)  # earlier versions have saved a loader before the end of its epoch
+        return self._begun(None) if is_empty else batches
 
-    def _begun(self, begin: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-        self._iterator = iterated(self._loader, self._seeded, begin) if self._counts_again else begin()
-        batches: Iterator[Any] = self._iterator
-        return batches
-
-    def _at_position(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
-        """Return the loader's iterator.
+    def _begun(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
+        """Return the loader's iterator, after the position `resumed`.
 
         torchdata's loader makes one at the position first, and at the end of an epoch another: both draw a seed.
         """
-        if resumed and resumed["source"] is not None and not resumed["batches"] and is_of_torchdata(self._loader):
-            self._loader.state_dict()
-            self.random.set(resumed["now"])
-        return iter(self._loader)
+
+        def begin() -> Iterator[Any]:
+            if resumed and resumed["source"] is not None and not resumed["batches"] and is_of_torchdata(self._loader):
+                self._loader.state_dict()
+                self.random.set(resumed["now"])
+            return iter(self._loader)
+
+        batches = self._iterator = iterated(self._loader, self._seeded, begin) if self._counts_again else begin()
+        return batches
 
     def _read_end(self, resumed: dict[str, Any] | None) -> None:
         """Read the end of the epoch before, which its length alone has told, unless the stream goes on there."""
@@ -254,6 +246,12 @@ def _before_next(resumed: dict[str, Any]) -> dict[str, Any]:
     """Return the states before the next batch is read."""
     states: dict[str, Any] = resumed["ahead"] or resumed["now"]
     return states
+
+
+def _peeked(entries: Iterator[Any]) -> tuple[Iterator[Any], bool]:
+    """Return the same entries, the first of which is read, and whether there is none."""
+    first = next(entries, END)
+    return (entries if first is END else chain([first], entries)), first is END
 
 
 def _seed_of(*facts: Any) -> int:

@@ -155,10 +155,11 @@ def drawn(number: int) -> dict[str, Any]:
     draw = random.Random(7000 + number)
     workers, loader = draw.choice([0, 0, 0, 1, 2]), draw.choice(["torch", "torchdata", "raw", "raw"])
     size, noise = draw.choice([None, 1, 2, 2, 3, 3, 4, 5]), draw.choice(["", "torch", "random", "own"])
-    if loader == "raw" and workers and noise != "own":
-        noise = ""  # the log says that its workers draw anew
+    data = draw.choice(["rows", "rows", *STREAMS])
+    if loader == "raw" and (noise != "own" if workers else data not in ("rows", "holding")):
+        noise = noise if not workers and noise != "own" else ""  # docs/resume.md says that these numbers do not go on
     return {
-        "data": draw.choice(["rows", "rows", *STREAMS]),
+        "data": data,
         "length": draw.randint(4, 13),
         "noise": noise,
         "collate": draw.random() < 0.2,
@@ -241,7 +242,7 @@ def run(case: dict[str, Any], folder: Path, kill: int | None) -> None:
     while step < STEPS:
         before = step
         around = getattr(loader, "batch_sampler", None)
-        told = getattr(around, "sampler", None) if around is not None else loader.sampler
+        told: Any = getattr(around, "sampler", None) if around is not None else loader.sampler
         if is_raw and hasattr(told, "set_epoch"):
             told.set_epoch(epoch)
         is_limited = case["loop"] == "to the length" and not is_raw and hasattr(loader.dataset, "__len__")

@@ -37,6 +37,7 @@ from tests.integrations.loader_cases import (
     Told,
     by_own_generator,
     drawing,
+    judge,
     judge_sampler,
     judge_stream,
     noisy,
@@ -298,6 +299,16 @@ def test_a_step_that_was_saved_before_the_end_of_a_stateful_loader_was_read_has_
     resumed.load_state_dict(state)
     torch.set_rng_state(drawn)
     assert ([(plain(batch), float(torch.rand(()))) for batch in resumed], resumed.epoch) == (expected, 2)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_more_of_it(kept: bool) -> None:
+    """One after another, and all of them at the end of the epoch, within it and when its end was read."""
+    assert judge(lambda: StatefulDataLoader(Stream(), 6, num_workers=2, persistent_workers=kept), (3, 4, 5, 7, 8)) == (
+        "exact",
+        "",
+    )
 
 
 def test_a_save_right_after_a_load_is_of_the_position_that_was_loaded() -> None:

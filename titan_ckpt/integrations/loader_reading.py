@@ -28,6 +28,7 @@ import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
 from titan_ckpt.components.known.loaders import copied_faults, is_of_torchdata, samplers_of, stateful_faults
+from titan_ckpt.components.known.stateful_loader import workers_ended
 from titan_ckpt.components.known.streams import begin_once, is_shuffled, stream_faults
 from titan_ckpt.components.unsaved_state import fault_of
 from titan_ckpt.errors import ConfigError, refuse
@@ -47,8 +48,8 @@ class Reading:
     """Reads by indices: a resume draws an epoch's order again, and reads no data of the batches that were read.
 
     `source` is the object that is asked for its own position, if any; `keeps_state` says whether its state at the end
-    of an epoch decides the next one, and `reads_on` whether a batch more may be read at an epoch's length: a sampler may
-    draw there, and a stream would lose it. `random` are the states by which it goes on, `start` those of the newest
+    of an epoch decides the next one, and `reads_on` whether a batch more may be read at an epoch's length: a sampler
+    may draw there, and a stream would lose it. `random` are the states by which it goes on, `start` those of the newest
     epoch, and `why_again` says why a resume reads an epoch from its start, if it does.
     """
 
@@ -188,8 +189,11 @@ class ReadingBySource(Reading):
                 self.random.set(resumed["now"])
             return iter(self._loader)
 
-        batches = self._iterator = iterated(self._loader, self._seeded, begin) if self._counts_again else begin()
-        return batches
+        if not self._counts_again:
+            self._iterator = begin()
+            return self._iterator
+        with workers_ended(self._loader, (resumed and resumed["source"]) or {}):
+            return iterated(self._loader, self._seeded, begin)
 
     def _read_end(self, resumed: dict[str, Any] | None) -> None:
         """Read the end of the epoch before, which its length alone has told, unless the stream goes on there."""

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from titan_ckpt.components.items.item import FlatFolder, Item, Leaves, Stored, flattened, nested
-from titan_ckpt.components.known.loaders import begin_at, epochs_of, generators_beside, is_of_torchdata, told_samplers
+from titan_ckpt.components.known.loaders import generators_beside, is_of_torchdata
+from titan_ckpt.components.known.stateful_loader import begin_at, epochs_of, told_samplers
 from titan_ckpt.components.known.streams import begin_once
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, counted, listed
 from titan_ckpt.rng import get_random

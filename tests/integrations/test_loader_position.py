@@ -228,6 +228,30 @@ def test_data_that_does_not_say_where_it_begins_after_a_left_epoch_is_refused(
     assert loader.epoch == 1
 
 
+@pytest.mark.parametrize("kind", ["in an order", "a stream", "workers"])
+def test_a_loop_that_breaks_off_after_one_batch_more_than_a_save_goes_on(kind: str) -> None:
+    """It says by the loader's count where; the run that is resumed reads that batch too."""
+
+    def rows_of(loader: PositionedLoader, epochs: int, saved: list[Any]) -> list[Any]:
+        rows: list[Any] = []
+        for _ in range(epochs):
+            for batch in loader:
+                if loader.num_batches == 4:
+                    break
+                rows.append((plain(batch), float(torch.rand(()))))
+                saved.append((len(rows), deepcopy(loader.state_dict()), torch.get_rng_state()))
+        return rows
+
+    torch.manual_seed(1)
+    saved: list[Any] = []
+    rows = rows_of(PositionedLoader(LEFT[kind]()), 3, saved)
+    for number, state, drawn in saved[2::3]:
+        resumed = PositionedLoader(LEFT[kind]())
+        resumed.load_state_dict(state)
+        torch.set_rng_state(drawn)
+        assert rows_of(resumed, 4 - number // 3, []) == rows[number:]
+
+
 class Long(Sized):
     """A stream that goes on after as many numbers as its length says."""
 

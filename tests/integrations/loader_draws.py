@@ -156,11 +156,11 @@ def drawn(number: int) -> dict[str, Any]:
     workers, loader = draw.choice([0, 0, 0, 1, 2]), draw.choice(["torch", "torchdata", "raw", "raw"])
     size, noise = draw.choice([None, 1, 2, 2, 3, 3, 4, 5]), draw.choice(["", "torch", "random", "own"])
     data = draw.choice(["rows", "rows", *STREAMS])
-    if loader == "raw" and (noise != "own" if workers else data not in ("rows", "holding")):
-        noise = noise if not workers and noise != "own" else ""  # docs/resume.md says that these numbers do not go on
+    if loader == "raw" and (data not in ("rows", "holding") if noise == "own" else workers):
+        noise = ""  # docs/resume.md says that these numbers do not go on
     return {
         "data": data,
-        "length": draw.randint(4, 13),
+        "length": draw.randint(5, 13),
         "noise": noise,
         "collate": draw.random() < 0.2,
         "loader": loader,

@@ -326,13 +326,17 @@ def test_a_step_that_was_saved_before_the_end_of_a_stateful_loader_was_read_has_
 
 
 @pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(("stream", "workers"), [(Stream, 2), (Sized, 1)])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_more_of_it(kept: bool) -> None:
+def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_more_of_it(
+    stream: Callable[[], Any], workers: int, kept: bool
+) -> None:
     """One after another, and all of them at the end of the epoch, within it and when its end was read."""
-    assert judge(lambda: StatefulDataLoader(Stream(), 6, num_workers=2, persistent_workers=kept), (3, 4, 5, 7, 8)) == (
-        "exact",
-        "",
-    )
+
+    def loader() -> Any:
+        return StatefulDataLoader(stream(), 6, num_workers=workers, persistent_workers=kept)
+
+    assert judge(loader, (1, 2, 3, 4, 5, 7, 8)) == ("exact", "")
 
 
 def test_a_save_right_after_a_load_is_of_the_position_that_was_loaded() -> None:

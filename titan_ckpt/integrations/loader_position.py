@@ -193,10 +193,12 @@ class PositionedLoader:
         resumed, self._resumed = self._resumed, None
         if resumed is None:
             self._begin_anew()
-        elif resumed["now"] is None:  # hooks of the epoch may have drawn
-            resumed = {**resumed, "now": self._random.get()}
-        elif not self.num_batches:
-            self._random.set(resumed["now"])
+        else:
+            self.num_batches = resumed["batches"]
+            if resumed["now"] is None:  # hooks of the epoch may have drawn
+                resumed = {**resumed, "now": self._random.get()}
+            elif not self.num_batches:
+                self._random.set(resumed["now"])
         num_left, is_unread, self._is_unread = self._num_left, self._is_unread and self.reads_to_end, False
         self.begin_epoch()
         batches = self._reading.begin(self.epoch, self.dp_rank, resumed, is_unread=is_unread)
@@ -255,8 +257,7 @@ class PositionedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches that were returned."""
         if self._resumed:  # nothing was read, and a stream is not there yet
-            now = self._resumed["now"] or self._random.get()
-            return {**self._resumed, "epoch": self.epoch, "batches": self.num_batches, "now": now}
+            return {**self._resumed, "epoch": self.epoch, "now": self._resumed["now"] or self._random.get()}
         done = self.at_end
         within = not done and self.num_batches > 0
         ahead = self._ahead if within else None

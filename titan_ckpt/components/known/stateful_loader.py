@@ -145,8 +145,9 @@ def workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
     By then the state of a stream is that of its next epoch, and torchdata's workers would read that in this one.
     """
     workers = state.get("_snapshot", {}).get("_worker_snapshots", {}).values()
-    fetchers = {worker["worker_id"]: worker["fetcher_state"] or {} for worker in workers}
-    ended = [number for number, of in fetchers.items() if of.get("fetcher_ended") and not of.get("dataset_iter_state")]
+    by_stream = [each for each in workers if each["dataset_state"] is not None and each["fetcher_state"] is not None]
+    of = {each["worker_id"]: each["fetcher_state"] for each in by_stream}  # those that ask no iterator for its state
+    ended = [number for number, its in of.items() if its["fetcher_ended"] and its["dataset_iter_state"] is None]
     data = loader.dataset
     loader.__dict__["dataset"] = _EndedStream(data, ended) if ended else data  # DataLoader refuses setattr
     try:
@@ -156,17 +157,19 @@ def workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
 
 
 class _EndedStream:
-    """Stands in for a stream in worker processes; in some of them its first epoch has no samples."""
+    """Stands in for a stream in worker processes; some of them have no samples in the epoch whose state they load."""
 
     def __init__(self, stream: Any, workers: Collection[int]) -> None:
-        self._stream, self._workers = stream, workers
+        self._stream, self._workers, self._is_loaded = stream, workers, False
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "_stream":  # while it is copied
-            raise AttributeError(name)
-        return getattr(self._stream, name)
+    def state_dict(self) -> Any:
+        return self._stream.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._stream.load_state_dict(state)
+        self._is_loaded = True
 
     def __iter__(self) -> Iterator[Any]:
         worker: Any = get_worker_info()
-        is_ended, self._workers = worker.id in self._workers, ()
+        is_ended, self._is_loaded = self._is_loaded and worker.id in self._workers, False
         return iter(()) if is_ended else iter(self._stream)

@@ -337,6 +337,17 @@ def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_m
         return StatefulDataLoader(stream(), 6, num_workers=workers, persistent_workers=kept)
 
     assert judge(loader, (1, 2, 3, 4, 5, 7, 8)) == ("exact", "")
+    torch.manual_seed(1)
+    run = steps(PositionedLoader(loader()))
+    rows = [next(run) for _ in range(9)]
+    torch.manual_seed(1)
+    state: Any = None
+    for number, row in enumerate(rows):  # each in a run of its own
+        position = PositionedLoader(loader())
+        if state is not None:
+            position.load_state_dict(state)
+        assert next(steps(position)) == row, number
+        state = deepcopy(position.state_dict())
 
 
 def test_a_save_right_after_a_load_is_of_the_position_that_was_loaded() -> None:

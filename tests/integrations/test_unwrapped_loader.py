@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests import world
-from tests.integrations.loader_cases import Early, Jumping, Plain, plain
+from tests.integrations.loader_cases import Early, Jumping, Plain, Stream, plain
 from tests.integrations.unwrapped_cases import COLLATES, DATA, Case, SeededAnew, drawn, loader_of, seeded
 from titan_ckpt.components.items.data_position import DataPosition, DataRank
 from titan_ckpt.components.known.loaders import seed_workers_apart, unwrapped_faults
@@ -139,6 +139,24 @@ def test_a_sampler_that_counts_its_epochs_by_itself_goes_on(
         rest = [row[1:] for row in islice(epochs(again), 20) if isinstance(row, tuple)]
         expected = [row[1:] for row in rows[number:] if isinstance(row, tuple)]
         assert rest[: len(expected)] == expected, f"after {number}"
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_more_of_it(kept: bool) -> None:
+    """Each batch is read by a run of its own."""
+    new = partial(StatefulDataLoader, num_workers=2, persistent_workers=kept)
+    run = steps(new(Stream(), 6), [0])
+    rows = [next(run) for _ in range(9)]
+    state: Any = None
+    before = RandomState().state_dict()
+    for number, row in enumerate(rows):
+        again = new(Stream(), 6)
+        if number:
+            position(again).restore(stored(state), {})
+            RandomState().load_state_dict(before)
+        assert next(steps(again, [0]))[0] == row[0], number
+        state, before = deepcopy(position(again).value({})), RandomState().state_dict()
 
 
 class Longer(Jumping):

@@ -54,7 +54,7 @@ def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) ->
         del loader._get_iterator  # noqa: SLF001 - torchdata has no public name for it
         epochs = epochs_of(loader) if state.get("_iterator_finished") else []
         with generators_kept(), _order_ended(loader, state), workers_ended(loader, state):
-            iterator = loader._get_iterator()  # noqa: SLF001 - as above
+            iterator = loader._iterator = loader._get_iterator()  # noqa: SLF001 - as above
         for sampler, epoch in zip(told_samplers(loader), epochs, strict=False):  # workers have read an order ahead
             sampler.set_epoch(epoch)
         for generator, its in zip(generators_beside(loader), drawn or (), strict=False):
@@ -154,6 +154,11 @@ def workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
         yield
     finally:
         loader.__dict__["dataset"] = data
+    if ended and (iterator := loader._iterator)._num_yielded:  # noqa: SLF001 - torchdata has no public names for these
+        for number in ended:  # so that a step is alike that is saved before they say it themselves
+            iterator._worker_snapshots[f"worker_{number}"]._fetcher_ended = True  # noqa: SLF001 - as above
+            stored = iterator._snapshot["_worker_snapshots"][f"worker_{number}"]  # noqa: SLF001 - as above
+            stored["fetcher_state"]["fetcher_ended"] = True
 
 
 class _EndedStream:

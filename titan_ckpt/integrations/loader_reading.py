@@ -190,8 +190,8 @@ class ReadingBySource(Reading):
             return iter(self._loader)
 
         if not self._counts_again:
-            self._iterator = begin()
-            return self._iterator
+            batches = self._iterator = begin()
+            return batches
         with workers_ended(self._loader, (resumed and resumed["source"]) or {}):
             return iterated(self._loader, self._seeded, begin)
 

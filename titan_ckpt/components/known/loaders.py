@@ -170,7 +170,7 @@ def length_of(data: Any) -> int | None:
     """Return how many batches or samples there are, if that is known."""
     try:
         return len(data)
-    except TypeError:  # an IterableDataset without a length
+    except (TypeError, NotImplementedError):  # an IterableDataset without a length
         return None
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from titan_ckpt.components.classes import names_of
 from titan_ckpt.components.known.loaders import generators_beside, is_of_torchdata, length_of, samplers_of
-from titan_ckpt.rng import generators_kept, set_random
+from titan_ckpt.rng import generators_kept, get_random, held_generators, set_random
 
 
 def told_samplers(loader: Any) -> list[Any]:
@@ -132,9 +132,13 @@ class _Ended:
         """Read the end, if the sampler is before it."""
         if self._state is None:
             return iter(())
+        held = held_generators(self._sampler)
+        drawn = [*map(get_random, held)]
         left = sum(1 for _ in islice(iter(self._sampler), self._limit))
         if left == self._limit or (left and not self._is_known):
             self._sampler.load_state_dict(self._state)
+            for generator, its in zip(held, drawn, strict=True):
+                set_random(generator, its)
         return iter(()) if left == self._limit or self._is_known or not left else iter(self._sampler)
 
 

@@ -32,6 +32,7 @@ from tests.integrations.loader_cases import (
     Jittered,
     Numbers,
     Plain,
+    Shared,
     Sized,
     Stream,
     Told,
@@ -45,6 +46,7 @@ from tests.integrations.loader_cases import (
     plain,
     shuffled,
     steps,
+    take_share,
     with_noise,
 )
 from titan_ckpt.components.classes import class_name
@@ -326,15 +328,15 @@ def test_a_step_that_was_saved_before_the_end_of_a_stateful_loader_was_read_has_
 
 
 @pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize(("stream", "workers"), [(Stream, 2), (Sized, 1)])
+@pytest.mark.parametrize(("stream", "workers", "begin"), [(Stream, 2, None), (Sized, 1, None), (Shared, 2, take_share)])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_more_of_it(
-    stream: Callable[[], Any], workers: int, kept: bool
+    stream: Callable[[], Any], workers: int, begin: Any, kept: bool
 ) -> None:
     """One after another, and all of them at the end of the epoch, within it and when its end was read."""
 
     def loader() -> Any:
-        return StatefulDataLoader(stream(), 6, num_workers=workers, persistent_workers=kept)
+        return StatefulDataLoader(stream(), 6, num_workers=workers, persistent_workers=kept, worker_init_fn=begin)
 
     assert judge(loader, (1, 2, 3, 4, 5, 7, 8)) == ("exact", "")
     torch.manual_seed(1)

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests import world
-from tests.integrations.loader_cases import Early, Jumping, Plain, Stream, plain
+from tests.integrations.loader_cases import Early, Jumping, Plain, Shared, Stream, plain, take_share
 from tests.integrations.unwrapped_cases import COLLATES, DATA, Case, SeededAnew, drawn, loader_of, seeded
 from titan_ckpt.components.items.data_position import DataPosition, DataRank
 from titan_ckpt.components.known.loaders import seed_workers_apart, unwrapped_faults
@@ -142,16 +142,19 @@ def test_a_sampler_that_counts_its_epochs_by_itself_goes_on(
 
 
 @pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(("stream", "begin"), [(Stream, None), (Shared, take_share)])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_more_of_it(kept: bool) -> None:
+def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_more_of_it(
+    stream: Callable[[], Any], begin: Any, kept: bool
+) -> None:
     """Each batch is read by a run of its own."""
-    new = partial(StatefulDataLoader, num_workers=2, persistent_workers=kept)
-    run = steps(new(Stream(), 6), [0])
+    new = partial(StatefulDataLoader, num_workers=2, persistent_workers=kept, worker_init_fn=begin)
+    run = steps(new(stream(), 6), [0])
     rows = [next(run) for _ in range(9)]
     state: Any = None
     before = RandomState().state_dict()
     for number, row in enumerate(rows):
-        again = new(Stream(), 6)
+        again = new(stream(), 6)
         if number:
             position(again).restore(stored(state), {})
             RandomState().load_state_dict(before)

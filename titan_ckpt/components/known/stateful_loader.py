@@ -6,8 +6,9 @@ and the epochs of samplers, which its state leaves out. Source: torchdata 0.11, 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -152,12 +153,12 @@ def workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
     by_stream = [each for each in workers if each["dataset_state"] is not None and each["fetcher_state"] is not None]
     of = {each["worker_id"]: each["fetcher_state"] for each in by_stream}  # those that ask no iterator for its state
     ended = [number for number, its in of.items() if its["fetcher_ended"] and its["dataset_iter_state"] is None]
-    data = loader.dataset
-    loader.__dict__["dataset"] = _EndedStream(data, ended) if ended else data  # DataLoader refuses setattr
+    begin = loader.worker_init_fn
+    loader.worker_init_fn = partial(_begin_worker, begin, ended) if ended else begin
     try:
         yield
     finally:
-        loader.__dict__["dataset"] = data
+        loader.worker_init_fn = begin
     if ended and (iterator := loader._iterator)._num_yielded:  # noqa: SLF001 - torchdata has no public names for these
         for number in ended:  # so that a step is alike that is saved before they say it themselves
             iterator._worker_snapshots[f"worker_{number}"]._fetcher_ended = True  # noqa: SLF001 - as above
@@ -165,20 +166,25 @@ def workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
             stored["fetcher_state"]["fetcher_ended"] = True
 
 
-class _EndedStream:
-    """Stands in for a stream in worker processes; some of them have no samples in the epoch whose state they load."""
+def _begin_worker(begin: Callable[[int], None] | None, ended: Collection[int], number: int) -> None:
+    """Do what the user does in a worker that begins, whose stream, if it has ended, has no samples at its state.
 
-    def __init__(self, stream: Any, workers: Collection[int]) -> None:
-        self._stream, self._workers, self._is_loaded = stream, workers, False
+    The stream is the user's own, which may ask for it in the worker and give it a share.
+    """
+    if begin is not None:
+        begin(number)
+    if number not in ended:
+        return
+    stream: Any = get_worker_info().dataset  # type: ignore[union-attr]  # this is a worker
+    kind = type(stream)
 
-    def state_dict(self) -> Any:
-        return self._stream.state_dict()
+    def load(state: Any) -> None:
+        del stream.load_state_dict
+        stream.load_state_dict(state)
+        stream.__class__ = type(kind.__name__, (kind,), {"__iter__": begin_ended})
 
-    def load_state_dict(self, state: Any) -> None:
-        self._stream.load_state_dict(state)
-        self._is_loaded = True
+    def begin_ended(_: Any) -> Iterator[Any]:
+        stream.__class__ = kind
+        return iter(())
 
-    def __iter__(self) -> Iterator[Any]:
-        worker: Any = get_worker_info()
-        is_ended, self._is_loaded = self._is_loaded and worker.id in self._workers, False
-        return iter(()) if is_ended else iter(self._stream)
+    stream.load_state_dict = load

@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests import world
-from tests.integrations.loader_cases import Early, Jumping, Plain, Shared, Stream, plain, take_share
+from tests.integrations.loader_cases import Early, Jumping, Plain, Shared, Stream, numbers, plain, take_share
 from tests.integrations.unwrapped_cases import COLLATES, DATA, Case, SeededAnew, drawn, loader_of, seeded
 from titan_ckpt.components.items.data_position import DataPosition, DataRank
 from titan_ckpt.components.known.loaders import seed_workers_apart, unwrapped_faults
@@ -141,13 +141,21 @@ def test_a_sampler_that_counts_its_epochs_by_itself_goes_on(
         assert rest[: len(expected)] == expected, f"after {number}"
 
 
-@pytest.mark.parametrize("kept", [False, True])
-@pytest.mark.parametrize(("stream", "begin"), [(Stream, None), (Shared, take_share)])
+@pytest.mark.parametrize(
+    ("stream", "begin", "kept"),
+    [
+        (Stream, None, False),
+        (Stream, None, True),
+        (Shared, take_share, False),
+        (Shared, take_share, True),
+        (numbers, None, False),
+    ],
+)
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_more_of_it(
     stream: Callable[[], Any], begin: Any, kept: bool
 ) -> None:
-    """Each batch is read by a run of its own."""
+    """Each batch is read by a run of its own; a worker whose turn is not yet to come goes on where it was."""
     new = partial(StatefulDataLoader, num_workers=2, persistent_workers=kept, worker_init_fn=begin)
     run = steps(new(stream(), 6), [0])
     rows = [next(run) for _ in range(9)]

@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from titan_ckpt.components.classes import names_of
 from titan_ckpt.components.known.loaders import generators_beside, is_of_torchdata, length_of, samplers_of
+from titan_ckpt.components.known.streams import say_position
 from titan_ckpt.rng import generators_kept, get_random, held_generators, set_random
 
 
@@ -154,7 +155,7 @@ def workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
     of = {each["worker_id"]: each["fetcher_state"] for each in by_stream}  # those that ask no iterator for its state
     ended = [number for number, its in of.items() if its["fetcher_ended"] and its["dataset_iter_state"] is None]
     begin = loader.worker_init_fn
-    loader.worker_init_fn = partial(_begin_worker, begin, ended) if ended else begin
+    loader.worker_init_fn = partial(_begin_worker, begin, ended) if of else begin
     try:
         yield
     finally:
@@ -169,19 +170,20 @@ def workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
 def _begin_worker(begin: Callable[[int], None] | None, ended: Collection[int], number: int) -> None:
     """Do what the user does in a worker that begins, whose stream, if it has ended, has no samples at its state.
 
-    The stream is the user's own, which may ask for it in the worker and give it a share.
+    The stream is the user's own, which may ask for it in the worker and give it a share. It says its position before it
+    is read, too, which the next step may store.
     """
     if begin is not None:
         begin(number)
-    if number not in ended:
-        return
     stream: Any = get_worker_info().dataset  # type: ignore[union-attr]  # this is a worker
     kind = type(stream)
 
     def load(state: Any) -> None:
         del stream.load_state_dict
         stream.load_state_dict(state)
-        stream.__class__ = type(kind.__name__, (kind,), {"__iter__": begin_ended})
+        say_position(stream)
+        if number in ended:
+            stream.__class__ = type(kind.__name__, (kind,), {"__iter__": begin_ended})
 
     def begin_ended(_: Any) -> Iterator[Any]:
         stream.__class__ = kind

@@ -246,7 +246,7 @@ def run(case: dict[str, Any], folder: Path, kill: int | None) -> None:
         if is_raw and hasattr(told, "set_epoch"):
             told.set_epoch(epoch)
         is_limited = case["loop"] == "to the length" and not is_raw and hasattr(loader.dataset, "__len__")
-        left = len(loader) - (0 if position.is_over else position.num_batches) if is_limited else None
+        left = len(loader) - position.num_batches % len(loader) if is_limited else None
         for batch in islice(read_by, left):
             step += 1
             records.write(json.dumps([step, [plain(batch), float(torch.rand(())), random_state()]]) + "\n")

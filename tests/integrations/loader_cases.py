@@ -31,6 +31,7 @@ from torch.utils.data import (
     SequentialSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
+    get_worker_info,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as of_torchdata
@@ -93,6 +94,27 @@ class Stream(IterableDataset[int]):
 class Sized(Stream):
     def __len__(self) -> int:
         return 10
+
+
+class Shared(Stream):
+    """Numbers of a share, which a worker takes when it begins."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.start, self.end = 0, 10
+
+    def __iter__(self) -> Iterator[int]:
+        while self.start + self.next < self.end:
+            self.next += 1
+            yield self.start + self.next - 1
+        self.next = 0
+
+
+def take_share(number: int) -> None:
+    """Give a worker its share of three or seven numbers, as torch's documentation does."""
+    data = get_worker_info().dataset  # type: ignore[union-attr]  # this is a worker
+    assert isinstance(data, Shared)
+    data.start, data.end = [(data.start, 3), (3, data.end)][number]
 
 
 class Turning(Sized):
@@ -255,6 +277,17 @@ class Jumping(Sampler[int]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at, self.seed = state["at"], state["seed"]
+
+
+class Early(Jumping):
+    """Begins its next order when it returns the last entry of one."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = np.random.default_rng(self.seed).permutation(self.samples).tolist()
+        for number in range(self.at, self.samples):
+            self.at = (number + 1) % self.samples
+            self.seed += self.at == 0
+            yield order[number]
 
 
 class Told(Sampler[int]):

@@ -32,11 +32,13 @@ from tests.integrations.loader_cases import (
     Jittered,
     Numbers,
     Plain,
+    Shared,
     Sized,
     Stream,
     Told,
     by_own_generator,
     drawing,
+    judge,
     judge_sampler,
     judge_stream,
     noisy,
@@ -44,6 +46,7 @@ from tests.integrations.loader_cases import (
     plain,
     shuffled,
     steps,
+    take_share,
     with_noise,
 )
 from titan_ckpt.components.classes import class_name
@@ -227,6 +230,30 @@ def test_data_that_does_not_say_where_it_begins_after_a_left_epoch_is_refused(
     assert loader.epoch == 1
 
 
+@pytest.mark.parametrize("kind", ["in an order", "a stream", "workers"])
+def test_a_loop_that_breaks_off_after_one_batch_more_than_a_save_goes_on(kind: str) -> None:
+    """It says by the loader's count where; the run that is resumed reads that batch too."""
+
+    def rows_of(loader: PositionedLoader, epochs: int, saved: list[Any]) -> list[Any]:
+        rows: list[Any] = []
+        for left in range(epochs, 0, -1):
+            for batch in loader:
+                if loader.num_batches == 4:
+                    break
+                rows.append((plain(batch), float(torch.rand(()))))
+                saved.append((len(rows), deepcopy(loader.state_dict()), torch.get_rng_state(), left))
+        return rows
+
+    torch.manual_seed(1)
+    saved: list[Any] = []
+    rows = rows_of(PositionedLoader(LEFT[kind]()), 3, saved)
+    for number, state, drawn, left in saved[2::3]:
+        resumed = PositionedLoader(LEFT[kind]())
+        resumed.load_state_dict(state)
+        torch.set_rng_state(drawn)
+        assert rows_of(resumed, left, []) == rows[number:]
+
+
 class Long(Sized):
     """A stream that goes on after as many numbers as its length says."""
 
@@ -277,6 +304,66 @@ def test_a_step_that_was_saved_before_the_end_of_a_stream_was_noted_goes_on() ->
     resumed.load_state_dict(state)
     torch.set_rng_state(drawn)
     assert (next(steps(resumed)), resumed.epoch) == (expected, 1)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_step_that_was_saved_before_the_end_of_a_stateful_loader_was_read_has_no_empty_epoch(workers: int) -> None:
+    """Such a step has the state of a loader that has returned its last batch, and the number of the next epoch."""
+
+    def new() -> Any:
+        return StatefulDataLoader(Sized(), 5, num_workers=workers)
+
+    before = iter(inner := new())
+    next(before), next(before)
+    torch.manual_seed(1)
+    run = steps(loader := PositionedLoader(new()))
+    next(run), next(run)
+    state, drawn = {**deepcopy(loader.state_dict()), "source": deepcopy(inner.state_dict())}, torch.get_rng_state()
+    expected = [next(run) for _ in range(2)]
+    resumed = PositionedLoader(new())
+    resumed.load_state_dict(state)
+    torch.set_rng_state(drawn)
+    assert ([(plain(batch), float(torch.rand(()))) for batch in resumed], resumed.epoch) == (expected, 2)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize(("stream", "workers", "begin"), [(Stream, 2, None), (Sized, 1, None), (Shared, 2, take_share)])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_more_of_it(
+    stream: Callable[[], Any], workers: int, begin: Any, kept: bool
+) -> None:
+    """One after another, and all of them at the end of the epoch, within it and when its end was read."""
+
+    def loader() -> Any:
+        return StatefulDataLoader(stream(), 6, num_workers=workers, persistent_workers=kept, worker_init_fn=begin)
+
+    assert judge(loader, (1, 2, 3, 4, 5, 7, 8)) == ("exact", "")
+    torch.manual_seed(1)
+    run = steps(PositionedLoader(loader()))
+    rows = [next(run) for _ in range(9)]
+    torch.manual_seed(1)
+    state: Any = None
+    for number, row in enumerate(rows):  # each in a run of its own
+        position = PositionedLoader(loader())
+        if state is not None:
+            position.load_state_dict(state)
+        assert next(steps(position)) == row, number
+        state = deepcopy(position.state_dict())
+
+
+def test_a_save_right_after_a_load_is_of_the_position_that_was_loaded() -> None:
+    """A stream goes there when it is read."""
+    for batches in (2, 4, 5):
+        run = steps(loader := PositionedLoader(DataLoader(Stream(), 3)))
+        for _ in range(batches):
+            next(run)
+        state = deepcopy(loader.state_dict())
+        resumed = PositionedLoader(DataLoader(Stream(), 3))
+        resumed.load_state_dict(state)
+        again = PositionedLoader(DataLoader(Stream(), 3))
+        again.load_state_dict(deepcopy(resumed.state_dict()))
+        assert next(steps(again))[0] == next(run)[0]
 
 
 def test_a_sampler_with_a_state_begins_the_next_epoch_at_its_start_after_a_resume_within_a_longer_one() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from functools import partial
 from itertools import count, islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,9 +16,10 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests import world
-from tests.integrations.loader_cases import Jumping, Plain, Stream, numbers, plain
+from tests.integrations.loader_cases import Early, Jumping, Plain, Shared, Stream, numbers, plain, take_share
 from tests.integrations.unwrapped_cases import COLLATES, DATA, Case, SeededAnew, drawn, loader_of, seeded
 from titan_ckpt.components.items.data_position import DataPosition
 from titan_ckpt.components.items.item import DataRank
@@ -111,13 +113,13 @@ def test_what_differs_is_refused_by_name_and_can_be_allowed(case: Case, fault: s
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("sampler", [lambda: SeedableRandomSampler(Plain(10), data_seed=3), Jumping])
+@pytest.mark.parametrize(("size", "drop_last"), [(2, False), (4, False), (4, True)])
+@pytest.mark.parametrize("sampler", [lambda: SeedableRandomSampler(Plain(10), data_seed=3), Jumping, Early])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_sampler_that_counts_its_epochs_by_itself_goes_on(
-    sampler: Callable[[], Any], size: int, workers: int
+    sampler: Callable[[], Any], size: int, drop_last: bool, workers: int
 ) -> None:
-    """Within an epoch and at its end, which a smaller last batch and what workers read ahead are beyond."""
+    """Within an epoch and at its end, which a smaller last batch, also a dropped one, and read-ahead are beyond."""
 
     def epochs(loader: Any) -> Iterator[Any]:
         for number in count():
@@ -125,18 +127,84 @@ def test_a_sampler_that_counts_its_epochs_by_itself_goes_on(
             yield number
 
     torch.manual_seed(1)
-    loader = StatefulDataLoader(Plain(10), size, sampler=sampler(), num_workers=workers)
+    new = partial(StatefulDataLoader, Plain(10), size, drop_last=drop_last, num_workers=workers)
+    loader = new(sampler=sampler())
     run, rows, saved = epochs(loader), [], []
     for _ in range(10):
         rows.append(next(run))
         saved.append((deepcopy(position(loader).value({})), torch.get_rng_state()))
     for number, (state, before) in enumerate(saved[:-1], 1):
-        again = StatefulDataLoader(Plain(10), size, sampler=sampler(), num_workers=workers)
+        again = new(sampler=sampler())
         position(again).restore(stored(state), {})
         torch.set_rng_state(before)
         rest = [row[1:] for row in islice(epochs(again), 20) if isinstance(row, tuple)]
         expected = [row[1:] for row in rows[number:] if isinstance(row, tuple)]
         assert rest[: len(expected)] == expected, f"after {number}"
+
+
+@pytest.mark.parametrize(
+    ("stream", "begin", "kept"),
+    [
+        (Stream, None, False),
+        (Stream, None, True),
+        (Shared, take_share, False),
+        (Shared, take_share, True),
+        (numbers, None, False),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_more_of_it(
+    stream: Callable[[], Any], begin: Any, kept: bool
+) -> None:
+    """Each batch is read by a run of its own; a worker whose turn is not yet to come goes on where it was."""
+    new = partial(StatefulDataLoader, num_workers=2, persistent_workers=kept, worker_init_fn=begin)
+    run = steps(new(stream(), 6), [0])
+    rows = [next(run) for _ in range(9)]
+    state: Any = None
+    before = RandomState().state_dict()
+    for number, row in enumerate(rows):
+        again = new(stream(), 6)
+        if number:
+            position(again).restore(stored(state), {})
+            RandomState().load_state_dict(before)
+        assert next(steps(again, [0]))[0] == row[0], number
+        state, before = deepcopy(position(again).value({})), RandomState().state_dict()
+
+
+class Longer(Jumping):
+    """Has more entries than its length says."""
+
+    def __len__(self) -> int:
+        return 8
+
+
+def test_an_order_that_is_longer_than_its_length_goes_on_there() -> None:
+    loader = StatefulDataLoader(Plain(10), 2, sampler=Longer())
+    for number, _ in enumerate(loader, 1):
+        if number == 4:
+            state = deepcopy(position(loader).value({}))
+    again = StatefulDataLoader(Plain(10), 2, sampler=Longer())
+    position(again).restore(stored(state), {})
+    assert (len([*again]), len([*again])) == (1, 5)
+
+
+def count_up(started: Any, _: int) -> None:
+    with started.get_lock():
+        started.value += 1
+
+
+@pytest.mark.parametrize("sampler", [Jumping, partial(StatefulDistributedSampler, Plain(10), 1, 0)])
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_load_within_an_epoch_starts_each_worker_once(sampler: Callable[[], Any]) -> None:
+    """Also if a sampler gives its state, which it has after the load."""
+    started = torch.multiprocessing.get_context("fork").Value("i", 0)
+    new = partial(StatefulDataLoader, Plain(10), 2, num_workers=2, worker_init_fn=partial(count_up, started))
+    run = iter(loader := new(sampler=sampler()))
+    next(run)
+    again = new(sampler=sampler())
+    position(again).restore(stored(deepcopy(position(loader).value({}))), {})
+    assert plain(next(iter(again))) == plain(next(run))
+    assert started.value == 4
 
 
 def test_generators_that_are_made_in_the_middle_of_a_run_are_refused() -> None:

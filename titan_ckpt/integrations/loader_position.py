@@ -1,56 +1,56 @@
 """PositionedLoader: a torch DataLoader with a position, which a resume returns to without reading what came before.
 
-Owns the position in one epoch: the number of batches, and the random states that decide their order and content. Knows
-no trainer: a loop of one's own iterates over it as it is, and subclasses do what their trainer does around a batch.
+Owns what a step holds of the position, and what is known of an epoch's end. `loader_reading` owns how an epoch is read,
+and the order in which random numbers are drawn. Knows no trainer: a loop of one's own iterates over it as it is, and
+subclasses do what their trainer does around a batch.
 
-Batches of a map-style dataset are skipped by their indices alone. An IterableDataset, and a loader that has state_dict
-and load_state_dict itself, such as torchdata's StatefulDataLoader, are asked for their own position. A stream of
-datasets whose state leaves its position out is read again from the start of its epoch. Worker processes are seeded anew
-for each batch, so that what they draw for it does not depend on what came before.
+A step has the number of the epoch, how many of its batches were returned, the states before its order was drawn
+(`start`) and at the save (`now`), the state of a stream or loader that gives one (`source`), and the states of the
+generators that the data draws from (`of_data`). If one batch more was read, `source`, `of_data` and `ahead` are of the
+moment before that. After the last batch of an epoch a step has the start of the next one.
+
+An epoch ends where the loader has no more batches, which is known when one more is asked for. A loop may never ask, so
+after as many batches as the length says this class asks; not for one of a stream, which would lose what it reads if the
+length is too small: that end is read when the next epoch begins (`is_unread`). A batch of a stream that is smaller than
+the others is its last one on this rank (`is_ended`). A loop that leaves an epoch calls `next_epoch()`.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from copy import deepcopy
-from functools import partial
-from itertools import chain, islice
+from enum import Enum
 from typing import Any
 
 import torch
-import xxhash
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler
 
 from titan_ckpt.components.classes import class_name, is_of_library, names_of
 from titan_ckpt.components.items.item import DataRank
-from titan_ckpt.components.known.loaders import (
-    POSITIONED,
-    begin_afresh,
-    copied_faults,
-    is_of_torchdata,
-    samplers_of,
-    stateful_faults,
-)
-from titan_ckpt.components.known.streams import begin_once, functions_of, is_shuffled, seeds_of, stream_faults
-from titan_ckpt.components.unsaved_state import fault_of
+from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_torchdata, length_of, samplers_of
+from titan_ckpt.components.known.streams import seeds_of
 from titan_ckpt.errors import LoadMismatchError, counted, refuse
-from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
-from titan_ckpt.process import RandomState, Seeded, get_random, held_generators, set_random
+from titan_ckpt.integrations.loader_reading import END, reading_of
 
 _log = logging.getLogger(__name__)
-_END, _UNREAD = object(), object()
-_KEPT = (
-    "its set_epoch does not reach worker processes that are kept, and a resumed run would have new ones: leave "
-    "persistent_workers out"
-)
+_UNREAD = object()
 _UNSAID = (
     "does not say where an epoch begins after one that was left: read each to its end, or by a DataLoader, and a "
     "DistributedSampler if there is one, of torch"
 )
 _NOT_THERE = "within which the run was resumed, is not read on yet, and its data is where it began: read a batch first"
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
+
+
+class _Following(Enum):
+    """What is known of the batch after the one that was returned.
+
+    UNKNOWN: nothing but the length of the epoch. ANOTHER: there is one, whatever the length says. NONE_HERE: there is
+    none on this rank; others may have one. NONE: there is none.
+    """
+
+    UNKNOWN, ANOTHER, NONE_HERE, NONE = range(4)
 
 
 class PositionedLoader:
@@ -89,35 +89,25 @@ class PositionedLoader:
         """Which share of the data this process reads, and the number of shares."""
         self._is_divided = share.size == 1 or any(map(_divides, samplers_of(self.inner)))
         """Whether the ranks take the entries of one order in turn, so that what they have read is its beginning."""
-        self._random = RandomState()
-        self._start: dict[str, Any] | None = None
-        self._resumed: dict[str, Any] | None = None
-        self._is_random_restored = False
-        self._pending: dict[str, Any] | None = None
-        """The position to continue at, from the start of an epoch until its order is drawn."""
-        self._allow = allow
         self._seeds = _seeds_of(samplers_of(self.inner))
-        self._goes_on = False
-        """Whether this epoch has more batches than its length says."""
-        self._reading: Any = None
-        """torch's iterator over a stream, which knows that a batch of fewer samples is the last one."""
-        self._is_ended = False
-        """Whether the batch that was returned is such a one, so that the state of its stream is that of the next."""
+        self._resumed: dict[str, Any] | None = None
+        """The position that was loaded, until it is read on; its `now` is None if the process has these states."""
+        self._following = _Following.UNKNOWN
         self._is_unread = False
-        """Whether a stream is before the end of the epoch before, which its length alone has told."""
         self._ahead: dict[str, Any] | None = None
-        """The position after the batch that was returned, when one more was read to know whether it is the last."""
-        self._is_last = False
         self._num_left = 0
         """How often the loop has called next_epoch(), which ends the iterations that are under way."""
-        self.read_again = self._why_read_again()
-        """Why a resume reads the epoch from its start; "" if it does not."""
+        data: Any = getattr(self.inner, "dataset", None)
+        # accelerate may have given this rank a part of a stream, by a dataset around it
+        self._stream = data.dataset if class_name(data) == "accelerate.data_loader.IterableDatasetShard" else data
         begin_afresh(self.inner)
         if isinstance(self.inner, DataLoader):
             POSITIONED.add(self.inner)
-        self._of_data = _drawn_from(self.inner, self._stream)
-        faults = [f"data: {fault}"] if (fault := self._fault()) else [*self._order_faults()]
-        refuse(*faults)
+        self._reading = reading_of(self.inner, self._stream, allow)
+        self._random = self._reading.random
+        self.read_again = self._reading.why_again
+        """Why a resume reads the epoch from its start; "" if it does not."""
+        refuse(*self._reading.faults(judges_collator=self.judges_collator))
 
     # for subclasses
 
@@ -157,14 +147,19 @@ class PositionedLoader:
     @property
     def at_end(self) -> bool:
         """Return whether every batch of this epoch was returned; False while the length is unknown."""
-        if self._is_last:
-            return True
-        return not self._goes_on and self.num_batches > 0 and self.num_batches == length_of(self.loader)
+        if self._following in (_Following.NONE, _Following.ANOTHER):
+            return self._following is _Following.NONE
+        return self.num_batches > 0 and self.num_batches == length_of(self.loader)
 
     @property
     def is_over(self) -> bool:
         """Return whether no batch of this epoch is left, which only this rank may know."""
-        return self.at_end or self._is_ended
+        return self.at_end or self._following is _Following.NONE_HERE
+
+    @property
+    def _is_before_end(self) -> bool:
+        """Return whether the end is known by the length alone: of a stream nothing is read on, which it would lose."""
+        return self.at_end and self._following is _Following.UNKNOWN
 
     def next_epoch(self) -> None:
         """Leave the rest of this epoch out, before the save of the step after which the loop leaves it.
@@ -174,11 +169,11 @@ class PositionedLoader:
         """
         if self.at_end and not self._is_before_end:
             return
-        lost = [sampler for sampler in self._stateful_samplers() if is_of_torchdata(sampler)]
-        lost += [self.inner.dataset] if self._gives_state and self._keeps_state else []
+        lost = [sampler for sampler in self._random.samplers() if is_of_torchdata(sampler)]
+        lost += [self.inner.dataset] if self._reading.source is self.inner and self._reading.keeps_state else []
         refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if self.num_batches))
         if self._resumed and self.num_batches:
-            is_at_position = self._source is None and not self.read_again and self._resumed["now"]["random"]
+            is_at_position = self._reading.source is None and not self.read_again and self._resumed["now"]["random"]
             refuse(*([] if is_at_position else [f"data: next_epoch: epoch {self.epoch}, {_NOT_THERE}"]))
             self._resumed = {**self._resumed, "batches": 0, "start": None, "ahead": None}
         self.begin_next()
@@ -188,8 +183,7 @@ class PositionedLoader:
         """Go on to the next epoch."""
         self._is_unread = self._is_before_end
         self.epoch, self.num_batches = self.epoch + 1, 0
-        self._goes_on = self._is_last = self._is_ended = False
-        self._ahead = None
+        self._following, self._ahead = _Following.UNKNOWN, None
 
     def leave_epoch(self) -> None:
         """Begin anew, because the loop has left the rest of an epoch out."""
@@ -197,142 +191,54 @@ class PositionedLoader:
 
     def __iter__(self) -> Iterator[Any]:
         resumed, self._resumed = self._resumed, None
-        if self.is_over and not resumed:
-            self.begin_next()
-        elif self.num_batches and not resumed:
-            left = f"the loop leaves epoch {self.epoch} after {counted(self.num_batches, 'batch', 'batches')}"
-            rest = "of which a run resumed from a step saved there would read the rest first"
-            _log.warning(f"data: {left}, {rest}: call the loader's next_epoch() before that save")
-            self.leave_epoch()
-        num_left, self.num_batches = self._num_left, resumed["batches"] if resumed else 0
-        if resumed and self._is_random_restored:
-            resumed = {**resumed, "now": self._get_random()}  # hooks of the epoch may have drawn
-        elif resumed and not self.num_batches:
-            self._set_random(resumed["now"])
-        self._is_random_restored = False
+        if resumed is None:
+            self._begin_anew()
+        else:
+            self.num_batches = resumed["batches"]
+            if resumed["now"] is None:  # hooks of the epoch may have drawn
+                resumed = {**resumed, "now": self._random.get()}
+            elif not self.num_batches:
+                self._random.set(resumed["now"])
+        num_left, is_unread, self._is_unread = self._num_left, self._is_unread and self.reads_to_end, False
         self.begin_epoch()
-        batches = self._begin(resumed)
-        batch = next(batches, _END)
+        batches = self._reading.begin(self.epoch, self.dp_rank, resumed, is_unread=is_unread)
+        batch = next(batches, END)
         if resumed and resumed["ahead"]:
-            self._set_random(resumed["now"], within=True)
-        self._of_data = _drawn_from(self.inner, self._stream)  # an epoch or the first batch may have made them
-        while batch is not _END:
+            self._random.set(resumed["now"], within=True)
+        self._random.find_data()
+        while batch is not END:
             self.num_batches += 1
-            self._ahead = None
-            self._is_ended = getattr(getattr(self._reading, "_dataset_fetcher", None), "ended", False)
-            following = _UNREAD
-            is_lost = not self._gives_state and isinstance(self.inner.dataset, IterableDataset)
-            if self.looks_ahead or (self.at_end and not is_lost):
-                # a sampler may draw once more at its end, and a length may be an estimate
+            self._ahead, following = None, _UNREAD
+            self._following = _Following.NONE_HERE if self._reading.is_ended else _Following.UNKNOWN
+            if self.looks_ahead or (self.at_end and self._reading.reads_on):
                 self._ahead = self._place()
-                following = next(batches, _END)
-                self._is_last = following is _END
-                self._goes_on = not self._is_last
+                following = next(batches, END)
+                self._following = _Following.NONE if following is END else _Following.ANOTHER
             yield self.deliver(batch)
             if self._num_left != num_left:
                 self.end_epoch()
                 return
-            batch = next(batches, _END) if following is _UNREAD else following
+            batch = next(batches, END) if following is _UNREAD else following
         self.end_epoch()
-        self._is_last = True
+        self._following = _Following.NONE
         self.begin_next()
 
-    def _begin(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
-        """Yield the batches that follow, with the random states that the save has found."""
-        source = self._source
-        now = resumed and (resumed["ahead"] or resumed["now"])
-        if resumed and self.num_batches and hasattr(self._stream, "_ex_iterable"):
-            self._stream.set_epoch(resumed["stream_epoch"])
-        if self.read_again:
-            within = resumed is not None and self.num_batches > 0
-            if resumed and within:
-                why = f"{self.read_again}: {self.num_batches} batches of epoch {self.epoch}"
-                _log.warning(f"data: {why} are read again, and not trained on")
-                self._set_random(resumed["start"])
-            self._start = self._get_random()
-            self._reading = batches = _iterated(self.inner, self._seeded)
-            deque(islice(batches, self.num_batches), 0)
-            if resumed and within:
-                self._set_of_data(resumed)
-            if resumed and now and (within or resumed["is_kept"]):
-                self._set_random(now)
-            yield from batches
-            return
-        if source is None:
-            self._pending = resumed
-            yield from _iterated(self.inner, self._in_order)
-            return
-        dataset: Any = getattr(self.inner, "dataset", None)
-        is_unread = self._is_unread and self.reads_to_end and source is dataset and self._keeps_state
-        self._is_unread = False
-        is_ended = resumed and source is dataset and resumed.get("is_ended")
-        if resumed and resumed["source"] is not None and (self._keeps_state or not is_ended):
-            source.load_state_dict(resumed["source"])
-        if is_ended and now:
-            self._set_random(now)
-            return
-        before = self._place() | ({"source": resumed["source"]} if resumed else {}) if is_unread else {}
-        if is_of_torchdata(self.inner) and isinstance(dataset, IterableDataset) and self.inner.num_workers:
-            # it counts the entries of a sampler again, from the start of the epoch
-            self._start = resumed["start"] if resumed and resumed["start"] else self._get_random()
-            batches = _iterated(self.inner, self._seeded, partial(self._iterator, resumed))
-        else:
-            batches = self._iterator(resumed)
-        self._reading = batches
-        if resumed and now and (self.num_batches or resumed["is_kept"]):
-            self._set_random(now)
-        elif is_unread:
-            self._set_random(before)
-            if next(batches, _END) is not _END:  # it goes on after as many batches as its length says
-                source.load_state_dict(before["source"])
-                self._set_of_data(before)
-                self._set_random(before)
-            self._reading = batches = iter(self.inner)
-        begin_once(self.inner)
-        yield from batches
-
-    def _iterator(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
-        """Return the loader's iterator.
-
-        torchdata's loader makes one at the position first, and at the end of an epoch another: both draw a seed.
-        """
-        if resumed and resumed["source"] is not None and not self.num_batches and is_of_torchdata(self.inner):
-            self.inner.state_dict()
-            self._set_random(resumed["now"])
-        return iter(self.inner)
-
-    def _in_order(self, sampler: Any) -> Iterator[Any]:
-        """Yield the entries of a sampler after those that were read.
-
-        A sampler draws its order at its first entry, after a DataLoader has drawn a seed for its workers, which it does
-        not do again if it keeps them.
-        """
-        resumed, self._pending = self._pending, None
-        skipped = resumed["batches"] if resumed else 0
-        if resumed and (skipped or resumed["is_kept"]):
-            self._set_random(resumed["start"] if skipped else resumed["now"])
-        self._start = self._get_random()
-        order = iter(sampler)
-        watch = OrderWatch(samplers_of(self.inner))
-        first = next(order, _END)
-        refuse(*watch.faults(self._allow))
-        if first is _END and resumed and self._stateful_samplers():  # its state was that of its last epoch's end
-            order = iter(sampler)
-            first = next(order, _END)
-        order = order if first is _END else chain([first], order)
-        deque(islice(order, skipped), 0)
-        if resumed and skipped and (now := (resumed["ahead"] or resumed["now"])["random"]) is not None:
-            self._random.load_state_dict(now)
-        yield from self._seeded(watch.watched(order, self._allow), skipped)
-
-    def _seeded(self, order: Iterable[Any], first: int = 0) -> Iterator[Any]:
-        """Yield entries of which each seeds the worker process that gets it. `first`: the number of the first one."""
-        assert self._start is not None
-        of_epoch = _seed_of(self.epoch, self.dp_rank, self._start["random"]["torch"].tolist())
-        for number, entry in enumerate(order, first):
-            yield Seeded(entry, _seed_of(of_epoch, number)) if self.inner.num_workers else entry
+    def _begin_anew(self) -> None:
+        """Go on to the next epoch, if the loop was in one."""
+        if self.is_over:
+            self.begin_next()
+        elif self.num_batches:
+            left = f"the loop leaves epoch {self.epoch} after {counted(self.num_batches, 'batch', 'batches')}"
+            rest = "of which a run resumed from a step saved there would read the rest first"
+            _log.warning(f"data: {left}, {rest}: call the loader's next_epoch() before that save")
+            self.leave_epoch()
 
     # its position
+
+    @property
+    def is_resumed(self) -> bool:
+        """Return whether a position was loaded, and is not read on yet."""
+        return self._resumed is not None
 
     @property
     def is_resumed_within(self) -> bool:
@@ -344,65 +250,66 @@ class PositionedLoader:
 
         `is_done`: whether no batch will be read, so that those within an epoch are set, too.
         """
-        if self._resumed and (is_done or not self.num_batches):
-            self._set_random(self._resumed["now"])
-            self._is_random_restored = True
+        if self._resumed and self._resumed["now"] and (is_done or not self.num_batches):
+            self._random.set(self._resumed["now"])
+            self._resumed = {**self._resumed, "now": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches that were returned."""
+        if self._resumed:  # nothing was read, and a stream is not there yet
+            return {**self._resumed, "epoch": self.epoch, "now": self._resumed["now"] or self._random.get()}
         done = self.at_end
         within = not done and self.num_batches > 0
-        place = self._ahead if within and self._ahead else self._place(next_epoch=not within)
+        ahead = self._ahead if within else None
+        place = ahead or self._place(next_epoch=not within)
         return {
             "epoch": self.epoch + done,
-            "batches": 0 if done else self.num_batches,
-            "start": self._start if within else None,
-            "now": self._get_random(),
-            "ahead": place if place is self._ahead else None,
+            "batches": self.num_batches if within else 0,
+            "start": self._reading.start if within else None,
+            "now": self._random.get(),
+            "ahead": ahead,
             "at_once": self.num_batches_at_once if self._is_divided else None,
-            "is_kept": getattr(self.inner, "persistent_workers", False) and self._start is not None,
+            "is_kept": getattr(self.inner, "persistent_workers", False) and self._reading.start is not None,
             "source": place["source"],
             "stream_epoch": int(getattr(self._stream, "_epoch", 0)),
             "of_data": place["of_data"],
-            "is_ended": within and self._is_ended,
+            "is_ended": within and self._following is _Following.NONE_HERE,
             "is_unread": self._is_before_end if self.num_batches else self._is_unread,
             "facts": self._facts(),
         }
 
     def _place(self, *, next_epoch: bool = False) -> dict[str, Any]:
         """Return what reading the next batch changes: the random states, and the state of a stream."""
-        source = self._source
-        if next_epoch and not self._keeps_state:
+        source = self._reading.source
+        if next_epoch and not self._reading.keeps_state:
             source = None  # it begins afresh
-        return {
-            **self._get_random(),
-            "source": None if source is None else deepcopy(source.state_dict()),
-            "of_data": [get_random(generator) for generator in self._of_data],
-        }
+        state = None if source is None else deepcopy(source.state_dict())
+        return {**self._random.get(), "source": state, "of_data": self._random.get_data()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at a position. Raises: LoadMismatchError for a position in different batches."""
         self._check_facts(state_dict, self._facts())
-        self._resumed, self._start, self._is_last = state_dict, state_dict["start"], False
-        self._goes_on = state_dict["batches"] == length_of(self.loader)  # else it would be the end
-        self._is_ended, self._is_unread = state_dict.get("is_ended", False), state_dict.get("is_unread", True)
+        self._resumed, self._is_unread = state_dict, state_dict.get("is_unread", True)
         self.epoch, self.num_batches = state_dict["epoch"], state_dict["batches"]
-        self._set_of_data(state_dict)
+        self._following = _Following.NONE_HERE if state_dict.get("is_ended", False) else _Following.UNKNOWN
+        if self.num_batches == length_of(self.loader):  # else it would be the end
+            self._following = _Following.ANOTHER
+        self._random.set_data(state_dict["of_data"])
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Continue at the position of a different number of ranks, if it is one of whole batches.
 
         Raises: LoadMismatchError.
         """
-        first = state_dicts[0]
+        first, facts = state_dicts[0], self._facts()
         of_ranks = {"length", "samplers"}
-        self._check_facts(first, {name: fact for name, fact in self._facts().items() if name not in of_ranks})
+        self._check_facts(first, {name: fact for name, fact in facts.items() if name not in of_ranks})
         is_divided = self._is_divided and first["at_once"] is not None
         total = first["batches"] * (first["at_once"] or 1)
         alike = all((s["epoch"], s["batches"]) == (first["epoch"], first["batches"]) for s in state_dicts)
         orders = [(state["start"] or state["now"])["samplers"] for state in state_dicts]
         alike = alike and all(order == orders[0] for order in orders)
-        stored, own = first["start"] or first["now"], self._get_random()
+        stored, own = first["start"] or first["now"], self._random.get()
         samplers = samplers_of(self.inner)  # those without a generator draw from the process's random state
         random = [s for s in samplers if getattr(s, "generator", 0) is None and not hasattr(s, "initial_seed")]
         same_order = len(stored["generators"]) == len(own["generators"]) and not random and (is_divided or not total)
@@ -413,10 +320,12 @@ class PositionedLoader:
                 f"batches each, and {self.dp_world_size} ranks cannot continue there{why}: resume with "
                 f"{len(state_dicts)}, {_AFRESH}"
             )
-        batches = total // self.num_batches_at_once
+        self.epoch, self.num_batches = first["epoch"], total // self.num_batches_at_once
         start = {**stored, "random": None}
-        self._resumed = {**first, "batches": batches, "start": start, "now": start, "ahead": None, "is_kept": False}
-        self.epoch, self.num_batches = first["epoch"], batches
+        self._resumed = {
+            **first, "batches": self.num_batches, "start": start, "now": start, "ahead": None, "is_kept": False,
+            "at_once": self.num_batches_at_once if self._is_divided else None, "facts": facts,
+        }  # fmt: skip
 
     def _check_facts(self, state_dict: dict[str, Any], found: dict[str, Any]) -> None:
         """Compare facts of the data with those of a position. Raises: LoadMismatchError with both values of each."""
@@ -428,96 +337,6 @@ class PositionedLoader:
                 f"batches: {'; '.join(wrong)}. Give the run the data settings it had, {_AFRESH}"
             )
 
-    @property
-    def _source(self) -> Any:
-        """Return the object that knows its own position: the loader or its dataset; None if batches are counted."""
-        if self.read_again:
-            return None
-        if self._gives_state:
-            return self.inner
-        return self.inner.dataset if isinstance(self.inner.dataset, IterableDataset) else None
-
-    @property
-    def _gives_state(self) -> bool:
-        """Return whether the loader is asked for its position; torchdata's over a dataset with a length is not."""
-        data = getattr(self.inner, "dataset", None)
-        is_counted = is_of_torchdata(self.inner) and not isinstance(data, IterableDataset) and not has_state(data)
-        return has_state(self.inner) and not is_counted and not self.read_again
-
-    @property
-    def _is_before_end(self) -> bool:
-        """Return whether the end is known by the length alone: of a stream nothing is read on, which it would lose."""
-        return self.at_end and not (self._is_last or self._is_ended)
-
-    @property
-    def _stream(self) -> Any:
-        """Return the dataset, of which accelerate may have given this rank a part by a dataset around it."""
-        data: Any = getattr(self.inner, "dataset", None)
-        return data.dataset if class_name(data) == "accelerate.data_loader.IterableDatasetShard" else data
-
-    def _why_read_again(self) -> str:
-        stream = self._stream
-        if not hasattr(stream, "_ex_iterable") or not isinstance(self.inner, DataLoader):
-            return ""
-        if is_shuffled(stream):
-            return "the state of a stream leaves out the buffer of shuffle()"
-        if stream is not self.inner.dataset:
-            return f"the stream has fewer shards ({stream.num_shards}) than ranks, so each rank reads all of it"
-        if self.inner.num_workers and not has_state(self.inner):
-            return "worker processes keep their positions to themselves"
-        return ""
-
-    @property
-    def _keeps_state(self) -> bool:
-        """Return whether the state of a stream at the end of an epoch decides the next one; none of datasets does."""
-        dataset = getattr(self.inner, "dataset", None)
-        return isinstance(dataset, IterableDataset) and not hasattr(dataset, "_starting_state_dict")
-
-    def _order_faults(self) -> Iterator[str]:
-        data = getattr(self.inner, "dataset", None)
-        held = self._of_data if bool(self.read_again) or not getattr(self.inner, "num_workers", 0) else ()
-        yield from stream_faults(data, self._allow, is_read_again=bool(self.read_again), held=held)
-        if self.judges_collator:
-            yield from collator_faults(getattr(self.inner, "collate_fn", None), self._allow, self._of_data)
-        if self._gives_state:
-            yield from stateful_faults(self.inner, self._allow)
-        else:
-            yield from sampler_faults(samplers_of(self.inner), self._allow)
-        is_told = hasattr(self._stream, "set_epoch") and not hasattr(self._stream, "_ex_iterable")
-        if is_told and getattr(self.inner, "persistent_workers", False):  # datasets tells them by shared memory
-            yield from fault_of("data:", self._stream, _KEPT, self._allow)
-        if not self.read_again:
-            yield from copied_faults(self.inner, self._allow)
-
-    def _fault(self) -> str | None:
-        if has_state(self.inner) or self.read_again:
-            return None
-        if not isinstance(self.inner, DataLoader):
-            return (
-                f"{type(self.inner).__name__} is no DataLoader and has no state_dict and load_state_dict, so its "
-                "position is unknown: give it both"
-            )
-        dataset = self.inner.dataset
-        if not isinstance(dataset, IterableDataset):
-            return None
-        name = type(dataset).__name__
-        if not has_state(dataset):
-            return (
-                f"{name} is an IterableDataset without state_dict and load_state_dict, so a resume would read all of "
-                "it again: give it both, as datasets.IterableDataset has them"
-            )
-        if self.inner.num_workers:
-            return (
-                f"{name} is read by {self.inner.num_workers} worker processes, which keep their positions to "
-                "themselves: use 0 workers, or torchdata's StatefulDataLoader"
-            )
-        return None
-
-    def _set_of_data(self, state_dict: dict[str, Any]) -> None:
-        """Set the generators that the data draws from."""
-        for generator, state in zip(self._of_data, state_dict["of_data"], strict=True):
-            set_random(generator, state)
-
     def _facts(self) -> dict[str, Any]:
         samplers = samplers_of(self.inner)
         sizes = [s.batch_size for s in samplers if hasattr(s, "batch_size")]
@@ -528,62 +347,10 @@ class PositionedLoader:
             "samples": length_of(getattr(self.inner, "dataset", None)),
             "batch_size": size,
             "seed": [*self._seeds, *seeds_of(self._stream)],
-            "number of random generators in the dataset (made in its constructor)": len(self._of_data),
+            "number of random generators in the dataset (made in its constructor)": len(self._random.of_data),
             "shuffle": [s.shuffle for s in samplers if isinstance(getattr(s, "shuffle", None), bool)],
             "samplers": [type(sampler).__qualname__ for sampler in samplers],
         }
-
-    def _get_random(self) -> dict[str, Any]:
-        return {
-            "random": self._random.state_dict(),
-            "generators": [generator.get_state() for generator in self._generators()],
-            "samplers": [sampler.state_dict() for sampler in self._stateful_samplers()],
-        }
-
-    def _set_random(self, stored: dict[str, Any], *, within: bool = False) -> None:
-        """Set the random states. `within`: samplers are within their orders, which they are not given anew."""
-        if stored["random"] is not None:
-            self._random.load_state_dict(stored["random"])
-        for generator, state in zip(self._generators(), stored["generators"], strict=True):
-            generator.set_state(state)
-        for sampler, state in zip(self._stateful_samplers(), stored["samplers"], strict=True) if not within else ():
-            sampler.load_state_dict(state)
-
-    def _stateful_samplers(self) -> list[Any]:
-        """Return the samplers that give their state, which is set as it was before an epoch's order was drawn."""
-        return [] if self._gives_state else [sampler for sampler in samplers_of(self.inner) if has_state(sampler)]
-
-    def _generators(self) -> list[torch.Generator]:
-        """Return the generators that decide the order; one that is seeded anew for each epoch is none of them."""
-        owners = [self.inner, *samplers_of(self.inner)]
-        return generators_in([owner for owner in owners if not hasattr(owner, "initial_seed")])
-
-
-def order_of(loader: Any) -> list[Any]:
-    """Return the states of the generators by which a loader beside the training's goes on, without a position."""
-    return [*map(get_random, _generators_of(loader))]
-
-
-def set_order(loader: Any, states: Sequence[Any]) -> None:
-    """Set what `order_of` has returned; some of the generators are made when they are used."""
-    for generator, state in zip(_generators_of(loader), states, strict=False):
-        set_random(generator, state)
-
-
-def _generators_of(loader: Any) -> list[Any]:
-    in_order = generators_in([loader, *samplers_of(loader)])
-    return [*in_order, *_drawn_from(loader, getattr(loader, "dataset", None))]
-
-
-def generators_in(owners: Collection[Any]) -> list[torch.Generator]:
-    """Return the generators that loaders and samplers have, each once."""
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return [*{id(generator): generator for generator in found if isinstance(generator, torch.Generator)}.values()]
-
-
-def _drawn_from(loader: Any, data: Any) -> list[Any]:
-    """Return the generators that a loader's data and the function that makes batches draw from."""
-    return held_generators([data, *functions_of(data), getattr(loader, "collate_fn", None)])
 
 
 def _seeds_of(samplers: Collection[Any]) -> list[int]:
@@ -592,23 +359,11 @@ def _seeds_of(samplers: Collection[Any]) -> list[int]:
     return [seed for seed in found if isinstance(seed, int)]
 
 
-def _seed_of(*facts: Any) -> int:
-    return xxhash.xxh3_64_intdigest(repr(facts).encode()) >> 1
-
-
 def _divides(sampler: Any) -> bool:
     """Return whether a sampler deals the entries of one order to the ranks in turn."""
     owner = next((kind for kind in type(sampler).__mro__ if "__iter__" in vars(kind)), object)
     is_shard = names_of(owner)[0] == "accelerate.data_loader.BatchSamplerShard"
     return is_shard or (isinstance(sampler, DistributedSampler) and is_of_library(owner))
-
-
-def length_of(data: Any) -> int | None:
-    """Return how many batches or samples there are, if that is known."""
-    try:
-        return len(data)
-    except TypeError:  # an IterableDataset without a length
-        return None
 
 
 def _share_of(loader: Any) -> DataRank:
@@ -619,32 +374,3 @@ def _share_of(loader: Any) -> DataRank:
     is_alone = not torch.distributed.is_initialized()
     rank, size = (0, 1) if is_alone else (torch.distributed.get_rank(), torch.distributed.get_world_size())
     return DataRank.of(loader, rank, size)
-
-
-class _Through:
-    """A sampler whose entries go through a function. Workers that are kept use the same one in every epoch."""
-
-    def __init__(self, sampler: Any, function: Callable[[Any], Iterator[Any]]) -> None:
-        self.sampler, self._function = sampler, function
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._function(self.sampler)
-
-
-def _iterated(
-    loader: Any, function: Callable[[Any], Iterator[Any]], begin: Callable[[], Iterator[Any]] | None = None
-) -> Iterator[Any]:
-    """Begin an iteration, by `begin` if it is given, in which the sampler's entries go through a function.
-
-    No data of those that it drops is read.
-    """
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    whole = loader.__dict__[name]
-    loader.__dict__[name] = _Through(whole, function)  # DataLoader refuses setattr
-    try:
-        return begin() if begin else iter(loader)
-    finally:
-        loader.__dict__[name] = whole

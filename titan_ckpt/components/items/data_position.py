@@ -18,7 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from titan_ckpt.components.items.item import DataRank, FlatFolder, Item, Leaves, Stored, flattened, nested
-from titan_ckpt.components.known.loaders import begin_at, epochs_of, generators_beside, is_of_torchdata, told_samplers
+from titan_ckpt.components.known.loaders import generators_beside, is_of_torchdata
+from titan_ckpt.components.known.stateful_loader import begin_at, epochs_of, told_samplers
 from titan_ckpt.components.known.streams import begin_once
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, counted, listed
 from titan_ckpt.process import get_random

@@ -10,8 +10,7 @@ import dis
 import inspect
 import logging
 import weakref
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Iterator
 from itertools import pairwise
 from types import CodeType
 from typing import Any
@@ -21,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from titan_ckpt.components.classes import is_own, names_of, own_and_base
 from titan_ckpt.components.unsaved_state import codes_of, fault_of, stored_by_code_of
-from titan_ckpt.process import codes_within, generators_kept, held_by, held_generators, is_random, set_random
+from titan_ckpt.process import codes_within, generators_kept, held_by, held_generators, is_random
 
 _log = logging.getLogger(__name__)
 _DRAWN_ANEW = frozenset(
@@ -165,100 +164,12 @@ def generators_beside(loader: Any) -> list[Any]:
     return [*held_generators(own), *([] if loader.num_workers else _drawn_for(loader))]
 
 
-def told_samplers(loader: Any) -> list[Any]:
-    """Return the samplers of a StatefulDataLoader that go on by the number of an epoch, which its state leaves out."""
-    samplers = samplers_of(loader) if is_of_torchdata(loader) else []
-    told = [sampler for sampler in samplers if hasattr(sampler, "set_epoch") and not hasattr(sampler, "state_dict")]
-    return [sampler for sampler in told if type(getattr(sampler, "epoch", None)) is int]
-
-
-def epochs_of(loader: Any) -> list[int]:
-    """Return the epochs of the orders that `told_samplers` are in.
-
-    accelerate's SeedableRandomSampler counts on when its order is read, which is before that of a smaller last batch,
-    and of all that worker processes have ahead, is at its end; its generator has the seed of the order.
-    """
-    epochs = []
-    for sampler in told_samplers(loader):
-        iterator = loader._iterator  # noqa: SLF001 - torchdata has no public names for these
-        is_within = iterator is not None and iterator._sampler_iter_yielded and not iterator._finished  # noqa: SLF001
-        if is_within and names_of(type(sampler))[0] == "accelerate.data_loader.SeedableRandomSampler":
-            epochs.append(sampler.generator.initial_seed() - sampler.initial_seed)
-        else:
-            epochs.append(sampler.epoch)
-    return epochs
-
-
-def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) -> None:
-    """Load a StatefulDataLoader's state so that the iterator that it makes for it draws nothing that a step draws.
-
-    It makes it now, because that gives the data and the samplers their states; in the middle of an epoch when it is
-    read, after the samplers were told the epoch, and now too if there are such states. `drawn`: the states of
-    `generators_beside`, if the step has them.
-    """
-
-    def make() -> Any:
-        del loader._get_iterator  # noqa: SLF001 - torchdata has no public name for it
-        epochs = epochs_of(loader) if state.get("_iterator_finished") else []
-        with generators_kept(), _order_ended(loader, state):
-            iterator = loader._get_iterator()  # noqa: SLF001 - as above
-        for sampler, epoch in zip(told_samplers(loader), epochs, strict=False):  # workers have read an order ahead
-            sampler.set_epoch(epoch)
-        for generator, its in zip(generators_beside(loader), drawn or (), strict=False):
-            set_random(generator, its)
-        return iterator
-
-    is_within = not isinstance(loader.dataset, IterableDataset) and not state.get("_iterator_finished")
-    holders = [*samplers_of(loader), *([] if loader.num_workers else [loader.dataset])]
-    if not is_within or any(hasattr(holder, "state_dict") for holder in holders):
-        loader.load_state_dict(state)
-        loader._get_iterator = make  # noqa: SLF001 - as above
-        loader.state_dict()
-    if is_within:
-        loader.load_state_dict(state)
-        loader._get_iterator = make  # noqa: SLF001 - as above
-
-
-@contextmanager
-def _order_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
-    """Let a sampler that gives its state have no more entries, if the state is that of its order's end.
-
-    It may have gone on to its next order by then, of which an iterator at this position must read nothing.
-    """
-    batches = loader.batch_sampler
-    order = state.get("_snapshot", {}).get("_main_snapshot", state).get("_sampler_iter_state") or {}
-    is_read = state.get("_iterator_finished") or (
-        "samples_yielded" in order and not batches.drop_last and order["samples_yielded"] % batches.batch_size
-    )
-    if "sampler_state" not in order or not is_read or state.get("_steps_since_snapshot"):
-        yield
-        return
-    sampler = batches.sampler
-    batches.sampler = _Ended(sampler)
+def length_of(data: Any) -> int | None:
+    """Return how many batches or samples there are, if that is known."""
     try:
-        yield
-    finally:
-        batches.sampler = sampler
-
-
-class _Ended:
-    """Stands in for a sampler at the end of its order, and puts it back there."""
-
-    def __init__(self, sampler: Any) -> None:
-        self._sampler, self._state = sampler, None
-
-    def state_dict(self) -> Any:
-        return self._sampler.state_dict()
-
-    def load_state_dict(self, state: Any) -> None:
-        self._state = state
-        self._sampler.load_state_dict(state)
-
-    def __iter__(self) -> Iterator[Any]:
-        """Read the end, if the sampler is before it."""
-        if self._state is not None and next(iter(self._sampler), self) is not self:
-            self._sampler.load_state_dict(self._state)
-        return iter(())
+        return len(data)
+    except (TypeError, NotImplementedError):  # an IterableDataset without a length
+        return None
 
 
 def _unasked_data(loader: Any) -> Any:

@@ -129,9 +129,17 @@ def begin_once(data: Any) -> None:
     stream for its end once more. Source: datasets 5.2, iterable_dataset.py `_prepare_ex_iterable_for_iteration`.
     """
     is_ended = getattr(getattr(getattr(data, "_iterator", None), "_dataset_fetcher", None), "ended", False)
+    say_position(data)
     for stream in _streams(getattr(data, "dataset", data)):
         if position := getattr(stream, "_starting_state_dict", None):
             stream._starting_state_dict = None if is_ended else _Once(position)  # noqa: SLF001 - datasets has no name for it
+
+
+def say_position(data: Any) -> None:
+    """Let streams say the position that was loaded; until they are read, datasets says the start of the data."""
+    for stream in _streams(getattr(data, "dataset", data)):
+        if position := getattr(stream, "_starting_state_dict", None):
+            stream._state_dict = dict(position)  # noqa: SLF001 - datasets has no name for it
 
 
 class _Once(dict[str, Any]):

@@ -18,9 +18,9 @@ from accelerate.utils import send_to_device, synchronize_rng_states
 from torch.utils.data import IterableDataset
 
 from titan_ckpt.components.items.item import DataRank
-from titan_ckpt.components.known.loaders import POSITIONED, samplers_of
+from titan_ckpt.components.known.loaders import POSITIONED, length_of, samplers_of
 from titan_ckpt.errors import ConfigError, LoadMismatchError
-from titan_ckpt.integrations.loader_position import PositionedLoader, length_of
+from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.integrations.loop import Iterated
 
 _SKIPS = "data: skip_first_batches: a resume skips what was read by itself: give the loader of prepare()"
@@ -107,7 +107,7 @@ class LoopLoader(AcceleratedLoader):
 
     def check_epoch(self, epoch: int) -> None:
         """Raise LoadMismatchError for an epoch that the loop begins with in place of that of the position."""
-        if self._resumed is not None and epoch != self.epoch:
+        if self.is_resumed and epoch != self.epoch:
             raise LoadMismatchError(
                 f"set_epoch({epoch}) after a load: the run goes on in epoch {self.epoch}, which is the loader's "
                 "attribute `iteration`: begin the loop there: for epoch in range(loader.iteration, num_epochs)"

@@ -18,7 +18,7 @@ from titan_ckpt.config import CheckpointConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError, listed, refuse
 from titan_ckpt.integrations.accelerate.known import accelerator_faults
 from titan_ckpt.integrations.accelerate.loader import Beside, LoopLoader, Positioned, begin
-from titan_ckpt.integrations.loader_position import order_of, set_order
+from titan_ckpt.integrations.loader_random import order_of, set_order
 from titan_ckpt.integrations.loop import extend, iterate_over
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.types import ModelConverter, Stateful

@@ -26,7 +26,7 @@ from titan_ckpt.components.unsaved_state import unless_allowed
 from titan_ckpt.errors import ConfigError, refuse
 from titan_ckpt.integrations.lightning.known import AVERAGING, FINETUNING, STOCHASTIC, of_kinds, overrides
 from titan_ckpt.integrations.lightning.metrics import hold_metrics, load_metrics, state_of_metrics
-from titan_ckpt.integrations.loader_position import order_of, set_order
+from titan_ckpt.integrations.loader_random import order_of, set_order
 from titan_ckpt.weights.live_memory import is_same
 
 logger = logging.getLogger(__name__)

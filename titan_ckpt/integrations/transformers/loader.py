@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from titan_ckpt.components.known.loaders import samplers_of
+from titan_ckpt.components.known.loaders import length_of, samplers_of
 from titan_ckpt.errors import ConfigError
 from titan_ckpt.integrations.accelerate.loader import AcceleratedLoader
-from titan_ckpt.integrations.loader_position import generators_in, length_of
+from titan_ckpt.integrations.loader_random import generators_in
 
 _END = object()
 
@@ -28,7 +28,7 @@ class TrainerLoader(AcceleratedLoader):
         Raises: ConfigError if it would move that of a stream.
         """
         is_told, self._is_told = self._is_told, False
-        if not is_told and self._source is not None:
+        if not is_told and self._reading.source is not None:
             one = "a callback reads from train_dataloader, and a stream has one position, which it would move"
             raise ConfigError([f"data: {one}: let it read from a loader over a stream of its own"])
         return super().__iter__() if is_told else self._look()
@@ -53,7 +53,7 @@ class TrainerLoader(AcceleratedLoader):
     def set_epoch(self, epoch: int) -> None:
         """Remember the epoch, as the Trainer says it before it iterates."""
         self._is_told = True
-        if self._resumed is None:
+        if not self.is_resumed:
             self.begin_next()
         self.epoch = epoch
         if hasattr(self.loader, "set_epoch"):

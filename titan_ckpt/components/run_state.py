@@ -243,7 +243,8 @@ class RunState:
 
     def refuse_changed(self, step: int) -> None:
         """Check before a save that a new process can take what it holds. Raises: SaveError; StateEncodingError."""
-        self.watch.refuse(step)
+        if self.watch.objects:
+            self.watch.refuse(step)
         if self._shapes is None:
             return
         before, now = self._shapes, self._shapes_now()

@@ -77,7 +77,8 @@ class Optimizers(Item):
             )
 
     def faults(self, allow: Collection[str]) -> list[str]:
-        faults = [*dict.fromkeys(rehearse(self.optimizers, self._model.parts, allow, self._watch))]
+        others = [o for o in self.optimizers if type(optimizer_content.innermost(o)) not in optimizer_content.PROVED]
+        faults = [*dict.fromkeys(rehearse(others, self._model.parts, allow, self._watch))] if others else []
         return faults or typed_json.problems_of(self.value({}), self.key)
 
     def value(self, tensors: StateDict) -> Groups:

@@ -37,7 +37,7 @@ from benchmarks.common import (
 )
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
-from titan_ckpt.formats.native import rank_file as rank_file_writer
+from titan_ckpt.formats.native import sealed_file
 from titan_ckpt.formats.native.writer import WritePlan
 
 OURS, DCP, LIMIT = "titan_ckpt", "dcp.save (torchtitan's settings)", "limit: O_DIRECT write"
@@ -109,7 +109,7 @@ def _overhead(cases: dict[str, Case], folder: Path, pairs: int) -> float:
 @contextmanager
 def _no_digests() -> Iterator[None]:
     """Let the writer hash nothing, to see what hashing costs; what it writes meanwhile is no checkpoint."""
-    names = vars(rank_file_writer)
+    names = vars(sealed_file)
     real = names["xxhash"]
 
     class Unhashed:

@@ -31,7 +31,8 @@ from titan_ckpt.distributed import sharing as ownership
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.dcp.writer import gather_tables
 from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, lay_out, with_digests
+from titan_ckpt.formats.native.rank_file import lay_out
+from titan_ckpt.formats.native.sealed_file import BLOCK_BYTES, with_digests
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
 Shapes = dict[str, tuple[tuple[int, ...], list[Placement]]]

@@ -44,7 +44,7 @@ from benchmarks.load import ends, manager_of, proof, spoil
 from tests.stores import servers
 from titan_ckpt.config import StoreConfig
 from titan_ckpt.disk.workers import run_workers
-from titan_ckpt.formats.native.rank_file import BLOCK_BYTES
+from titan_ckpt.formats.native.sealed_file import BLOCK_BYTES
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.store import open_location

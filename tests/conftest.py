@@ -101,6 +101,17 @@ def _one_cache_of_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["TITAN_CKPT_TESTS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
+@pytest.fixture(scope="module")
+def nothing_old_to_collect() -> None:
+    """Set aside what earlier tests of this process have left, where thousands of collections would walk it.
+
+    For good: gc.unfreeze() would give the collector back what `pytest_collection` has set aside, and every later load
+    that asks it for the loaders of the process would walk that.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path) -> RunFolder:
     """Return where a run has its checkpoints; tests/stores has another fixture of this name."""

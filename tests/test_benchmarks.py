@@ -17,12 +17,7 @@ from titan_ckpt.testing import distributed
 KEYS = {"ratio_vs_dcp", "ratio_vs_best_peer", "fraction_of_limit", "bytes_written", "extra_peak_mib", "pairs"}
 
 
-@pytest.fixture(scope="module", autouse=True)
-def nothing_old_to_collect() -> Iterator[None]:
-    """Benchmarks collect garbage before every turn; objects of other tests would make that most of the time."""
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("nothing_old_to_collect")  # benchmarks collect garbage before every turn
 
 
 @pytest.fixture

@@ -11,8 +11,10 @@ import sys
 import sysconfig
 import tarfile
 import zipfile
+from collections.abc import Iterator
 from email.parser import Parser
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -127,34 +129,51 @@ import atexit, gc, json, os, runpy, sys, threading
 import accelerate, titan_ckpt.manager, torch._dynamo, transformers.models.llama.modeling_llama
 assert titan_ckpt.__file__.startswith(sys.argv[1]), titan_ckpt.__file__
 gc.freeze()
-for folder, *sys.argv in json.load(sys.stdin):
-    if (pid := os.fork()) == 0:
-        os.chdir(folder)
-        try:
-            runpy.run_path(sys.argv[0], run_name="__main__")
-        except SystemExit as end:
-            assert not end.code, sys.argv
-        threading._shutdown()
-        atexit._run_exitfuncs()
-        sys.stdout.flush()
-        os._exit(0)  # to free all that was imported takes an interpreter a second
-    assert os.waitpid(pid, 0)[1] == 0, sys.argv
+for line in sys.stdin:
+    output, programs = json.loads(line)
+    failed = []
+    for folder, *sys.argv in programs:
+        if (pid := os.fork()) == 0:
+            for number, kind in ((1, "out"), (2, "err")):
+                os.dup2(os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+            os.chdir(folder)
+            try:
+                runpy.run_path(sys.argv[0], run_name="__main__")
+            except SystemExit as end:
+                assert not end.code, sys.argv
+            threading._shutdown()
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            os._exit(0)  # to free all that was imported takes an interpreter a second
+        if os.waitpid(pid, 0)[1]:
+            failed.append(sys.argv)
+            break
+    print(json.dumps(failed), flush=True)
 """
 
 
-def run(installed: Path, programs: list[list[str]]) -> subprocess.CompletedProcess[str]:
-    """Run programs, each a folder, a file and arguments, one after another in forks of one that has imported torch."""
-    done = subprocess.run(
-        [str(installed / "bin" / "python"), "-c", RUN, str(installed)],
-        input=json.dumps(programs),
-        cwd=installed, env=outside(), capture_output=True, text=True, timeout=840, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
+@pytest.fixture(scope="module")
+def interpreter(installed: Path) -> Iterator[subprocess.Popen[str]]:
+    """Start a process of the new environment that has imported torch, for the programs of all tests here."""
+    command = [str(installed / "bin" / "python"), "-c", RUN, str(installed)]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen(command, cwd=installed, env=outside(), text=True, **pipes) as process:
+        yield process
+
+
+def run(interpreter: subprocess.Popen[str], output: Path, programs: list[list[str]]) -> tuple[str, str]:
+    """Run programs, each a folder, a file and arguments, one after another in forks; return what all have written."""
+    assert interpreter.stdin is not None and interpreter.stdout is not None
+    interpreter.stdin.write(json.dumps([str(output), programs]) + "\n")
+    interpreter.stdin.flush()
+    answer = interpreter.stdout.readline()
+    out, err = (output.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
+    assert answer == "[]\n", answer + out + err
+    return out, err
 
 
 @pytest.mark.timeout(900)  # every page's blocks, one after another
-def test_the_pages_blocks_run_with_the_wheel(installed: Path, tmp_path: Path) -> None:
+def test_the_pages_blocks_run_with_the_wheel(interpreter: subprocess.Popen[str], tmp_path: Path) -> None:
     """Each page's Python in a folder of its own, where only the wheel answers."""
     programs = []
     for page in PAGES:
@@ -162,11 +181,13 @@ def test_the_pages_blocks_run_with_the_wheel(installed: Path, tmp_path: Path) ->
         folder.mkdir()
         (folder / "page.py").write_text(program(page))
         programs.append([str(folder), "page.py"])
-    run(installed, programs)
+    run(interpreter, tmp_path / "pages", programs)
 
 
 @pytest.mark.timeout(900)  # a dozen programs, one after another
-def test_the_tutorial_leads_from_an_empty_folder_to_an_answer(installed: Path, tmp_path: Path) -> None:
+def test_the_tutorial_leads_from_an_empty_folder_to_an_answer(
+    installed: Path, interpreter: subprocess.Popen[str], tmp_path: Path
+) -> None:
     """All commands and programs of docs/tutorial.md run in order; the page's listings show what `ls` prints."""
     page = (ROOT / "docs" / "tutorial.md").read_text()
     blocks = re.findall(r"(?<!-->\n)^```(sh|python)\n(.*?)^```$", page, flags=re.MULTILINE | re.DOTALL)
@@ -178,16 +199,15 @@ def test_the_tutorial_leads_from_an_empty_folder_to_an_answer(installed: Path, t
     told = subprocess.run(["bash", "-euc", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True, check=True)
     commands = [words.split("\0")[:-1] for words in told.stdout.split("end\0")[:-1]]
     command = str(installed / "bin" / "titan-ckpt")
-    done = run(
-        installed, [[str(tmp_path), *(command if w == "titan-ckpt" else w for w in words)] for words in commands]
-    )
-    assert "warning" not in done.stderr.lower(), done.stderr
-    said = [line.split() for line in done.stdout.splitlines()]
+    programs = [[str(tmp_path), *(command if w == "titan-ckpt" else w for w in words)] for words in commands]
+    out, err = run(interpreter, installed / "tutorial", programs)
+    assert "warning" not in err.lower(), err
+    said = [line.split() for line in out.splitlines()]
     assert [line[0] for line in said if line[-2:] == ["resumed", "from"]] == ["20"]
     assert [line[0] for line in said if line[-1:] == ["proved"]] == [
         "exports/step-20", "exports/step-30", "exports/step-20", "exports/step-20-peft",
     ]  # fmt: skip
-    assert "checkpoints/step-20 is whole" in done.stdout
-    _, question, answer = done.stdout.partition("The square of 12")
+    assert "checkpoints/step-20 is whole" in out
+    _, question, answer = out.partition("The square of 12")
     assert question
     assert answer.strip()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ from titan_ckpt.models.layers import FeedForward
 
 Tensors = dict[str, torch.Tensor]
 
+mesh_of = cache(init_device_mesh)
+"""A mesh of this process, made once: its process groups take long."""
 WIDTH, HIDDEN = 10, 103
 """Neither divides by 4; the 3 rows of the table leave one of 4 ranks with nothing."""
 
@@ -42,7 +45,12 @@ class Block(nn.Module):
 
 
 def true_values() -> Tensors:
-    """Return every tensor's whole value, the same on every rank."""
+    """Return every tensor's whole value, the same on every rank, in memory of the caller's own."""
+    return {name: value.clone() for name, value in _truth().items()}
+
+
+@cache
+def _truth() -> Tensors:
     generator = torch.Generator().manual_seed(7)
     values = {name: torch.randn(p.shape, generator=generator) for name, p in sorted(Block().named_parameters())}
     return values | {
@@ -87,34 +95,34 @@ def _parallel(mesh: DeviceMesh, sharded: DeviceMesh, tensor_parallel: DeviceMesh
 
 
 def fsdp() -> Tensors:
-    mesh = init_device_mesh("cpu", (_world(),))
-    return _parallel(mesh, mesh, None)
+    ranks = mesh_of("cpu", (_world(),))
+    return _parallel(ranks, ranks, None)
 
 
 def hsdp() -> Tensors:
-    mesh = init_device_mesh("cpu", (2, _world() // 2), mesh_dim_names=("replicate", "shard"))
-    return _parallel(mesh, mesh, None)
+    ranks = mesh_of("cpu", (2, _world() // 2), mesh_dim_names=("replicate", "shard"))
+    return _parallel(ranks, ranks, None)
 
 
 def fsdp_and_tensor_parallel() -> Tensors:
-    mesh = init_device_mesh("cpu", (2, _world() // 2), mesh_dim_names=("shard", "tensor"))
-    return _parallel(mesh, mesh["shard"], mesh["tensor"])
+    ranks = mesh_of("cpu", (2, _world() // 2), mesh_dim_names=("shard", "tensor"))
+    return _parallel(ranks, ranks["shard"], ranks["tensor"])
 
 
 def columns() -> Tensors:
-    return _distributed(init_device_mesh("cpu", (_world(),)), Shard(1))
+    return _distributed(mesh_of("cpu", (_world(),)), Shard(1))
 
 
 def rows_and_columns() -> Tensors:
-    return _distributed(init_device_mesh("cpu", (2, _world() // 2)), Shard(1), Shard(0))
+    return _distributed(mesh_of("cpu", (2, _world() // 2)), Shard(1), Shard(0))
 
 
 def rows_twice() -> Tensors:
-    return _distributed(init_device_mesh("cpu", (2, _world() // 2)), Shard(0), Shard(0))
+    return _distributed(mesh_of("cpu", (2, _world() // 2)), Shard(0), Shard(0))
 
 
 def replicated() -> Tensors:
-    return _distributed(init_device_mesh("cpu", (_world(),)), Replicate())
+    return _distributed(mesh_of("cpu", (_world(),)), Replicate())
 
 
 def plain() -> Tensors:
@@ -174,6 +182,6 @@ def zeroed(tensors: Tensors) -> Tensors:
 
 def assert_true_values(tensors: Tensors) -> None:
     """Fail unless every value this rank holds is, bit for bit, the true one at its place."""
-    assert misplaced(tensors, true_values()) == []
+    assert misplaced(tensors, _truth()) == []
     for name, value in tensors.items():
         assert sum(block.chunk.numel for block in blocks_of(value)) == local_tensor(value).numel(), name

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from tests import tiny_run
-from tests.distributed.trainer_layouts import LENGTH, SEQUENCES, SHAPES, built, fixed_batch, settings
+from tests.distributed.trainer_layouts import LENGTH, SEQUENCES, SHAPES, built, fixed_batch, settings, shape_folder
 from tests.interop.folders import disturb, load
 from tests.world import on_ranks
 from titan_ckpt.config import from_dict
@@ -45,7 +45,7 @@ def reference(root: Path) -> None:
     torch.manual_seed(1)
     twin = auto.from_config(AutoConfig.for_model(**SHAPE.to_hf()), experts_implementation="eager")
     disturb(twin)
-    twin.save_pretrained(root / "qwen3_moe")
+    twin.save_pretrained(shape_folder(root, "qwen3_moe"))
     tokens = torch.randint(0, 301, (SEQUENCES, LENGTH + 1), generator=torch.Generator().manual_seed(5))
     out = twin(input_ids=tokens[:, :-1], output_router_logits=True)
     balance: Any = load_balancing_loss_func(out.router_logits, SHAPE.num_experts, SHAPE.experts_per_token)
@@ -94,8 +94,8 @@ def test_d3_the_balance_loss_and_all_gradients_are_those_of_transformers_in_ever
 def test_d3_a_balance_loss_that_cannot_be_computed_is_refused_before_anything_is_built(tmp_path: Path) -> None:
     """Pipelines, models without experts, and a config.json whose wish only transformers would fulfil."""
     for model, shape in {**SHAPES, "qwen3_moe": SHAPE}.items():
-        (tmp_path / model).mkdir()
-        (tmp_path / model / "config.json").write_text(json.dumps(shape.to_hf()))
+        shape_folder(tmp_path, model).mkdir()
+        (shape_folder(tmp_path, model) / "config.json").write_text(json.dumps(shape.to_hf()))
 
     def refusal(name: str, folder: str, coefficient: float | None = None, **parallel: Any) -> str:
         config = settings(tmp_path, folder, {}, {}, tmp_path / "run")

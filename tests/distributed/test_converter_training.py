@@ -72,20 +72,29 @@ class Run:
         return whole(dict(self.converters.state_dict_transform(self.model.state_dict(), last_step=False)))
 
 
-@distributed(nproc=2)
-def train_resume_export(name: str, base: Path, folder: Path) -> None:
-    unbroken = Run(SETS[name], base, folder / "whole")
+@distributed(nproc=2, timeout_seconds=240)
+def train_all(base: Path, root: Path) -> None:
+    for name, tables in SETS.items():
+        try:
+            train_resume_export(tables, base, root / name)
+        except Exception as error:
+            error.add_note(f"with {name}")
+            raise
+
+
+def train_resume_export(tables: list[dict[str, Any]], base: Path, folder: Path) -> None:
+    unbroken = Run(tables, base, folder / "whole")
     unbroken.load()
     torch.manual_seed(10 + dist.get_rank())
     losses = [unbroken.step() for _ in range(8)]
     assert sum(losses[-2:]) < sum(losses[:2]), losses
-    first = Run(SETS[name], base, folder / "run")
+    first = Run(tables, base, folder / "run")
     with first.manager:
         assert first.load() == 0
         torch.manual_seed(10 + dist.get_rank())
         assert [first.step() for _ in range(4)] == losses[:4]
         first.manager.save(4)
-    second = Run(SETS[name], base, folder / "run")
+    second = Run(tables, base, folder / "run")
     with second.manager:
         assert second.load() == 4
         assert [second.step() for _ in range(4)] == losses[4:]
@@ -93,16 +102,23 @@ def train_resume_export(name: str, base: Path, folder: Path) -> None:
         second.manager.save(8, last_step=True)
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return where two ranks have trained with each set, and the base: one world, whose first steps take long."""
+    root = tmp_path_factory.mktemp("trained")
+    train_all(write_llama(root / "base", seed=3), root)
+    return root
+
+
 @pytest.mark.parametrize("name", SETS)
-def test_a8_two_ranks_train_resume_and_export(name: str, tmp_path: Path) -> None:
+def test_a8_two_ranks_train_resume_and_export(name: str, trained: Path) -> None:
     """4 + 4 steps equal 8, bit for bit; one process resumes the ranks' step and exports the same as they did."""
-    base = write_llama(tmp_path / "base", seed=3)
-    train_resume_export(name, base, tmp_path)
-    alone = Run(SETS[name], base, tmp_path / "run")
+    folder = trained / name
+    alone = Run(SETS[name], trained / "base", folder / "run")
     with alone.manager:
         assert alone.load() == 8
-        for kind, folder in (("hf", "step-8"), ("peft", "step-8-peft")):
-            by_ranks = tmp_path / "run/exports" / folder
+        for kind, step in (("hf", "step-8"), ("peft", "step-8-peft")):
+            by_ranks = folder / "run/exports" / step
             if not by_ranks.exists():
                 continue
             export = ExportConfig(kind, folder="alone")  # type: ignore[arg-type]
@@ -114,7 +130,7 @@ def test_a8_two_ranks_train_resume_and_export(name: str, tmp_path: Path) -> None
             for key, value in ours.items():
                 assert torch.allclose(value, theirs[key], rtol=1e-6, atol=1e-7), key
     tokens = torch.arange(24).reshape(2, 12)
-    merged = LlamaForCausalLM.from_pretrained(tmp_path / "run/exports/step-8")
+    merged = LlamaForCausalLM.from_pretrained(folder / "run/exports/step-8")
     if name in ("lora", "dora"):  # elsewhere the live model rounds what the export has in full
         with torch.no_grad():
             assert (merged(tokens).logits - alone.model.eval()(tokens)).abs().max() <= 1e-5

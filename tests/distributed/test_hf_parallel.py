@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from tests.distributed.layouts import split_heads
+from tests.distributed.layouts import mesh_of, split_heads
 from tests.faults.shim import FailAt, intercepted
 from tests.forked import resident
 from tests.world import contents, fill, llama, misplaced, on_ranks, write_hf
@@ -76,7 +76,7 @@ def laid_out(made: Any, tensor: DeviceMesh | None = None, sharded: DeviceMesh | 
 def _mesh(*names: str) -> DeviceMesh:
     """Return all ranks as one axis, or as two of which the first has two."""
     world = dist.get_world_size()
-    return init_device_mesh("cpu", (2, world // 2) if names else (world,), mesh_dim_names=names or None)
+    return mesh_of("cpu", (2, world // 2) if names else (world,), mesh_dim_names=names or None)
 
 
 def fsdp(made: Any = None) -> StateDict:
@@ -108,7 +108,7 @@ def columns(made: Any = None) -> StateDict:
 
 
 def rows_and_columns(made: Any = None) -> StateDict:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    mesh = mesh_of("cpu", (2, dist.get_world_size() // 2))
 
     def placements(value: torch.Tensor) -> list[Placement]:
         return [Shard(1), Shard(0)] if value.dim() > 1 else [Replicate(), Shard(0)]
@@ -134,7 +134,7 @@ def pipeline_and_fsdp(made: Any = None) -> StateDict:
 
 def experts_and_rows(made: Any = None) -> StateDict:
     """Experts over one axis of ranks, the rows of each over the other."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    mesh = mesh_of("cpu", (2, dist.get_world_size() // 2))
     return {
         k: distribute_tensor(v, mesh, [Shard(0), Shard(1) if v.dim() > 1 else Replicate()])
         for k, v in single(made).items()
@@ -173,22 +173,23 @@ def export(
 
 def write_and_load(root: Path, layouts: Sequence[Layout], make: Callable[[], Any] = model) -> None:
     """Compare the folder that each layout writes with that of whole tensors; then load it into the emptied shards."""
-    whole = single(make())
+    plain = make()
+    whole = single(plain)
     for dtype in (None, torch.bfloat16) if make is model else (None,):
         reference = root / f"reference-{dtype}"
         if dist.get_rank() == 0:
-            export(whole, reference, ALONE, dtype, make())
+            export(whole, reference, ALONE, dtype, plain)
         dist.barrier()
         digests = logical_digests({k: v.to(dtype or v.dtype) for k, v in whole.items()}, ALONE)
         for layout in layouts:
-            folder, made = root / f"{layout.__name__}-{dtype}", make()
-            state = layout(made)
-            export(state, folder, Coordinator.current(60.0), dtype, make())
+            folder = root / f"{layout.__name__}-{dtype}"
+            state = layout(make())
+            export(state, folder, Coordinator.current(60.0), dtype, plain)
             assert contents(folder) == contents(reference), layout.__name__
             state = {fqn: value.to(dtype or value.dtype) for fqn, value in state.items()}
             for value in state.values():
                 local_tensor(value).detach().zero_()
-            fill(state, folder, make().key_map())
+            fill(state, folder, plain.key_map())
             assert logical_digests(state, Coordinator.current(60.0)) == digests, layout.__name__
             assert misplaced(state, {k: v.to(dtype or v.dtype) for k, v in whole.items()}) == [], layout.__name__
             dist.barrier()

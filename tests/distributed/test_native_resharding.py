@@ -38,16 +38,16 @@ def load(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def every_layout_into_every_other(root: Path) -> None:
-    for name, make in LAYOUTS.items():
-        tensors = make()
+    held = {name: make() for name, make in LAYOUTS.items()}
+    for name, tensors in held.items():
         assert_true_values(tensors)  # the geometry of tensors.py against torch's own sharding
         sizes = gathered(save(root / name, tensors).layout.num_bytes)
         assert max(sizes) < 1.2 * sum(sizes) / len(sizes), f"{name}: ranks write {sizes} bytes"
         with NativeReader(root / name) as reader:
             reader.verify()
     for name in LAYOUTS:
-        for make in LAYOUTS.values():
-            target = zeroed(make())
+        for tensors in held.values():
+            target = zeroed(tensors)
             load(root / name, target)
             assert_true_values(target)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.distributed.trainer_layouts import LAYOUTS, built, managed, next_step, settings, write_shapes
+from tests.distributed.trainer_layouts import LAYOUTS, built, depth, managed, next_step, settings, write_shapes
 from tests.world import misplaced, on_ranks, part, same
 from titan_ckpt.converters import from_tables
 from titan_ckpt.geometry.chunks import blocks_of
@@ -27,20 +27,27 @@ RUNS: dict[str, tuple[dict[str, Any], list[str]]] = {
 """Each with what is adapted and the layouts: all there are."""
 
 
-def write_sources(root: Path, model: str) -> None:
+def place(root: Path, model: str, layers: int = 2) -> Path:
+    """Return the folder of the sources of a model, and of its values."""
+    return root / f"sources-{model}-{layers}"
+
+
+def write_sources(root: Path, model: str, alone: str = "single") -> None:
     """Train and export a base, then an adapter on it; leave what a single process makes of both."""
-    base, adapter = root / model / "base", root / model / "adapter"
+    layers = depth(alone)
+    base, adapter = (place(root, model, layers) / name for name in ("base", "adapter"))
     save = {"save": {"interval": 2}}
-    with built(settings(root, model, {}, {**save, "export": {"format": "hf", "folder": "."}}, base, 2)) as trainer:
+    first = {**save, "export": {"format": "hf", "folder": "."}}
+    with built(settings(root, model, {}, first, base, 2, layers)) as trainer:
         finish(trainer)
     initial = {"initial_load": [{"path": str(base / "step-2")}]}
     lora = from_tables([RUNS[model][0]])
     export = {"format": "peft", "folder": "."}
-    with built(settings(root, model, {}, {**save, **initial, "export": export}, adapter, 2), lora) as trainer:
+    with built(settings(root, model, {}, {**save, **initial, "export": export}, adapter, 2, layers), lora) as trainer:
         finish(trainer)
-    with loaded(root, model, "single") as trainer:
-        torch.save(trainer.model.state_dict(), root / model / "truth.pt")
-        (root / model / "next.json").write_text(json.dumps(next_step(trainer)))
+    with loaded(root, model, alone) as trainer:
+        torch.save(trainer.model.state_dict(), base.parent / "truth.pt")
+        (base.parent / "next.json").write_text(json.dumps(next_step(trainer)))
 
 
 def finish(trainer: Trainer) -> None:
@@ -50,14 +57,17 @@ def finish(trainer: Trainer) -> None:
 
 
 def loaded(root: Path, model: str, layout: str) -> Any:
-    sources = [{"path": str(root / model / "base" / "step-2")}, {"path": str(root / model / "adapter" / "step-2-peft")}]
-    config = settings(root, model, LAYOUTS[layout][1], {"initial_load": sources}, root / "nothing")
+    folder = place(root, model, depth(layout))
+    sources = [{"path": str(folder / "base/step-2")}, {"path": str(folder / "adapter/step-2-peft")}]
+    config = settings(
+        root, model, LAYOUTS[layout][1], {"initial_load": sources}, root / "nothing", layers=depth(layout)
+    )
     return built(config, from_tables([RUNS[model][0]]), load=True)
 
 
 def merged_into_base(root: Path, layout: str, adapter: Path) -> Any:
     """Build the model without converters, from its base and an adapter that is merged into it."""
-    sources = [{"path": str(root / "llama3/base/step-2")}, {"path": str(adapter), "load": "merge"}]
+    sources = [{"path": str(place(root, "llama3") / "base/step-2")}, {"path": str(adapter), "load": "merge"}]
     return built(settings(root, "llama3", LAYOUTS[layout][1], {"initial_load": sources}, root / "nothing"), load=True)
 
 
@@ -73,11 +83,12 @@ def assert_holds_part_of(truth: dict[str, torch.Tensor], trainer: Trainer) -> No
 @distributed(nproc=2)
 def adapter_steps_on_2(root: Path) -> None:
     """Load, resume and merge the adapter's own step, and load its DCP folder, in each of the layouts."""
-    truth, merged = (torch.load(root / "llama3" / name) for name in ("truth.pt", "merged.pt"))
-    step = root / "llama3/adapter/checkpoints/step-2"
+    folder = place(root, "llama3")
+    truth, merged = (torch.load(folder / name) for name in ("truth.pt", "merged.pt"))
+    step = folder / "adapter/checkpoints/step-2"
     for layout in ("fsdp", "tensor", "gpipe"):
         for adapter in (step, root / "dcp") if layout == "fsdp" else (step,):
-            sources = [{"path": str(root / "llama3/base/step-2")}, {"path": str(adapter)}]
+            sources = [{"path": str(folder / "base/step-2")}, {"path": str(adapter)}]
             checkpoint = {"initial_load": sources, "save": {"interval": 1}}
             config = settings(root, "llama3", LAYOUTS[layout][1], checkpoint, root / f"{layout}-{adapter.name}", 2)
             lora = from_tables([DENSE])
@@ -96,13 +107,14 @@ def adapter_steps_on_2(root: Path) -> None:
 
 
 def assert_loads_and_trains(root: Path, model: str, layout: str) -> None:
-    truth = torch.load(root / model / "truth.pt")
+    folder = place(root, model, depth(layout))
+    truth = torch.load(folder / "truth.pt")
     with loaded(root, model, layout) as trainer:
         assert_holds_part_of(truth, trainer)
         trained = set(trainer.trainable())
         named = [one for part in trainer.model_parts for one in part.named_parameters()]
         assert {fqn for fqn, p in named if p in trained} == {fqn for fqn, _ in named if "lora_" in fqn}
-        expected = json.loads((root / model / "next.json").read_text())
+        expected = json.loads((folder / "next.json").read_text())
         assert next_step(trainer) == pytest.approx(expected, rel=1e-5), layout
 
 
@@ -113,23 +125,30 @@ def everywhere(root: Path, num_ranks: int) -> None:
                 assert_loads_and_trains(root, model, layout)
 
 
-def test_a4_an_adapter_step_loads_resumes_and_merges_on_two_ranks(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with all sources."""
+    root = tmp_path_factory.mktemp("sources")
+    write_shapes(root)
+    for model in RUNS:
+        for alone in ("single", "deep"):
+            write_sources(root, model, alone)
+    return root
+
+
+def test_a4_an_adapter_step_loads_resumes_and_merges_on_two_ranks(root: Path) -> None:
     """A native adapter step under FSDP2, tensor and pipeline parallelism, merged too; a DCP folder under FSDP2."""
-    write_shapes(tmp_path)
-    write_sources(tmp_path, "llama3")
-    adapter = {name: value for name, value in torch.load(tmp_path / "llama3/truth.pt").items() if "lora_" in name}
+    folder = place(root, "llama3")
+    adapter = {name: value for name, value in torch.load(folder / "truth.pt").items() if "lora_" in name}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # dcp in one process, as meant here
-        dcp.save(adapter, checkpoint_id=tmp_path / "dcp")
-    with merged_into_base(tmp_path, "single", tmp_path / "llama3/adapter/checkpoints/step-2") as trainer:
-        torch.save(trainer.model.state_dict(), tmp_path / "llama3/merged.pt")
-    adapter_steps_on_2(tmp_path)
+        dcp.save(adapter, checkpoint_id=root / "dcp")
+    with merged_into_base(root, "single", folder / "adapter/checkpoints/step-2") as trainer:
+        torch.save(trainer.model.state_dict(), folder / "merged.pt")
+    adapter_steps_on_2(root)
 
 
-def test_a4_a_base_and_an_adapter_load_into_every_layout(tmp_path: Path) -> None:
+def test_a4_a_base_and_an_adapter_load_into_every_layout(root: Path) -> None:
     """Every shard has the bits of its place; loss and adapter gradients are those of one process."""
-    write_shapes(tmp_path)
-    for model in RUNS:
-        write_sources(tmp_path, model)
     for num_ranks in (1, 2, 4):
-        on_ranks(num_ranks, everywhere, tmp_path, num_ranks)
+        on_ranks(num_ranks, everywhere, root, num_ranks)

@@ -28,7 +28,7 @@ from titan_ckpt.training.trainer import Trainer
 from titan_ckpt.types import ModelConverter
 
 SIZES: dict[str, Any] = {
-    "dim": 30, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 44, "vocab_size": 301,
+    "dim": 30, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "ffn_dim": 44, "vocab_size": 301,
     "max_seq_len": 32, "rope_theta": 10_000.0,
 }  # fmt: skip
 SHAPES: dict[str, Llama3Config | Qwen3MoeConfig] = {
@@ -50,8 +50,6 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp": (2, {}),
     "tensor": (2, {"tensor_parallel": 2, "sequence_parallel": False}),
     "gpipe": (2, pipelined("GPipe")),
-    "1f1b": (2, pipelined("1F1B", pipeline_microbatches=4)),
-    "interleaved": (2, pipelined("Interleaved1F1B")),
     "experts": (2, {"expert_parallel": 2}),
     "hsdp": (4, {"data_parallel_replicate": 2}),
     "fsdp_and_tensor": (4, {"tensor_parallel": 2}),
@@ -59,24 +57,37 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
 }
 """Each with its number of ranks and its [parallel] table; `saves_for` says which saves each loads."""
 
+DEEP: dict[str, tuple[int, dict[str, Any]]] = {
+    "deep": (1, {}),
+    "interleaved": (2, pipelined("Interleaved1F1B")),
+    "pipeline_and_tensor": (4, pipelined("Interleaved1F1B", tensor_parallel=2)),
+    "experts_in_pipeline": (4, pipelined("GPipe", expert_parallel=2)),
+}
+"""Layouts of four layers, where ranks have two stages each, or each stage has experts; all others have two layers."""
+
 OTHERS: dict[str, tuple[int, dict[str, Any]]] = {
+    "1f1b": (2, pipelined("1F1B", pipeline_microbatches=4)),
     "context": (2, {"context_parallel": 2, "activation_checkpoint": "full"}),
     "copies": (2, {"data_parallel_replicate": 2, "activation_checkpoint": "selective"}),
     "fsdp_4": (4, {}),
     "context_and_tensor": (4, {"context_parallel": 2, "tensor_parallel": 2, "activation_checkpoint": "selective"}),
-    "pipeline_and_tensor": (4, pipelined("Interleaved1F1B", tensor_parallel=2)),
     "experts_and_fsdp": (4, {"expert_parallel": 2}),
     "experts_and_tensor": (4, {"expert_parallel": 2, "tensor_parallel": 2}),
     "experts_and_context": (4, {"expert_parallel": 2, "context_parallel": 2}),
     "experts_of_copies": (4, {"expert_parallel": 2, "data_parallel_replicate": 2}),
-    "experts_in_pipeline": (4, pipelined("GPipe", expert_parallel=2)),
 }
-"""Layouts that load what they, and a single process, have saved; Llama 3, Qwen3's dense part, only in a soak."""
+"""Layouts that load what they, and a single process, have saved."""
 
-LAYOUTS = MATRIX | OTHERS
+LAYOUTS = MATRIX | DEEP | OTHERS
+
+
+def depth(layout: str) -> int:
+    """Return how many layers the model has in a layout."""
+    return 4 if layout in DEEP else 2
 
 
 def layouts_of(model: str, num_ranks: int) -> list[str]:
+    """Return the layouts of so many ranks; Llama 3, Qwen3's dense part, is in all of them only in a soak."""
     return [
         name
         for name, (ranks, table) in LAYOUTS.items()
@@ -92,9 +103,15 @@ def saves_for(layout: str, model: str) -> list[str]:
     Llama 3 has the sizes of the mixture of experts, so how boxes of two layouts overlap is the same: only a soak loads
     each save of it in each layout.
     """
-    if layout == "single" or (layout in MATRIX and (model == "qwen3_moe" or SOAK)):
-        return [name for n in (1, 2, 4) for name in layouts_of(model, n) if name in MATRIX]
+    if layout in DEEP or layout == "single" or (layout in MATRIX and (model == "qwen3_moe" or SOAK)):
+        alike = DEEP if layout in DEEP else MATRIX
+        return [name for n in (1, 2, 4) for name in layouts_of(model, n) if name in alike]
     return ["single", layout]
+
+
+def shape_folder(root: Path, model: str, layers: int = 2) -> Path:
+    """Return the folder of a model's config.json."""
+    return root / f"{model}-{layers}"
 
 
 def settings(
@@ -104,6 +121,7 @@ def settings(
     checkpoint: Mapping[str, Any],
     output: Path,
     steps: int = STEPS,
+    layers: int = 2,
 ) -> RunConfig:
     world = dist.get_world_size() if dist.is_initialized() else 1
     share = world // prod(table.get(f"{axis}_parallel", 1) for axis in ("tensor", "pipeline", "context"))
@@ -113,7 +131,7 @@ def settings(
         RunConfig,
         {
             "output_folder": str(output),
-            "model": {"name": model, "folder": str(root / model)},
+            "model": {"name": model, "folder": str(shape_folder(root, model, layers))},
             "data": {"sequence_length": LENGTH, "cache_folder": str(root / "cache"), "tokenizer": 300},
             "training": {"steps": steps, "batch_size": SEQUENCES // share, "device": "cpu", "max_grad_norm": 1.0},
             "optimizer": {"lr": 3e-3, **({} if is_mixed else {"implementation": "fused"})},
@@ -125,9 +143,12 @@ def settings(
 
 
 def write_shapes(root: Path) -> None:
+    """Leave a config.json of every model, of two layers and of four."""
     for model, shape in SHAPES.items():
-        (root / model).mkdir()
-        (root / model / "config.json").write_text(json.dumps(shape.to_hf()))
+        for layers in (2, 4):
+            folder = shape_folder(root, model, layers)
+            folder.mkdir()
+            (folder / "config.json").write_text(json.dumps(replace(shape, num_layers=layers).to_hf()))
 
 
 @contextmanager
@@ -181,7 +202,8 @@ def assert_holds(trainer: Trainer, step: Path) -> None:
 def save_in(layout: str, model: str, root: Path) -> None:
     """Train a step, save, and leave what the next step's loss would be."""
     output = root / model / layout
-    config = settings(root, model, LAYOUTS[layout][1], {"save": {"interval": STEPS, "timeout_seconds": 60}}, output)
+    checkpoint = {"save": {"interval": STEPS, "timeout_seconds": 60}}
+    config = settings(root, model, LAYOUTS[layout][1], checkpoint, output, layers=depth(layout))
     with built(config) as trainer, managed(trainer):
         trainer.load()
         trainer.train()
@@ -192,8 +214,12 @@ def save_in(layout: str, model: str, root: Path) -> None:
 
 
 def load_in(layout: str, model: str, root: Path) -> None:
-    """Resume from the saves of other layouts in turn: the same bits, and the loss that their writer would have had."""
-    with built(settings(root, model, LAYOUTS[layout][1], {}, root / "nothing")) as trainer:
+    """Resume from the saves of other layouts in turn: the same bits, and the loss that their writer would have had.
+
+    The loss is measured after loads of what a single process has saved, and of what this layout has.
+    """
+    config = settings(root, model, LAYOUTS[layout][1], {}, root / "nothing", layers=depth(layout))
+    with built(config) as trainer:
         for saved in saves_for(layout, model):
             output = root / model / saved
             erase(trainer)
@@ -203,8 +229,9 @@ def load_in(layout: str, model: str, root: Path) -> None:
                 trainer.load()
                 assert trainer.state.step == STEPS
                 assert_holds(trainer, output / "checkpoints" / f"step-{STEPS}")
-            expected, _ = json.loads((output / "next.json").read_text())
-            assert next_loss(trainer) == pytest.approx(expected, abs=1e-6), (saved, layout)
+            if saved in (layout, "single", "deep"):
+                expected, _ = json.loads((output / "next.json").read_text())
+                assert next_loss(trainer) == pytest.approx(expected, abs=1e-6), (saved, layout)
 
 
 def erase(trainer: Trainer) -> None:
@@ -239,6 +266,7 @@ def assert_every_layout_loads_what_every_other_one_saves(model: str, root: Path)
     on_ranks(4, save_and_load, model, root, timeout_seconds=480)
     on_ranks(2, everywhere, load_in, model, root, timeout_seconds=240)
     everywhere(load_in, model, root)
-    losses = [json.loads(file.read_text()) for file in (root / model).glob("*/next.json")]
-    assert len(losses) == sum(len(layouts_of(model, n)) for n in (1, 2, 4))
-    assert all(one == pytest.approx(losses[0], rel=1e-4) for one in losses), losses
+    for layers, alone in ((2, "single"), (4, "deep")):
+        names = [name for n in (1, 2, 4) for name in layouts_of(model, n) if depth(name) == layers]
+        losses = {name: json.loads((root / model / name / "next.json").read_text()) for name in names}
+        assert all(one == pytest.approx(losses[alone], rel=1e-4) for one in losses.values()), losses

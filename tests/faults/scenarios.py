@@ -98,6 +98,13 @@ def quick_folder() -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+@contextmanager
+def copy_of(prepared: Path) -> Iterator[Path]:
+    """Yield a copy, in memory, of a folder that cases begin with."""
+    with quick_folder() as folder:
+        yield shutil.copytree(prepared, folder, symlinks=True, dirs_exist_ok=True)
+
+
 def kill_at(ordinal: int, act: Callable[[], object], moment: Moment = "before") -> None:
     """Run `act` in a process of its own, which is killed at one operation; fail if it was not reached."""
 

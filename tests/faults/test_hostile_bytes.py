@@ -29,7 +29,8 @@ from titan_ckpt.encoding.toml import read_toml
 from titan_ckpt.errors import CheckpointError
 from titan_ckpt.formats.huggingface.reader import read_config
 from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, lay_out, with_digests
+from titan_ckpt.formats.native.rank_file import lay_out
+from titan_ckpt.formats.native.sealed_file import BLOCK_BYTES, with_digests
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.tools.listing import list_run
@@ -243,16 +244,7 @@ def fault(read: Callable[[bytes], object], data: bytes) -> str | None:
     return None
 
 
-@pytest.fixture
-def frozen() -> Iterator[None]:
-    """Set aside what earlier tests of this process have left: thousands of collections would walk it each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
-@pytest.mark.usefixtures("frozen")
+@pytest.mark.usefixtures("nothing_old_to_collect")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_file_that_is_made_to_harm_is_read_or_refused_at_once(
     kind: Callable[[Path], tuple[Any, Callable[[bytes], object]]], tmp_path: Path

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import random
-import shutil
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +21,7 @@ from tests.faults.scenarios import (
     SEVERAL,
     SOAK,
     Scenario,
+    copy_of,
     judge,
     quick_folder,
     run_killed,
@@ -46,7 +45,8 @@ def violations(writer: Writer, scenario: Scenario, every: int = 1) -> Iterator[s
     """
     with quick_folder() as prepared:
         scenario.prepare(writer, prepared / "checkpoints")
-        with copy_of(prepared) as root:
+        with copy_of(prepared) as folder:
+            root = folder / "checkpoints"
             names = count_operations(lambda: writer.run(root, scenario.saves, lambda _: None, scenario.resume))
         assert len(names) > 10, "the shim counts nothing"
         for ordinal in range(0, len(names), every):
@@ -55,21 +55,13 @@ def violations(writer: Writer, scenario: Scenario, every: int = 1) -> Iterator[s
                     continue
                 if moment == "after" and every == 1 and ordinal + 1 < len(names) and not SOAK:
                     continue
-                with copy_of(prepared) as root:
+                with copy_of(prepared) as folder:
+                    root = folder / "checkpoints"
                     acknowledged, finished = run_killed(writer, scenario, root, KillAt(ordinal=ordinal, moment=moment))
                     assert not finished, f"operation {ordinal} was not reached"
                     if fault := judge(writer, root, scenario.legal(acknowledged), scenario.least):
                         operation = f"{moment} operation {ordinal} ({names[ordinal]})"
                         yield f"{writer.name}, {scenario.name}, {operation}: {fault}"
-
-
-@contextmanager
-def copy_of(prepared: Path) -> Iterator[Path]:
-    """Yield a copy of the checkpoints that a scenario begins with."""
-    with quick_folder() as folder:
-        if (prepared / "checkpoints").exists():
-            shutil.copytree(prepared / "checkpoints", folder / "checkpoints", symlinks=True)
-        yield folder / "checkpoints"
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
@@ -129,17 +121,19 @@ def test_being_killed_while_recovering_loses_nothing() -> None:
     writer = DirectoryWriter()
     again = Scenario("again", (), ((40, 9),))
     found = []
-    for first in range(13, 28):  # From the manifest to the last unlink of the expired step.
-        for second in range(0, 16, 1 if SOAK else 3):
-            with quick_folder() as folder:
-                root = folder / "checkpoints"
-                NEXT.prepare(writer, root)
-                acknowledged, finished = run_killed(writer, NEXT, root, KillAt(ordinal=first))
+    with quick_folder() as prepared:
+        NEXT.prepare(writer, prepared / "checkpoints")
+        for first in range(13, 28):  # From the manifest to the last unlink of the expired step.
+            with copy_of(prepared) as killed:
+                acknowledged, finished = run_killed(writer, NEXT, killed / "checkpoints", KillAt(ordinal=first))
                 assert not finished
-                more, _ = run_killed(writer, again, root, KillAt(ordinal=second))
-                legal: set[Save | None] = {more[-1]} if more else {*NEXT.legal(acknowledged), (40, 9)}
-                if fault := judge(writer, root, legal):
-                    found.append(f"{first}, {second}: {fault}")
+                for second in range(0, 16, 1 if SOAK else 3):
+                    with copy_of(killed) as folder:
+                        root = folder / "checkpoints"
+                        more, _ = run_killed(writer, again, root, KillAt(ordinal=second))
+                        legal: set[Save | None] = {more[-1]} if more else {*NEXT.legal(acknowledged), (40, 9)}
+                        if fault := judge(writer, root, legal):
+                            found.append(f"{first}, {second}: {fault}")
     assert found == []
 
 

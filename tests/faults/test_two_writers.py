@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults.scenarios import quick_folder
+from tests.faults.scenarios import copy_of, quick_folder
 from tests.faults.two_writers import (
     BEFORE,
     CASES,
@@ -21,11 +21,15 @@ from tests.faults.two_writers import (
 )
 
 
-def _raced(base: Path, case: Case, at: tuple[int, ...]) -> tuple[Run, Baton, int]:
-    """Let two runs meet; return what they did, and what a third one resumes."""
+def _begin(base: Path) -> None:
+    """Make the steps that are there before."""
     with manager_of("checkpoints", base) as manager:
         for step in BEFORE:
             manager.save(step)
+
+
+def _raced(base: Path, case: Case, at: tuple[int, ...]) -> tuple[Run, Baton, int]:
+    """Let two runs meet; return what they did, and what a third one resumes."""
     baton = Baton(*at)
     with every_operation(baton):
         done = race(baton, ["checkpoints"] * 2, base, case)
@@ -37,11 +41,13 @@ def _raced(base: Path, case: Case, at: tuple[int, ...]) -> tuple[Run, Baton, int
 @pytest.mark.timeout(14400)
 def test_a_successor_resumes_the_newest_acknowledged_step_whenever_it_comes(case: Case) -> None:
     """Or it is told, if a setting names an older one. It never fails because the other one goes on."""
-    with quick_folder() as base:
-        _, baton, _ = _raced(base, case, ())
-    faults = []
-    for at in positions(baton.counts, 30):
-        with quick_folder() as base:
-            done, _, newest = _raced(base, case, at)
-            faults += [f"{at}: {fault}" for fault in faults_of(done, case, newest)]
+    with quick_folder() as begun:
+        _begin(begun)
+        with copy_of(begun) as base:
+            _, baton, _ = _raced(base, case, ())
+        faults = []
+        for at in positions(baton.counts, 30):
+            with copy_of(begun) as base:
+                done, _, newest = _raced(base, case, at)
+                faults += [f"{at}: {fault}" for fault in faults_of(done, case, newest)]
     assert faults == []

@@ -86,12 +86,16 @@ def test_a_writer_process_that_outlives_its_trainer_commits_nothing(
 
 
 def test_a_stopped_writer_process_holds_nobody_without_a_bound(tmp_path: Path) -> None:
-    """It is named and killed after the timeout, and at the end without one. One that is busy has all the time."""
+    """It is named and killed after the timeout, and at the end without one. One that is busy has all the time.
+
+    It starts without torch, which takes seconds of a processor, and 200 MB on every rank.
+    """
     shared = SharedBuffer.allocate(1 << 20)
     layout = lay_out([("w", TensorInfo((1024,), torch.float32), Chunk.whole((1024,)))], 0, 1)
     shared.buffer.view[4096 : 4096 + len(layout.header)] = layout.header
     writer = WriterProcess(shared, timeout_seconds=2.0)
     assert len(writer.write(tmp_path / "first", layout, 4096)) == 32, "its start takes longer than the timeout"
+    assert "libtorch" not in Path(f"/proc/{writer._process.pid}/maps").read_text()
     os.kill(pid := writer._process.pid, signal.SIGSTOP)
     with pytest.raises(SaveError, match=f"second: the writer process {pid} has done nothing for 2 s and was killed"):
         writer.write(tmp_path / "second", layout, 4096)

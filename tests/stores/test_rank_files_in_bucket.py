@@ -25,8 +25,9 @@ from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.arena import StagedFile
 from titan_ckpt.formats.native.header import parse_header
-from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, LARGE_BYTES, lay_out, with_digests
+from titan_ckpt.formats.native.rank_file import LARGE_BYTES, lay_out
 from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.native.sealed_file import BLOCK_BYTES, with_digests
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.formats.reading import slices
 from titan_ckpt.formats.reading.engine import SliceReader

@@ -63,7 +63,7 @@ def asked_twice(ranges: list[tuple[str, int, int]]) -> int:
 def run_of(layout: str) -> Run:
     """Return a run that every rank holds whole, or of which two pairs of ranks hold a half each."""
     torch.manual_seed(0)
-    model = torch.nn.Linear(1024, 2048, bias=False)
+    model = torch.nn.Linear(768, 2048, bias=False)
     if layout == "hsdp":
         fully_shard(model, mesh=init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicas", "shards")))
     return Run(model, is_laid_out=True)
@@ -71,10 +71,10 @@ def run_of(layout: str) -> Run:
 
 @distributed(nproc=4)
 def save(folder: RunFolder, layout: str) -> None:
-    """Save a step of 8 MB of weights and 16 MB of moments."""
+    """Save a step of 6 MB of weights and 12 MB of moments: half of it is more than the least that is shared."""
     run = run_of(layout)
     with run.manager(folder, async_mode="disabled") as manager:
-        run.step(torch.ones(1, 1024))
+        run.step(torch.ones(1, 768))
         manager.save(1)
     state = run.state()
     if dist.get_rank() == 0:
@@ -107,7 +107,7 @@ def test_a_step_that_ranks_hold_alike_is_asked_for_once(
         on_ranks(inspect.unwrap(resume))(folder, layout, False)
         by_each, same_heads = proxy.take()
     asked, asked_by_each = (sum(stop - start for _, start, stop in ranges) for ranges in (once, by_each))
-    assert asked > 19e6 and asked_twice(once) < 0.001 * asked
+    assert asked > 14e6 and asked_twice(once) < 0.001 * asked
     assert asked_by_each == pytest.approx(copies * asked, rel=0.001)
     assert heads == same_heads
 
@@ -121,7 +121,7 @@ def read(folder: Path, url: str, store: StoreConfig, part: str) -> None:
         write_hf(place, values, line=line)
         return
     state = empty("tp" if part == "tp" else "replicated", values)
-    with patch.object(shared, "LEAST_RUN_BYTES", 0):
+    with patch.multiple(shared, LEAST_BYTES=0, LEAST_RUN_BYTES=0):
         load(state, place, line)
     assert not misplaced(state, values)
 
@@ -148,4 +148,4 @@ def test_a_folder_of_others_is_asked_for_once(form: str, part: str, s3: Server, 
         read(tmp_path, url, store, part)
         ranges, _ = proxy.take()
     assert not asked_twice(ranges)
-    assert sum(stop - start for _, start, stop in ranges) > 11e6
+    assert sum(stop - start for _, start, stop in ranges) > 2.8e6

@@ -36,6 +36,8 @@ class Memory(ObjectStore):
     scheme = "s3"
     settings = StoreConfig()
     concurrency = 4
+    small_bytes = MAX_SMALL_BYTES
+    """What a read returns whose caller gives no limit of its own."""
 
     def __init__(self) -> None:
         self.moments: list[Objects] = [{}]
@@ -65,7 +67,7 @@ class Memory(ObjectStore):
 
     def read(self, key: str, max_bytes: int = MAX_SMALL_BYTES) -> tuple[bytes, Version]:
         content, version = _read(self.moments[-1], key)
-        if len(content) > max_bytes:
+        if len(content) > (self.small_bytes if max_bytes == MAX_SMALL_BYTES else max_bytes):
             raise OSError(errno.EFBIG, f"larger than {max_bytes} bytes", self.url(key))
         return content, version
 
@@ -437,7 +439,8 @@ def test_no_export_is_published_whose_files_another_run_has_deleted(when: str) -
 def test_an_export_that_could_not_be_set_aside_is_so_by_the_next_try(failing: str, after: int) -> None:
     """Whichever request has failed, nobody can load the abandoned branch's export after the second call."""
     bucket, config = Memory(), ExportConfig("dcp", interval=1, folder="s3://box/e")
-    exports, weights = BucketExports(BucketPath(bucket, "e")), bytes(MAX_SMALL_BYTES + 1)
+    bucket.small_bytes = 1 << 16
+    exports, weights = BucketExports(BucketPath(bucket, "e")), bytes(bucket.small_bytes + 1)
     for step in (1, 2):
         exports.begin(f"step-{step}").publish(print, (".metadata", weights))
         exports.record(config, step)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from unittest import mock
 import pytest
 
 from tests.faults.two_writers import BEFORE, CASES, Baton, Case, Run, faults_of, manager_of, positions, race
-from tests.stores.test_survey import Memory
+from tests.stores.test_survey import Memory, Objects
 from titan_ckpt.config import StoreConfig
 from titan_ckpt.stores.objects import BucketPath, ObjectStore, Version
 
@@ -20,8 +21,9 @@ from titan_ckpt.stores.objects import BucketPath, ObjectStore, Version
 class Shared(Memory):
     """A bucket in memory whose requests, of many threads, come one after the other; each side is a `Side` of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, moments: Sequence[Objects] = ({},)) -> None:
         super().__init__()
+        self.moments = [*moments]
         self.guard = threading.RLock()
 
     def replace(self, key: str, data: bytes, version: Version) -> Version:  # type: ignore[override]
@@ -60,18 +62,31 @@ class Side(ObjectStore):
         locals()[request] = partialmethod(_ask, request)
 
 
-def _raced(base: Path, case: Case, at: Sequence[int]) -> tuple[Run, Baton, int]:
-    """Let two runs meet; return what they did, and what a third one resumes."""
-    bucket, baton = Shared(), Baton(*at)
+@contextmanager
+def _opened(bucket: Shared, baton: Baton | None = None) -> Iterator[None]:
+    """Let the runs at s3://0 and s3://1, which wait for their turns, and at s3://2 be in the bucket."""
     sides = {f"s3://{who}/run": Side(bucket, baton if who < 2 else None, who) for who in range(3)}  # type: ignore[abstract]
 
     def place_of(url: str, *_: object) -> BucketPath:
         return BucketPath(sides[url], "run")
 
     with mock.patch("titan_ckpt.manager.open_location", place_of):
-        with manager_of("s3://2/run", base) as manager:
-            for step in BEFORE:
-                manager.save(step)
+        yield
+
+
+def _begun(base: Path) -> Shared:
+    """Return a bucket with the steps that are there before."""
+    bucket = Shared()
+    with _opened(bucket), manager_of("s3://2/run", base) as manager:
+        for step in BEFORE:
+            manager.save(step)
+    return bucket
+
+
+def _raced(begun: Shared, base: Path, case: Case, at: Sequence[int]) -> tuple[Run, Baton, int]:
+    """Let two runs meet; return what they did, and what a third one resumes."""
+    baton = Baton(*at)
+    with _opened(Shared(begun.moments), baton):
         done = race(baton, ["s3://0/run", "s3://1/run"], base, case)
         with manager_of("s3://2/run", base, saves=False) as third:
             return done, baton, third.load().step
@@ -81,9 +96,10 @@ def _raced(base: Path, case: Case, at: Sequence[int]) -> tuple[Run, Baton, int]:
 @pytest.mark.timeout(14400)
 def test_a_successor_resumes_the_newest_acknowledged_step_whenever_it_comes(case: Case, tmp_path: Path) -> None:
     """Or it is told, if a setting names an older one. It never fails because the other one goes on."""
-    _, baton, _ = _raced(tmp_path, case, ())
+    begun = _begun(tmp_path)
+    _, baton, _ = _raced(begun, tmp_path, case, ())
     faults = []
     for at in positions(baton.counts, 30):
-        done, _, newest = _raced(tmp_path, case, at)
+        done, _, newest = _raced(begun, tmp_path, case, at)
         faults += [f"{at}: {fault}" for fault in faults_of(done, case, newest)]
     assert faults == []

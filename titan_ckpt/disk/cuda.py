@@ -90,7 +90,9 @@ def allocate_pinned(num_bytes: int) -> Buffer | None:
         logger.warning("no page-locked memory of %d bytes (%s): copies will be slower", num_bytes, error)
         return None
     address = tensor.data_ptr()
-    return Buffer(bytes_at(address, num_bytes), tensor, address) if address % ALIGNMENT == 0 else None
+    return (
+        Buffer(bytes_at(address, num_bytes), address, is_own=True, tensor=tensor) if address % ALIGNMENT == 0 else None
+    )
 
 
 class CopyStreams:

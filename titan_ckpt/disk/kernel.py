@@ -114,16 +114,17 @@ class Buffer:
 
     __slots__ = ("_tensor", "address", "is_own", "view")
 
-    def __init__(self, view: memoryview, tensor: torch.Tensor | None, address: int) -> None:
-        self.view, self._tensor, self.address, self.is_own = view, tensor, address, tensor is not None
+    def __init__(self, view: memoryview, address: int, *, is_own: bool, tensor: torch.Tensor | None = None) -> None:
+        self.view, self._tensor, self.address, self.is_own = view, tensor, address, is_own
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Made when it is asked for, if memory is another's: with several threads, each call of torch costs a wait."""
+        """Made when it is asked for: with several threads, each call of torch costs a wait."""
         if self._tensor is None:
-            import torch  # the commands that show a folder do not wait for it
+            import torch  # the commands that show a folder do not wait for it, and the writer process has none
 
-            self._tensor = torch.frombuffer(bytes_at(self.address, len(self.view)), dtype=torch.uint8)
+            memory = self.view if self.is_own else bytes_at(self.address, len(self.view))
+            self._tensor = torch.frombuffer(memory, dtype=torch.uint8) if memory else torch.empty(0, dtype=torch.uint8)
         return self._tensor
 
     @staticmethod
@@ -132,7 +133,7 @@ class Buffer:
         import numpy as np
 
         address = np.frombuffer(memory, np.uint8).ctypes.data if memory.readonly else address_of(memory)
-        return Buffer(memory, None, address)
+        return Buffer(memory, address, is_own=False)
 
     @staticmethod
     def allocate(num_bytes: int) -> Buffer:
@@ -142,13 +143,10 @@ class Buffer:
     @staticmethod
     def of(mapping: memoryview, num_bytes: int) -> Buffer:
         """Wrap memory of `map_memory`, which lives as long as the tensor or the view."""
-        import torch  # the commands that show a folder do not wait for it
-
         if num_bytes >= 2 << 20:
             with contextlib.suppress(OSError):  # a kernel without huge pages copies a little slower
                 advise(mapping, mmap.MADV_HUGEPAGE)
-        tensor = torch.frombuffer(mapping, dtype=torch.uint8, count=max(num_bytes, 1))[:num_bytes]
-        return Buffer(mapping[:num_bytes], tensor, tensor.data_ptr() if num_bytes else 0)
+        return Buffer(mapping[:num_bytes], address_of(mapping) if num_bytes else 0, is_own=True)
 
 
 @dataclass(frozen=True, slots=True)

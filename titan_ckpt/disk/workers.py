@@ -12,20 +12,21 @@ device 0, which belongs to another rank. So each thread of this package that may
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-import torch
-
-from titan_ckpt.disk import cuda
 from titan_ckpt.disk.files import IO_BYTES, NUM_WORKERS
 from titan_ckpt.disk.kernel import Buffer
 from titan_ckpt.errors import SaveError
+
+if TYPE_CHECKING:
+    import torch
 
 _LOOK_SECONDS = 1.0
 """Longest time between two looks at the flag, if an interrupt has left the lock taken."""
@@ -47,7 +48,8 @@ def as_here() -> Callable[[], None]:
     The copies of such a thread follow the work that this thread has enqueued, also on a stream of the user's own.
     Nothing is done without CUDA, and in a forked child, which cannot use it.
     """
-    if torch.cuda.is_initialized():
+    torch = sys.modules.get("torch")  # the writer process has none
+    if torch is not None and torch.cuda.is_initialized():
         return partial(torch.cuda.set_stream, torch.cuda.current_stream())
     return lambda: None
 
@@ -182,6 +184,8 @@ _uploads = _Uploads()
 
 def upload(values: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a copy on the device of a part of a bounce buffer, without waiting: the buffer is lent again after it."""
+    import torch
+
     is_cuda = device.type == "cuda"
     copied = values.to(device, non_blocking=is_cuda)
     if is_cuda:
@@ -203,6 +207,10 @@ def bounce_buffer() -> Iterator[Buffer]:
 
     There is at most one per worker, and two while devices read them: a worker fills one while the other is copied.
     """
+    import torch
+
+    from titan_ckpt.disk import cuda
+
     bounce = _take_bounce()
     if bounce.pinned is None and torch.cuda.is_initialized():
         bounce.buffer.tensor.zero_()

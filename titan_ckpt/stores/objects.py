@@ -17,6 +17,7 @@ from pathlib import PurePosixPath
 from typing import Self, TypeVar
 
 from titan_ckpt.disk.files import IO_BYTES, Reader, Writer
+from titan_ckpt.disk.workers import meanwhile, num_copy_workers, run_workers
 from titan_ckpt.errors import ExportError
 from titan_ckpt.stores.store import Place, Sealed, Store, StoreConfig, store_of
 
@@ -146,7 +147,6 @@ class ObjectStore(Store):
 
         A small file is all head. One that is not there is left to whoever reads it. Raises: StoreError.
         """
-        from titan_ckpt.disk.workers import run_workers
         from titan_ckpt.stores.object_files import HEAD_BYTES
 
         heads: dict[str, tuple[bytes, int]] = {}
@@ -203,7 +203,6 @@ class ObjectStore(Store):
         """
         import numpy as np
 
-        from titan_ckpt.disk.workers import num_copy_workers, run_workers
         from titan_ckpt.stores.object_files import PartMemory
 
         end = file.num_bytes - file.start
@@ -247,8 +246,6 @@ class ObjectStore(Store):
 
         If the work fails, requests that take long, because they are retried, may still be under way when this raises.
         """
-        from titan_ckpt.disk.workers import meanwhile, run_workers
-
         puts = partial(run_workers, files, lambda file: self.put_new(*file), len(files))
         with meanwhile(puts, patience=_PATIENCE_SECONDS):
             return work()

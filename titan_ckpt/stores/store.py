@@ -25,6 +25,7 @@ from typing import Annotated, Any, ClassVar, Protocol, Self, TypeVar
 from titan_ckpt.disk import posix
 from titan_ckpt.disk.files import IO_BYTES, FileReader, FileWriter, Reader, Writer
 from titan_ckpt.disk.kernel import Buffer
+from titan_ckpt.disk.workers import run_workers
 from titan_ckpt.encoding.paths import Whole, Written, hub_folder, is_uri, require
 from titan_ckpt.encoding.toml import Check, Checked, ForeignKeys
 from titan_ckpt.errors import CheckpointError, CorruptCheckpointError
@@ -249,8 +250,6 @@ class Posix(Store):
 
     def write_sealed(self, place: Path, file: Sealed, num_workers: int) -> None:
         """Write the rest while it is in the processor's cache, and then the head. Its entry is not durable yet."""
-        from titan_ckpt.disk.workers import run_workers  # imports torch, and a list of steps does not wait for it
-
         end = file.num_bytes - file.start
 
         with FileWriter.create(place, file.num_bytes) as writer:

@@ -13,7 +13,7 @@ from tests.converter_sets import FLOAT8, LORA
 from titan_ckpt.converters import LoRAConfig, LoRAConverter, from_tables
 from titan_ckpt.models import qwen3
 from titan_ckpt.testing import ConverterTests, distributed
-from titan_ckpt.testing.converters import _close
+from titan_ckpt.testing.converters import _TINY, LookalikeLlama, _close
 from titan_ckpt.types import ModelConverter
 
 DA4W: dict[str, Any] = {"kind": "qat", "scheme": "int8_dynamic_act_int4_weight"}
@@ -49,6 +49,10 @@ class Laws(ConverterTests):
     def make_converter(self) -> ModelConverter:
         return from_tables(self.tables)
 
+    def make_model(self) -> nn.Module:
+        """Return a model of two layers only where a setting names one of them."""
+        return LookalikeLlama(replace(_TINY, num_layers=1 + ("layers." in str(self.tables))))
+
 
 class LawsByItself(ConverterTests):
     """For one converter without a container, which would keep laws that its converter breaks."""
@@ -60,7 +64,7 @@ class LawsByItself(ConverterTests):
 
 class LawsOnQwen3(Laws):
     def make_model(self) -> nn.Module:
-        shape = replace(qwen3.FLAVORS["debug-2m"], dim=64, num_layers=2, head_dim=16, ffn_dim=128)
+        shape = replace(qwen3.FLAVORS["debug-2m"], dim=64, num_layers=1, head_dim=16, ffn_dim=128)
         return qwen3.Qwen3(replace(shape, vocab_size=96, max_seq_len=32))
 
 

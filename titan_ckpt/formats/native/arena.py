@@ -21,7 +21,7 @@ from titan_ckpt.disk import cuda, kernel
 from titan_ckpt.disk.files import IO_BYTES
 from titan_ckpt.disk.kernel import ALIGNMENT, Buffer, SharedBuffer, round_up
 from titan_ckpt.disk.workers import BackgroundCall, Latch, num_copy_workers, run_workers
-from titan_ckpt.formats.native.rank_file import write_rank_file
+from titan_ckpt.formats.native.sealed_file import write_rank_file
 from titan_ckpt.formats.native.writer import Places, Segments, WritePlan
 from titan_ckpt.formats.native.writer_process import WriterProcess
 from titan_ckpt.geometry.chunks import Block, LazyTensor, info_of, sharding_of

@@ -25,15 +25,12 @@ from titan_ckpt.encoding.typed_json_reader import TENSOR_DTYPES
 from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.formats.native.rank_file import (
     CARRIERS,
-    DIGEST_AT,
-    DIGEST_CHARS,
     DTYPE_NAMES,
     FORMAT_VERSION,
     MAX_HEADER_BYTES,
-    NO_DIGEST,
-    PREFIX,
     STORED_DTYPES,
 )
+from titan_ckpt.formats.native.sealed_file import DIGEST_AT, DIGEST_CHARS, NO_DIGEST, PREFIX
 from titan_ckpt.formats.reading.engine import Blocks
 from titan_ckpt.geometry.chunks import Chunk, Entry, Shape, TensorInfo, dtype_name
 from titan_ckpt.process import gc_paused

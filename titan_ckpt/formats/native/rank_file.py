@@ -1,40 +1,37 @@
-"""A rank's file: the layout of its entries, the space for its digests, and its writing.
+"""A rank's file: the layout of its entries and the space for its digests.
 
-Owns the layout that docs/format-rank-file.md describes; header.py reads it.
-
-The file is a safetensors file. The digests of the data section are known only after it is written, but the header
-stands before it. So their space is fixed when the file is laid out, as zeros, and `with_digests` fills it at the end.
-The header's own digest covers the digests of all blocks, so it stands for the whole file (a tree of two levels).
-
-It is written from pieces of its data section, which come from live memory, from the arena or from a writer process, or
-from a stream of tensors that are computed meanwhile. Both ways hash each block while it is in the processor's cache.
+Owns the layout that docs/format-rank-file.md describes; sealed_file.py writes it, header.py reads it.
 """
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-import xxhash
 
 from titan_ckpt import progress
 from titan_ckpt.directory.manifest import FileRecord
 from titan_ckpt.directory.names import rank_file_name
-from titan_ckpt.disk.files import NUM_WORKERS
 from titan_ckpt.disk.kernel import ALIGNMENT, round_up
 from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.errors import StateEncodingError
+from titan_ckpt.formats.native.sealed_file import (
+    BLOCK_BYTES,
+    BLOCKS_KEY,
+    DIGEST_CHARS,
+    NO_DIGEST,
+    PREFIX,
+    write_rank_file,
+)
 from titan_ckpt.formats.safetensors import container
 from titan_ckpt.geometry.chunks import Chunk, LazyTensor, Shape, TensorInfo, as_bytes, blocks_of, dtype_name, info_of
-from titan_ckpt.stores.store import Place, store_of
+from titan_ckpt.stores.store import Place
 
 FORMAT_VERSION = 1
-BLOCK_BYTES = 1 << 20
-"""Bytes of the data section per digest: so few that a resharded load reads little more than it needs."""
 
 LARGE_BYTES = 64 * BLOCK_BYTES
 """Data sections from this size on start at a multiple of BLOCK_BYTES: requests for whole blocks can then be cut where a
@@ -56,22 +53,7 @@ CARRIERS: Mapping[torch.dtype, tuple[torch.dtype, int]] = {
 """Dtypes that not all safetensors readers know -> (dtype that carries their bytes, carriers per element)."""
 STORED_DTYPES = (*DTYPE_NAMES, *CARRIERS)
 
-PREFIX = b'{"__metadata__":{"titan_ckpt.digest":"'
-DIGEST_AT = 8 + len(PREFIX)
-DIGEST_CHARS = 32
-NO_DIGEST = b"0" * DIGEST_CHARS
-_BLOCKS_KEY = b'","titan_ckpt.blocks":"'
 _quoted = json.encoder.encode_basestring
-
-
-def with_digests(header: bytes, block_digests: Sequence[str]) -> tuple[bytes, str]:
-    """Return a header with the digests of all blocks, and its own digest, which stands for the whole file."""
-    made = bytearray(header)
-    at = DIGEST_AT + DIGEST_CHARS + len(_BLOCKS_KEY)
-    made[at : at + DIGEST_CHARS * len(block_digests)] = "".join(block_digests).encode()
-    digest = xxhash.xxh3_128_hexdigest(made)
-    made[DIGEST_AT : DIGEST_AT + DIGEST_CHARS] = digest.encode()
-    return bytes(made), digest
 
 
 def in_file_order(info: TensorInfo, chunk: Chunk) -> tuple[bool, int]:
@@ -114,7 +96,7 @@ def lay_out(
         metadata["titan_ckpt.elsewhere"] = _compact(infos)
     tensors = _tensor_rows(names, chunks, sizes)
     blocks = b"0" * (DIGEST_CHARS * -(-data_bytes // BLOCK_BYTES))
-    head = PREFIX + NO_DIGEST + _BLOCKS_KEY + blocks + b'",' + _compact(metadata).encode()[1:]
+    head = PREFIX + NO_DIGEST + BLOCKS_KEY + blocks + b'",' + _compact(metadata).encode()[1:]
     text = b"".join([head, b"," if tensors else b"", tensors, b"}"])
     length = round_up(8 + len(text), BLOCK_BYTES if data_bytes >= LARGE_BYTES else ALIGNMENT) - 8
     if length > MAX_HEADER_BYTES:
@@ -181,68 +163,6 @@ def _kind_of_row(dtype: torch.dtype, shape: Shape) -> str:
 
 def _compact(value: Any) -> str:
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False)
-
-
-Pieces = Callable[[int, int], AbstractContextManager[memoryview]]
-"""(start, stop) -> these bytes of the data section, in aligned memory, padded to a multiple of the alignment."""
-Views = Callable[[int, int], Sequence[memoryview] | None]
-"""(start, stop) -> these bytes in memory that does not change until the file is written; None if they are not there."""
-
-
-def write_rank_file(
-    path: Place,
-    layout: container.Layout,
-    pieces: Pieces,
-    num_workers: int = NUM_WORKERS,
-    views: Views = lambda *_: None,
-) -> str:
-    """Write a new file and return its digest. The file is durable when this returns; its entry in the folder is not.
-
-    `pieces` is called once for each piece; with one worker in order, with several from their threads. A store that must
-    have the header first takes `views`; where there are none, it calls `pieces` twice, once for the digests.
-    Raises: OSError; the file is then incomplete and its attempt must be abandoned.
-    """
-    file = _RankFile(layout, pieces, views)
-    store_of(path).write_sealed(path, file, num_workers)
-    return file.digest
-
-
-class _RankFile:
-    """A rank's file as a store writes it: its header is known when every block of its data has been digested."""
-
-    digest = ""
-    """That of the whole file, once it is sealed."""
-
-    def __init__(self, layout: container.Layout, pieces: Pieces, views: Views) -> None:
-        self.num_bytes = layout.num_bytes
-        self.start = len(layout.header)
-        self.pieces = pieces
-        self.views = views
-        self._header = layout.header
-        self._digests = [""] * -(-(layout.num_bytes - self.start) // BLOCK_BYTES)
-
-    def see(self, views: Sequence[memoryview], start: int) -> None:
-        _digest(views, start, self._digests)
-
-    def seal(self) -> bytes:
-        header, self.digest = with_digests(self._header, self._digests)
-        return header
-
-
-def _digest(views: Sequence[memoryview], start: int, digests: list[str]) -> None:
-    """Note the digests of a piece's blocks; it lies in several views and begins at byte `start` of the data section."""
-    index, left = start // BLOCK_BYTES, BLOCK_BYTES
-    state = xxhash.xxh3_128()
-    for view in views:
-        at = 0
-        while at < len(view):
-            part = view[at : at + left]
-            state.update(part)
-            at, left = at + len(part), left - len(part)
-            digests[index] = state.hexdigest()
-            if not left:
-                state.reset()
-                index, left = index + 1, BLOCK_BYTES
 
 
 def write_stream(folder: Place, tensors: Mapping[str, torch.Tensor | LazyTensor], count: progress.Count) -> FileRecord:

@@ -26,7 +26,8 @@ from titan_ckpt.disk.workers import bounce_buffer
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.distributed.sharing import Replicas, Share, divide
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.formats.native.rank_file import STORED_DTYPES, in_file_order, lay_out, write_rank_file
+from titan_ckpt.formats.native.rank_file import STORED_DTYPES, in_file_order, lay_out
+from titan_ckpt.formats.native.sealed_file import write_rank_file
 from titan_ckpt.formats.safetensors.container import Layout
 from titan_ckpt.geometry.boxes import boxes_of_range
 from titan_ckpt.geometry.chunks import (

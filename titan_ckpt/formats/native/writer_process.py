@@ -20,13 +20,12 @@ from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from titan_ckpt.disk.kernel import Buffer, SharedBuffer, map_memory, round_up
 from titan_ckpt.encoding.named import import_named
 from titan_ckpt.errors import SaveError
-from titan_ckpt.formats.native.rank_file import write_rank_file
-from titan_ckpt.formats.safetensors.container import Layout
+from titan_ckpt.formats.native.sealed_file import Headed, write_rank_file
 from titan_ckpt.stores.store import OTHERS, Place, StoreConfig, open_location, store_of
 
 _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2}
@@ -43,7 +42,7 @@ _LOOK_SECONDS = 1.0
 
 
 class WriterProcess:
-    """The trainer's end. Creating it starts the process, which may take seconds; only a write waits for it."""
+    """The trainer's end. Creating it starts the process, which imports no torch; only a write waits for it."""
 
     def __init__(self, shared: SharedBuffer, timeout_seconds: float = 1800.0) -> None:
         """Start a process that maps `shared`. `timeout_seconds`: how long it may do nothing during a write."""
@@ -74,7 +73,7 @@ class WriterProcess:
         """Return whether it can take a request: it lives, and an interrupt has left no answer in the pipe."""
         return self._process.poll() is None and not self._is_answering
 
-    def write(self, path: Place, layout: Layout, header_at: int) -> str:
+    def write(self, path: Place, layout: Headed, header_at: int) -> str:
         """Let the process write a file and return its digest. The file is durable then.
 
         The shared memory holds the data at its start and the unsealed header at `header_at`.
@@ -153,13 +152,20 @@ def _processor_time(pid: int) -> str:
     return ""
 
 
+class _Head(NamedTuple):
+    """A file as a request describes it."""
+
+    header: bytes
+    num_bytes: int
+
+
 def serve(shared: Buffer, trainer: int) -> None:
     """Answer requests from standard input until it ends or the process `trainer` has ended."""
     for line in _requests(trainer):
         request = json.loads(line)
         header_at = request["header_at"]
         header = bytes(shared.view[header_at : header_at + request["header_bytes"]])
-        layout = Layout(header, {}, request["num_bytes"])
+        layout = _Head(header, request["num_bytes"])
         answer: dict[str, object]
         try:
             if kind := request["kind"]:  # the trainer has named it in OTHERS

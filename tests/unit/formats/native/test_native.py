@@ -29,8 +29,9 @@ from titan_ckpt.errors import (
 )
 from titan_ckpt.formats.native.arena import StagedFile
 from titan_ckpt.formats.native.header import header_bytes
-from titan_ckpt.formats.native.rank_file import BLOCK_BYTES, STORED_DTYPES
+from titan_ckpt.formats.native.rank_file import STORED_DTYPES
 from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.native.sealed_file import BLOCK_BYTES
 from titan_ckpt.formats.native.writer import WritePlan
 from titan_ckpt.geometry.chunks import Block, Chunk
 

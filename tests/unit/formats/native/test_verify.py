@@ -19,8 +19,9 @@ from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
 from titan_ckpt.directory.names import rank_file_name
 from titan_ckpt.disk.kernel import Buffer, round_up
 from titan_ckpt.errors import CheckpointNotFoundError, CorruptCheckpointError
-from titan_ckpt.formats.native.rank_file import lay_out, write_rank_file
+from titan_ckpt.formats.native.rank_file import lay_out
 from titan_ckpt.formats.native.reader import NativeReader
+from titan_ckpt.formats.native.sealed_file import write_rank_file
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 from titan_ckpt.tools.verifying import verify_step
 

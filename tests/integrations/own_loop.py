@@ -119,7 +119,7 @@ def run_summed(folder: str, way: str) -> None:
                     optimizer.step()
                     manager.save(1)
         found.append([parameter.grad.clone() for parameter in network.parameters()])
-    gc.unfreeze()
+    gc.freeze()  # again what the manager had to look through, which later collections would walk
     assert all(map(torch.equal, *found))
 
 

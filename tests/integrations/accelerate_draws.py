@@ -18,7 +18,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, skip_first_batches
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import DataLoaderConfiguration, GradientAccumulationPlugin, set_seed
 from datasets import Dataset
 from torch import nn
@@ -26,6 +25,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from tests.integrations.accelerate_runs import Counted, wait
+from tests.integrations.phases import forget
 from tests.world import gathered, heard
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.errors import ConfigError
@@ -217,8 +217,7 @@ def loader_of(case: dict[str, Any]) -> Any:
 
 
 def accelerator_of(case: dict[str, Any]) -> Accelerator:
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+    forget()
     accumulating = {name: case[name] for name in ACCUMULATING}
     return Accelerator(
         cpu=True,

@@ -16,7 +16,6 @@ from unittest import mock
 import pytest
 import torch
 from accelerate import Accelerator, ParallelismConfig, skip_first_batches
-from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import (
     AORecipeKwargs,
     AutocastKwargs,
@@ -43,7 +42,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import DataLoader
 from transformers import DistributedConfig, LlamaConfig, LlamaForCausalLM
 
-from tests.integrations.phases import die_at, leave_behind
+from tests.integrations.phases import die_at, forget, leave_behind
 from tests.integrations.trainer_runs import fsdp2_on_a_cpu
 from titan_ckpt import CheckpointConfig, RunGuard, SaveConfig
 from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError
@@ -277,8 +276,6 @@ CASES = OF_LOADERS | OF_PLUGINS | OF_FSDP2
 def run(folder: str, interval: int, stopped_at: int | None, name: str, *, kills: bool = False) -> None:
     """Train; write the weights, the rates and the samples of each step."""
     case, path, rank = CASES[name], Path(folder), int(os.environ.get("RANK", 0))
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
     # accelerate knows meshes on accelerators alone, and does nothing for them that needs one
     with fsdp2_on_a_cpu(), mock.patch.object(ParallelismConfig, "_validate_accelerator"):
         given = {"gradient_accumulation_steps": case.accumulated, **case.accelerator()}
@@ -452,8 +449,7 @@ def run_left(folder: str) -> None:
     for is_told in (False, True):
         found: dict[str, Any] = {}
         for part in ("whole", "resumed"):
-            AcceleratorState._reset_state(True)
-            GradientState._reset_state()
+            forget()
             set_seed(5)
             accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
             prepared: Any = accelerator.prepare(*built(), DataLoader(Still(), 10, shuffle=True))
@@ -498,8 +494,7 @@ def run_evaluated(folder: str) -> None:
     for name, of_evaluation in EVALUATED.items():
         found = {}
         for part, steps in (("whole", 7), ("resumed", 2), ("resumed", 7)):
-            AcceleratorState._reset_state(True)
-            GradientState._reset_state()
+            forget()
             accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
             set_seed(5)
             evaluated, limit = of_evaluation()

@@ -6,7 +6,6 @@ import gc
 import json
 import os
 import re
-import shutil
 from collections.abc import Iterator
 from datetime import timedelta
 from itertools import chain, repeat
@@ -26,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.integrations.accelerate_runs import Late
-from tests.integrations.phases import die_at
+from tests.integrations.phases import die_at, join
 from tests.world import Value, heard, names_in
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
 from titan_ckpt.components.items.exchange_order import ExchangeOrder, wrappers_of
@@ -52,16 +51,11 @@ class Numbered(torch.utils.data.Dataset[tuple[int, torch.Tensor]]):
         return index, self.values[index] + 0.1 * torch.rand(4)
 
 
-def copied(folder: str, source: str) -> None:
-    """Let another run go on from the same checkpoints."""
-    shutil.copytree(Path(source, "checkpoints"), Path(folder, "checkpoints"))
-
-
 def run(folder: str, way: str, interval: int, killed_at: int | None) -> None:
     """Train; write the samples of each step, then the weights."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     if ranks > 1:
-        dist.init_process_group("gloo")
+        join()
     rank = dist.get_rank() if ranks > 1 else 0
     torch.manual_seed(0)
     model = network = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
@@ -125,13 +119,13 @@ def run_summed(folder: str, way: str) -> None:
                     optimizer.step()
                     manager.save(1)
         found.append([parameter.grad.clone() for parameter in network.parameters()])
-    gc.unfreeze()
+    gc.freeze()  # again what the manager had to look through, which later collections would walk
     assert all(map(torch.equal, *found))
 
 
 def run_joined(folder: str, killed_at: int | None) -> None:
     """Train on a batch more on each rank than on the one before, by torch's Join; save where all have some."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    join()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 1))
     network, rank = DistributedDataParallel(model), dist.get_rank()
@@ -174,7 +168,7 @@ def run_apart(folder: str) -> None:
 
 def run_older(folder: str) -> None:
     """Go on from a step of a version that held no order: the log says that sums may round otherwise."""
-    dist.init_process_group("gloo")
+    join()
     config = CheckpointConfig(save=SaveConfig(interval=1))
     for is_told in (False, dist.get_rank() == 0):
         network = DistributedDataParallel(Late())
@@ -242,7 +236,7 @@ class Made(TorchDispatchMode):
 
 def run_order(folder: str) -> None:
     """See the order read without memory for gradients, and what no pass of zeros could give back refused by name."""
-    dist.init_process_group("gloo")
+    join()
     late, config = Late(), CheckpointConfig(save=SaveConfig(interval=1))
     optimizer = torch.optim.AdamW(late.parameters())
     with CheckpointManager(config, model_parts=[late], optimizers=[optimizer], base_folder=folder) as manager:

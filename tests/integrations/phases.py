@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
+from accelerate.state import AcceleratorState, GradientState
 
 from tests.forked import fork
 
@@ -89,8 +90,21 @@ def _play(programs: Any, phases: Sequence[Phase], rank: int, port: int, done: me
             dist.init_process_group("gloo")  # once: what torch keeps of a mesh has the names of its groups
     for phase in phases:
         with mock.patch.dict(os.environ):  # accelerate and Lightning set some of it, and delete some
+            forget()
             getattr(programs, phase.function)(phase.folder, *phase.arguments)
         done[rank] += 1
+
+
+def forget() -> None:
+    """Let accelerate begin as in a new process."""
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def join() -> None:
+    """Join the other ranks by gloo, unless phases before have."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
 
 
 def _free_port() -> int:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tests.integrations.phases import Phase, play
+from tests.integrations.phases import Phase, play_together
 
 
 class Run(NamedTuple):
@@ -22,10 +22,10 @@ class Run(NamedTuple):
 
 
 def played(module: str, run: Run, root: Path) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Play a run whole, killed and resumed; return for each rank the results of the resumed and of the whole run."""
+    """Play a run whole and killed, and resumed in new processes; return each rank's results, resumed and whole."""
     parts = (("whole", None), ("resumed", run.killed_at), ("resumed", None))
     phases = [Phase(run.function, str(root / part), run.ranks, (run.interval, at)) for part, at in parts]
-    whole, killed, resumed = play(module, phases)
+    whole, killed, resumed = play_together(module, phases)
     assert whole == resumed == [0] * run.ranks
     # a rank that still waits for one that has killed itself ends with a PeerError
     assert -signal.SIGKILL in killed

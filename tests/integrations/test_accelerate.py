@@ -53,16 +53,21 @@ def assert_same(root: Path, case: str, ranks: int, *_: int) -> None:
         assert found["num_read"] <= 0.8 * whole["num_read"], case
 
 
-@pytest.mark.parametrize(("name", "ranks"), KILLED)
-def test_a_killed_loop_goes_on_bit_for_bit(name: str, ranks: int, tmp_path: Path) -> None:
-    """SIGKILL, and a new process."""
+@pytest.mark.parametrize("ranks", sorted({ranks for _, ranks in KILLED}))
+def test_killed_loops_go_on_bit_for_bit(ranks: int, tmp_path: Path) -> None:
+    """SIGKILL, and a new process, which then plays the next case."""
     interval, stop = 2, 5
-    parts = (("whole", None), ("resumed", stop), ("resumed", None))
-    phases = [Phase("run_killed", str(tmp_path / part), ranks, (interval, at, name)) for part, at in parts]
-    whole, killed, resumed = play(MODULE, phases)
-    assert whole == resumed == [0] * ranks
-    assert -signal.SIGKILL in killed and 0 not in killed
-    assert_same(tmp_path, name, ranks)
+    names = [name for name, of_ranks in KILLED if of_ranks == ranks]
+    phases = [
+        Phase("run_killed", str(tmp_path / name / part), ranks, (interval, at, name))
+        for name in names
+        for part, at in (("whole", None), ("resumed", stop), ("resumed", None))
+    ]
+    codes = play_together(MODULE, phases)
+    for name, (whole, killed, resumed) in zip(names, zip(*[iter(codes)] * 3, strict=True), strict=True):
+        assert whole == resumed == [0] * ranks, name
+        assert -signal.SIGKILL in killed and 0 not in killed, name
+        assert_same(tmp_path / name, name, ranks)
 
 
 @pytest.mark.parametrize("ranks", sorted({run[1] for run in RUNS}))

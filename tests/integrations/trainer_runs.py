@@ -33,7 +33,7 @@ from transformers import (
 )
 from trl import SFTConfig, SFTTrainer
 
-from tests.integrations.phases import leave_behind
+from tests.integrations.phases import join, leave_behind
 from titan_ckpt import CheckpointConfig, ExportConfig, SaveConfig
 from titan_ckpt.errors import BaseMismatchError
 from titan_ckpt.integrations.transformers import attach
@@ -235,7 +235,7 @@ def number_of_words(completions: list[str], **_: Any) -> list[float | None]:
 def run_parallel(folder: str, interval: int, killed_at: int | None) -> None:
     """Train on four ranks with FSDP2 over tensor parallelism, in which transformers loads a model."""
     path, data = Path(folder), Tokens(18)
-    torch.distributed.init_process_group("gloo")
+    join()
     torch.manual_seed(0)
     one_layer = LlamaForCausalLM(LlamaConfig(**SHAPE | {"num_hidden_layers": 1}))
     one_layer.save_pretrained(base := path / "base")  # rank 0 alone writes

@@ -30,13 +30,13 @@ def assets(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     folder = tmp_path_factory.mktemp("assets")
-    words = {"<unk>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(3, 2000)}
+    words = {"<unk>": 0, "<bos>": 1, "<eos>": 2} | {f"w{i}": i for i in range(3, 500)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "<bos>", "eos_token": "<eos>"}))
     drawn = random.Random(0)
-    lines = [" ".join(f"w{drawn.randrange(3, 2000)}" for _ in range(100)) for _ in range(64)]
+    lines = [" ".join(f"w{drawn.randrange(3, 500)}" for _ in range(100)) for _ in range(64)]
     (folder / "data").mkdir()
     (folder / "data" / "text.json").write_text("\n".join(json.dumps({"text": line}) for line in lines))
     return folder

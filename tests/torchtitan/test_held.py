@@ -221,7 +221,7 @@ class Numbers(BaseDataLoader):
     def __iter__(self) -> Iterator[Any]:
         while True:
             self.at += 1
-            rows = torch.randint(3, 2000, self.shape, generator=torch.Generator().manual_seed(self.at))
+            rows = torch.randint(3, 500, self.shape, generator=torch.Generator().manual_seed(self.at))
             positions = torch.arange(self.shape[1] - 1).expand(self.shape[0], -1)
             yield {"input": rows[:, :-1], "positions": positions}, rows[:, 1:].clone()
 

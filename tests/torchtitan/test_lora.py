@@ -34,7 +34,7 @@ FSDP, TP = {"data_parallel_shard": 2}, {"tensor_parallel": 2, "data_parallel_sha
 FLAVOUR = "llama3_debugmodel_float8_emulate_lora"
 LAST: dict[str, Any] = {"last_save_model_only": True, "last_save_in_hf": True}
 BOTH: dict[str, Any] = {**LAST, "last_save_adapter": "both"}
-TOKENS = torch.randint(3, 2000, (2, 16), generator=torch.Generator().manual_seed(3))
+TOKENS = torch.randint(3, 500, (2, 16), generator=torch.Generator().manual_seed(3))
 
 
 MODULES = ("wqkv", "wo", "w1", "w2", "w3", "lm_head")

@@ -253,10 +253,10 @@ def _lifecycle(assets: Path, folder: Path) -> None:
     def seed(trainer: Any) -> None:
         trainer.checkpointer.save(curr_step=0, last_step=True)
 
-    first = train(config(assets, folder / "seed", steps=0, create_seed_checkpoint=True), then=seed)
+    first = train(config(assets, folder / "seed", layers=2, steps=0, create_seed_checkpoint=True), then=seed)
     assert steps_in(folder / "seed") == [0]
     shutil.copytree(folder / "seed", folder / "run")
-    other = config(assets, folder / "run", steps=0)
+    other = config(assets, folder / "run", layers=2, steps=0)
     other.debug.seed = 5
     answers: list[bool] = []
     started = train(other, then=lambda trainer: answers.append(trainer.checkpointer.load()))
@@ -270,18 +270,19 @@ def _lifecycle(assets: Path, folder: Path) -> None:
         trainer.checkpointer.maybe_wait_for_saving()
         saved.append(trainer.checkpointer.save_future is None)
 
-    run = train(config(assets, folder / "run", steps=3, keep_latest_k=2, **settings), then=wait)
+    run = train(config(assets, folder / "run", layers=2, steps=3, keep_latest_k=2, **settings), then=wait)
     assert saved == [True]
     assert steps_in(folder / "run") == [0, 2, 3]
     path: dict[str, Any] = {"initial_load_path": str(folder / "run/checkpoint/step-3")}
-    again = train(config(assets, folder / "again", steps=0, load_only=True, **path))
+    again = train(config(assets, folder / "again", layers=2, steps=0, load_only=True, **path))
     same_tensors(again.model, {name: value.bfloat16().float() for name, value in run.model.items()})
     assert not (folder / "again").exists()
     with pytest.raises(CheckpointError, match="step 3 holds model weights only"):
-        train(config(assets, folder / "run", steps=4, load_step=3))
+        train(config(assets, folder / "run", layers=2, steps=4, load_step=3))
     with pytest.raises(CheckpointError, match="step 7 is not there; committed steps: 0, 2, 3"):
-        train(config(assets, folder / "run", steps=4, load_step=7))
-    kept = train(config(assets, folder / "run", steps=2, load_only=True, exclude_from_loading=["train_state"]))
+        train(config(assets, folder / "run", layers=2, steps=4, load_step=7))
+    left_out: dict[str, Any] = {"load_only": True, "exclude_from_loading": ["train_state"]}
+    kept = train(config(assets, folder / "run", layers=2, steps=2, **left_out))
     assert kept.step == 2
     assert len(kept.losses) == 2  # its own counter was left out of the load, so it trained two steps again
 

@@ -13,7 +13,7 @@ import datetime
 import math
 import pathlib
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,7 +148,9 @@ class _Encoder:
             return {"$defaultdict": [name, self._pairs(value, path, depth)]}
         return {f"${kind.__name__}": self._pairs(value, path, depth)}
 
-    def _items(self, values: Iterable[Any], path: str, depth: int) -> list[Json]:
+    def _items(self, values: Collection[Any], path: str, depth: int) -> list[Json]:
+        if {*map(type, values)} == {int} and all(x.bit_length() <= _PLAIN_INT_BITS for x in (min(values), max(values))):
+            return [*values]  # every save has the 625 numbers of Python's generator
         return [self.encode(item, f"{path}[{index}]", depth) for index, item in enumerate(values)]
 
     def _pairs(self, values: Mapping[Any, Any], path: str, depth: int) -> list[Json]:

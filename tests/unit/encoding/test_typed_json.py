@@ -427,3 +427,10 @@ def test_keys_of_one_hash_are_refused_when_they_are_stored() -> None:
         assert loads(dumps(few)) == few
     with pytest.raises(StateEncodingError, match=r"state\.seen: 101 keys have the same hash, at most 100 are allowed"):
         dumps({"seen": {k * (2**61 - 1): 0 for k in range(101)}})
+
+
+@pytest.mark.parametrize("large", [2**63, -(2**63), 2**80])
+def test_a_list_of_integers_keeps_those_that_need_more_than_63_bits(large: int) -> None:
+    """Others in it stay plain numbers."""
+    assert encode([1, large, -3]) == [1, {"$int": hex(large)}, -3]
+    assert encode((True, 1)) == {"$tuple": [True, 1]}

@@ -146,7 +146,7 @@ class RunState:
         if others := [] if "optimizer" in left_out else schedules.of_other_optimizers(self._lr_schedulers, optimizers):
             raise LoadMismatchError(
                 f"{listed(others)}, which is not among the optimizers of the manager: no step would hold its state. "
-                "Pass it, optimizers=[...], or leave optimizers out by checkpoint.components"
+                'Pass it, optimizers=[...], or settings whose components leave "optimizer" out'
             )
         if self.trained is not None and "states" not in left_out:
             self.trained.check_scalers(self.states.values())

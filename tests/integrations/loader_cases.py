@@ -71,6 +71,22 @@ class Plain(torch.utils.data.Dataset[int]):
         return index
 
 
+class Remembering(Plain):
+    """Numbers that say how many were read before, which their state says."""
+
+    num_read = 0
+
+    def __getitem__(self, index: int) -> int:
+        self.num_read += 1
+        return index + 100 * self.num_read
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_read": self.num_read}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_read = state["num_read"]
+
+
 class Stream(IterableDataset[int]):
     """Numbers one after another; its position is the next one."""
 
@@ -221,6 +237,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "a sampler around another": lambda: DataLoader(Plain(10), 2, sampler=Around()),
     "stateful": lambda: StatefulDataLoader(Numbers(), 2, shuffle=True, generator=torch.Generator().manual_seed(3)),
     "stateful, a sampler of torch": lambda: StatefulDataLoader(Plain(9), 2, sampler=RandomSampler(Plain(9))),
+    "a loader of the user's own": lambda: Own(),
+    "stateful, data with a state": lambda: StatefulDataLoader(Remembering(10), 2, sampler=Jumping()),
+    "stateful, data with a state, a worker": lambda: StatefulDataLoader(Remembering(10), 2, sampler=Jumping(), **KEPT),
     "stateful, a stream with a length": lambda: StatefulDataLoader(Sized(), 2),
     "stateful, a worker": lambda: StatefulDataLoader(Plain(10), 2, sampler=RandomSampler(Plain(10)), **KEPT),
     "a shuffled stream, workers": lambda: DataLoader(shuffled(), 2, num_workers=2),
@@ -277,6 +296,10 @@ class Jumping(Sampler[int]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.at, self.seed = state["at"], state["seed"]
+
+
+class Own(Jumping):
+    """The same as a loader of the user's own."""
 
 
 class Early(Jumping):

@@ -31,7 +31,9 @@ from tests.integrations.loader_cases import (
     Estimated,
     Jittered,
     Numbers,
+    Own,
     Plain,
+    Remembering,
     Shared,
     Sized,
     Stream,
@@ -215,6 +217,8 @@ def test_next_epoch_right_after_a_load_leaves_the_epoch_that_was_resumed_or_is_r
     ("over", "name"),
     [
         (lambda: StatefulDataLoader(Stream(), 2), "Stream"),
+        (lambda: StatefulDataLoader(Remembering(10), 2), "Remembering"),
+        (Own, "Own"),
         (lambda: DataLoader(Plain(10), 2, sampler=StatefulDistributedSampler(Plain(10), 1, 0)), "StatefulDistributed"),
     ],
 )

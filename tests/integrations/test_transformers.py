@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard
+from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from tests.integrations.loader_cases import Sized
@@ -20,6 +21,7 @@ from titan_ckpt import CheckpointConfig, ExportConfig
 from titan_ckpt.encoding.typed_json import MAX_INLINE_BYTES
 from titan_ckpt.errors import LoadMismatchError
 from titan_ckpt.formats.safetensors.container import read_header
+from titan_ckpt.integrations.loop import Restored
 from titan_ckpt.integrations.transformers.attach import TitanCheckpoint
 from titan_ckpt.integrations.transformers.known import HOOKS, problems
 from titan_ckpt.integrations.transformers.loader import TrainerLoader
@@ -194,6 +196,14 @@ def test_completions_are_held_between_generations_and_where_they_fit(caplog: pyt
     assert [state and state["held"] for state in states] == [held, None, None]
     assert [record.getMessage()[:22] for record in caplog.records] == ["step 5: the completion"]
     assert completions_of(trainer()) is None
+
+
+def test_a_step_asks_an_object_of_the_users_by_the_method_that_it_has_then() -> None:
+    """A hook of the training may wrap the method, after the manager has been built."""
+    value = nn.Linear(1, 1)
+    state, own = Restored(value), value.state_dict
+    vars(value)["state_dict"] = lambda: {**own(), "more": 1}
+    assert state.state_dict().keys() == {"weight", "bias", "more"}
 
 
 def test_completions_are_not_divided_among_another_number_of_ranks() -> None:

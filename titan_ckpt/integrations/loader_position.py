@@ -170,7 +170,8 @@ class PositionedLoader:
         if self.at_end and not self._is_before_end:
             return
         lost = [sampler for sampler in self._random.samplers() if is_of_torchdata(sampler)]
-        lost += [self.inner.dataset] if self._reading.source is self.inner and self._reading.keeps_state else []
+        is_lost = self._reading.source is self.inner and self._reading.keeps_state
+        lost += [getattr(self.inner, "dataset", self.inner)] if is_lost else []
         refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if self.num_batches))
         if self._resumed and self.num_batches:
             is_at_position = self._reading.source is None and not self.read_again and self._resumed["now"]["random"]

@@ -61,7 +61,8 @@ class Reading:
         is_stream, is_asked = isinstance(data, IterableDataset), source is loader
         self._loader, self._stream, self._allow, self._data = loader, stream, allow, data
         self.source, self.why_again, self.reads_on = source, why_again, is_asked or not is_stream
-        self.keeps_state = is_stream and not hasattr(data, "_starting_state_dict")  # none of datasets does
+        is_of_datasets = hasattr(data, "_starting_state_dict")  # whose streams begin alike
+        self.keeps_state = (is_stream or is_asked) and not is_of_datasets
         # torchdata's loader reads the entries of a sampler that stands for a stream from their start
         self._counts_again = is_asked and is_stream and is_of_torchdata(loader) and loader.num_workers > 0
         self.random = LoaderRandom(loader, stream, gives_state=is_asked)

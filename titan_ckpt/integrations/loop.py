@@ -122,8 +122,12 @@ class Restored:
     """The state of an object of the user's own, which a hook may set anew when a resumed training begins."""
 
     def __init__(self, value: Any) -> None:
-        self._value, self.state_dict = value, value.state_dict
+        self._value = value
         self._loaded: dict[str, Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the object's own, by the method that it has now."""
+        return self._value.state_dict()  # type: ignore[no-any-return]  # the user's
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give it to the object, and keep a copy."""

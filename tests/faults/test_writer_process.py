@@ -23,6 +23,7 @@ from titan_ckpt.disk.kernel import SharedBuffer
 from titan_ckpt.errors import SaveError
 from titan_ckpt.formats.native.rank_file import lay_out
 from titan_ckpt.formats.native.writer_process import WriterProcess
+from titan_ckpt.formats.safetensors.container import Layout
 from titan_ckpt.geometry.chunks import Chunk, TensorInfo
 
 HOOK = Path(__file__).parent / "in_writer_process"
@@ -90,9 +91,7 @@ def test_a_stopped_writer_process_holds_nobody_without_a_bound(tmp_path: Path) -
 
     It starts without torch, which takes seconds of a processor, and 200 MB on every rank.
     """
-    shared = SharedBuffer.allocate(1 << 20)
-    layout = lay_out([("w", TensorInfo((1024,), torch.float32), Chunk.whole((1024,)))], 0, 1)
-    shared.buffer.view[4096 : 4096 + len(layout.header)] = layout.header
+    shared, layout = of_one_page()
     writer = WriterProcess(shared, timeout_seconds=2.0)
     assert len(writer.write(tmp_path / "first", layout, 4096)) == 32, "its start takes longer than the timeout"
     assert "libtorch" not in Path(f"/proc/{writer._process.pid}/maps").read_text()
@@ -105,6 +104,28 @@ def test_a_stopped_writer_process_holds_nobody_without_a_bound(tmp_path: Path) -
     os.kill(writer._process.pid, signal.SIGSTOP)
     writer.close()
     kernel.close(shared.fd)
+
+
+def test_a_writer_process_imports_nothing_of_the_working_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file there has the name of a module that the writer needs; the trainer's path does not name the folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path])
+    Path("xxhash.py").write_text("raise AssertionError")
+    shared, layout = of_one_page()
+    writer = WriterProcess(shared)
+    assert len(writer.write(tmp_path / "file", layout, 4096)) == 32
+    writer.close()
+    kernel.close(shared.fd)
+
+
+def of_one_page() -> tuple[SharedBuffer, Layout]:
+    """Return an arena with zeros and, at byte 4096, the header of a file."""
+    shared = SharedBuffer.allocate(1 << 20)
+    layout = lay_out([("w", TensorInfo((1024,), torch.float32), Chunk.whole((1024,)))], 0, 1)
+    shared.buffer.view[4096 : 4096 + len(layout.header)] = layout.header
+    return shared, layout
 
 
 def test_a_writer_process_ends_with_its_trainer_though_a_fork_holds_its_line() -> None:

@@ -48,9 +48,9 @@ def as_here() -> Callable[[], None]:
     The copies of such a thread follow the work that this thread has enqueued, also on a stream of the user's own.
     Nothing is done without CUDA, and in a forked child, which cannot use it.
     """
-    torch = sys.modules.get("torch")  # the writer process has none
-    if torch is not None and torch.cuda.is_initialized():
-        return partial(torch.cuda.set_stream, torch.cuda.current_stream())
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)  # the writer process has none; another thread may import it
+    if cuda is not None and cuda.is_initialized():
+        return partial(cuda.set_stream, cuda.current_stream())
     return lambda: None
 
 

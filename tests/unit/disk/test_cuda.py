@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -113,6 +115,14 @@ def test_every_thread_uses_the_device_and_the_stream_of_its_caller(fake: FakeCud
     handle.start()
     handle.wait()
     assert seen == {0: "training", 1: "training"}
+
+
+def test_workers_start_while_another_thread_imports_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module is known from the begin of its import, and has its parts later."""
+    monkeypatch.setitem(sys.modules, "torch", ModuleType("torch"))
+    done: list[int] = []
+    run_workers(range(2), done.append, 2)
+    assert sorted(done) == [0, 1]
 
 
 def staged(num_bytes: int) -> tuple[Arena, Places, list[torch.Tensor]]:

@@ -32,7 +32,8 @@ _OF_THE_TRAINER = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1,
 """Signals that the writer blocks: the trainer answers them, and may need the writer to finish the save in flight."""
 
 _MAIN = f"from {__name__} import main; main()"
-"""Not `-m`, which would warn that the package has imported the module before."""
+"""Not `-m`, which would warn that the package has imported the module before. With `-P`, or the working folder would
+come first, which is on the trainer's path only where that says so."""
 
 _ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": ""}
 """The process sees no device, so that nothing it imports can take memory of one."""
@@ -52,14 +53,14 @@ class WriterProcess:
         try:  # the call that blocks them may raise: it lets a signal that came before it be handled
             signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_TRAINER)  # inherited, so blocked from the start
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN, str(shared.fd), str(len(shared.buffer.view)), str(os.getpid())],
+                [sys.executable, "-P", "-c", _MAIN, str(shared.fd), str(len(shared.buffer.view)), str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,  # without a lock, which a forked process would inherit locked
                 pass_fds=[shared.fd],
                 env=os.environ
                 | _ENVIRONMENT
-                | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},  # where it found us
+                | {"PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)},  # where it found us
                 start_new_session=True,  # a Ctrl-C reaches the trainer alone, which may finish the save in flight
             )
         finally:

@@ -401,7 +401,12 @@ def stream(number: int, shards: int = 3, *, shuffled: bool = False) -> Any:
     """Return sequences that datasets reads one after another, in three pieces, and changes by the batch."""
     rows = Dataset.from_dict({"input_ids": Tokens(number).ids.tolist()}).to_iterable_dataset(num_shards=shards)
     rows = rows.shuffle(7, buffer_size=4) if shuffled else rows
-    return rows.map(lambda some: {**some, "labels": some["input_ids"]}, batched=True, batch_size=5)
+    return rows.map(labelled, batched=True, batch_size=5)
+
+
+def labelled(some: dict[str, Any]) -> dict[str, Any]:
+    """Return a batch with its labels: a function that worker processes can be sent, however they are started."""
+    return {**some, "labels": some["input_ids"]}
 
 
 class Looking(TrainerCallback):

@@ -14,6 +14,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.faults.forked_ranks import Ranks, outcome, run
 from titan_ckpt.distributed import coordinator
@@ -454,3 +455,17 @@ def test_one_exchange_costs_milliseconds() -> None:
         return sorted(seconds)[25]
 
     assert max(run(2, body)) < 0.03
+
+
+@pytest.mark.parametrize("kind", ["file", "memory", "tcp"])
+def test_a_rank_that_does_not_come_is_waited_for_in_vain_in_every_store(kind: str, tmp_path: Path) -> None:
+    """A FileStore, as of `init_method="file://..."`, says so by another error than the others."""
+    stores: dict[str, Any] = {
+        "file": lambda: dist.FileStore(str(tmp_path / "store"), 1),
+        "memory": dist.HashStore,
+        "tcp": lambda: dist.TCPStore("127.0.0.1", 0, is_master=True),
+    }
+    store = dist.PrefixStore("job", stores[kind]())
+    assert not coordinator._arrive(store, ["absent"], 0.1)
+    store.set("there", "1")
+    assert coordinator._arrive(store, ["there"], 10)

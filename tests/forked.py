@@ -18,6 +18,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,6 +27,12 @@ import torch._dynamo  # the first optimizer imports it: most of a second in ever
 import torch.distributed as dist
 
 from titan_ckpt.testing import ranks
+
+with suppress(ImportError):
+    from tqdm.std import TqdmDefaultWriteLock  # type: ignore[import-untyped]
+
+    # a process that is killed while it draws a bar must not keep the lock from all others
+    TqdmDefaultWriteLock.mp_lock = None
 
 
 @functools.cache

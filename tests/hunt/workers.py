@@ -201,10 +201,10 @@ def _fork_writers(line: socket.socket) -> None:
 
 
 def _be_writer(arguments: list[str], fds: list[int], parent: int) -> None:
-    """Become what `python -c program shared-fd size trainer` is, with the pipes as standard input and output."""
+    """Become what `python -P -c program shared-fd size trainer` is, with the pipes as standard input and output."""
     code = 1
     try:
-        _, program, _, size, _, wanted = arguments
+        *_, program, _, size, _, wanted = arguments
         high = [os.dup(fd) for fd in fds]
         for fd, to in zip(high, (0, 1, int(wanted)), strict=True):
             os.dup2(fd, to)

@@ -29,6 +29,7 @@ def work(url: str, store: StoreConfig, folder: Path) -> None:
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         distribute_module(run.model, mesh, lambda _, module, mesh: _shard(module, mesh))
         run.optimizer = torch.optim.AdamW(run.model.parameters())
+        run.scheduler = torch.optim.lr_scheduler.LambdaLR(run.optimizer, lambda step: 1 / (1 + step))
     with run.manager(folder, folder=place, store=store, save=SaveConfig(interval=1)) as manager:
         _mark(store, "start")
         manager.load()

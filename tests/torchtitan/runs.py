@@ -6,8 +6,6 @@ import gc
 import logging
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -23,7 +21,6 @@ import torch
 
 from tests.torchtitan import cpu as cpu  # before torchtitan
 from tests.world import differing, whole
-from titan_ckpt.formats.native import writer_process
 from titan_ckpt.formats.native.arena import StagedFile
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
 from titan_ckpt.testing.ranks import RankError
@@ -49,29 +46,6 @@ _SMALLER: dict[tuple[str, object], int] = {
 distributed = partial(_distributed, timeout_seconds=500.0)  # a run takes seconds, and minutes on a busy machine
 init_logger()
 logging.getLogger().setLevel(logging.WARNING)
-
-
-def _write_in_a_fork(arguments: list[str], *, pass_fds: list[int], env: dict[str, str], **options: Any) -> Any:
-    """Start a writer process with what this one has imported, which takes a new interpreter two seconds of CPU."""
-    arena = os.dup(*pass_fds)  # a fork gives up the descriptors that this package has opened
-
-    def act() -> None:
-        try:
-            os.closerange(3, arena)
-            os.closerange(arena + 1, os.sysconf("SC_OPEN_MAX"))
-            os.environ.update(env)
-            sys.argv, sys.stdin = ["-c", str(arena), *arguments[4:]], os.fdopen(0)
-            writer_process.main()
-        finally:
-            os._exit(0)
-
-    try:
-        return subprocess.Popen(arguments, preexec_fn=act, **options)
-    finally:
-        os.close(arena)
-
-
-writer_process.__dict__["subprocess"] = SimpleNamespace(**vars(subprocess) | {"Popen": _write_in_a_fork})
 torchtitan.trainer.time = SimpleNamespace(**vars(time) | {"sleep": lambda _: None})  # it sleeps when it has ended
 
 

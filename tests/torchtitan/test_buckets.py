@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from tests.stores import servers
 from tests.torchtitan.runs import Run, config, distributed, same, same_tensors, train
 from titan_ckpt import StoreConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
-from titan_ckpt.formats.native import writer_process
 from titan_ckpt.integrations.torchtitan import TitanCheckpointer
 from titan_ckpt.stores.objects import BucketPath
 from titan_ckpt.stores.store import open_location
@@ -40,7 +38,6 @@ def _steps(url: str, store: StoreConfig) -> list[int]:
 @distributed(2)
 def _run(assets: Path, folder: Path, endpoint: str) -> None:
     os.environ.update(servers.CREDENTIALS)
-    writer_process.__dict__["subprocess"] = subprocess  # it is an interpreter of its own, as outside of tests
     store = StoreConfig(endpoint=endpoint, retry_seconds=5.0)
 
     def made(dump: str, **settings: Any) -> Any:

@@ -564,6 +564,13 @@ STREAMS: dict[str, Callable[[], Any]] = {
 """Operation, and how it is called -> a stream. Each has at least two batches of two."""
 
 
+def end_workers(loader: PositionedLoader) -> None:
+    """End the worker processes of a loader now: a collection of garbage waits 5 s for each that it comes upon."""
+    for iterator in (getattr(loader.inner, "_iterator", None), getattr(loader._reading, "_iterator", None)):
+        if hasattr(iterator, "_shutdown_workers"):
+            iterator._shutdown_workers()
+
+
 def difference(make: Callable[[], Any], saved: Collection[int]) -> str:
     """Return where a resumed loader differs from one that was not stopped, "" if nowhere.
 
@@ -578,12 +585,14 @@ def difference(make: Callable[[], Any], saved: Collection[int]) -> str:
         whole.append(next(run))
         if step in saved:
             stored[step] = typed_json.dumps(loader.state_dict())
+    end_workers(loader)
     for step, state in stored.items():
         resumed = PositionedLoader(make())
         resumed.load_state_dict(typed_json.loads(state))
         torch.rand(3)
         run = steps(resumed)
         found = [next(run) for _ in whole[step:]]
+        end_workers(resumed)
         if found != whole[step:]:
             return f"after batch {step}: {found} in place of {whole[step:]}"[:300]
     return ""

@@ -40,6 +40,7 @@ from tests.integrations.loader_cases import (
     Told,
     by_own_generator,
     drawing,
+    end_workers,
     judge,
     judge_sampler,
     judge_stream,
@@ -344,8 +345,9 @@ def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_m
 
     assert judge(loader, (1, 2, 3, 4, 5, 7, 8)) == ("exact", "")
     torch.manual_seed(1)
-    run = steps(PositionedLoader(loader()))
+    run = steps(whole := PositionedLoader(loader()))
     rows = [next(run) for _ in range(9)]
+    end_workers(whole)
     torch.manual_seed(1)
     state: Any = None
     for number, row in enumerate(rows):  # each in a run of its own
@@ -354,6 +356,7 @@ def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_m
             position.load_state_dict(state)
         assert next(steps(position)) == row, number
         state = deepcopy(position.state_dict())
+        end_workers(position)
 
 
 def test_a_save_right_after_a_load_is_of_the_position_that_was_loaded() -> None:

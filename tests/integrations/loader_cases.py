@@ -567,7 +567,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
 def end_workers(loader: PositionedLoader) -> None:
     """End the worker processes of a loader now: a collection of garbage waits 5 s for each that it comes upon."""
     for iterator in (getattr(loader.inner, "_iterator", None), getattr(loader._reading, "_iterator", None)):
-        if hasattr(iterator, "_shutdown_workers"):
+        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
 
 

@@ -1,4 +1,4 @@
-"""What belongs to this whole process: its random number generators, and its cyclic garbage collector.
+"""Owns what belongs to this whole process: its random number generators, and its cyclic garbage collector.
 
 Owns their state, and how a block of code keeps or pauses them. The generators are those of Python, of NumPy, and of
 torch on the CPU and on all CUDA devices.

@@ -37,7 +37,7 @@ class Memory(ObjectStore):
     settings = StoreConfig()
     concurrency = 4
     small_bytes = MAX_SMALL_BYTES
-    """What a read returns whose caller gives no limit of its own."""
+    """A read whose caller gives no limit of its own returns so many bytes."""
 
     def __init__(self) -> None:
         self.moments: list[Objects] = [{}]

@@ -44,7 +44,7 @@ _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 
 
 class _Following(Enum):
-    """What is known of the batch after the one that was returned.
+    """Says what is known of the batch after the one that was returned.
 
     UNKNOWN: nothing but the length of the epoch. ANOTHER: there is one, whatever the length says. NONE_HERE: there is
     none on this rank; others may have one. NONE: there is none.

@@ -66,7 +66,7 @@ class DueSave:
     def numbers(self, rank: int) -> dict[str, float]:
         """Return the metrics that are finite. Every rank calls it, because a value may ask the others.
 
-        What is no number is refused on rank 0; a save that no later one makes up for is made without it.
+        A metric that is no number is refused on rank 0; a save that no later one makes up for is made without it.
         Raises: CheckpointError naming all of it.
         """
         finite, wrong = _finite(self.metrics)

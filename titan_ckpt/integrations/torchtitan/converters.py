@@ -1,4 +1,4 @@
-"""What has converted the model of a torchtitan Trainer: this package's LoRA, QAT and Float8, or torchtitan's own LoRA.
+"""Finds what has converted a torchtitan Trainer's model: this package's LoRA, QAT and Float8, or torchtitan's own LoRA.
 
 Those of this package change the model that its config builds. Owns what torchtitan wants of every module of a model:
 initial values, and placements under tensor parallelism; and the discovery of the modules that its own LoRA has adapted,

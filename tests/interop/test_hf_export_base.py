@@ -118,13 +118,21 @@ def test_what_only_a_base_can_say_needs_one(tmp_path: Path) -> None:
         ExportConfig("dcp", dtype="original")
 
 
-def test_what_only_a_base_can_say_is_not_forgotten_when_it_goes(tmp_path: Path, base: Path) -> None:
-    """An export was in the dtypes of training when the base's folder was gone."""
-    exports = (ExportConfig("hf", dtype="original", interval=1),)
+@pytest.mark.parametrize("dtype", ["original", None])
+def test_what_only_a_base_can_say_is_not_forgotten_when_it_goes(
+    tmp_path: Path, base: Path, caplog: pytest.LogCaptureFixture, dtype: Literal["original"] | None
+) -> None:
+    """An export was in the dtypes of training when the base's folder was gone, or silently had no tokenizer."""
+    exports = (ExportConfig("hf", dtype=dtype, interval=1),)
     sources = [InitialLoadConfig(str(base), cast=True)]
     with world.manager(tmp_path, Llama3(CONFIG), initial_load=sources, export=exports, async_mode="disabled") as m:
         m.load()
+        assert "tokenizer" not in caplog.text
         base.rename(tmp_path / "elsewhere")
+        if dtype is None:
+            m.save(1)
+            assert f"{base}: not there, so the export gets no tokenizer from it" in caplog.text
+            return
         with pytest.raises(ExportError, match=r"base: no Hugging Face folder is there any more"):
             m.save(1)
         (tmp_path / "elsewhere").rename(base)

@@ -327,6 +327,8 @@ class Exporter:
         assets: Place | None = Path(config.assets) if config.assets else transforms.assets
         if assets is None and base is not None and base.path.is_dir():
             assets = base.path
+        if assets is None and (gone := [source.path for source in self.initial_load if self._located(source) is None]):
+            logger.warning("%s: not there, so the export gets no tokenizer from it", listed(gone, ", "))
         quantizer = quantizer_of(self.model.converter) if config.quantized else None
         groups: Sequence[FileGroup] = transforms.to_file(tensors, self.model.converter, _dtype(config, base))
         format_ = HuggingFaceFormat(
@@ -344,13 +346,19 @@ class Exporter:
 
     def source(self) -> tuple[InitialLoadConfig, Place] | None:
         """Return the Hugging Face folder (or file) that the run's weights came from, if there is exactly one."""
-        found: list[tuple[InitialLoadConfig, Place]] = []
-        for source in self.initial_load:
-            with contextlib.suppress(CheckpointNotFoundError):
-                path = locate(open_source(source.path, self.store, source.revision))
-                if (source.format or detect_format(path)) == "hf":
-                    found.append((source, path))
+        found = [
+            (source, path)
+            for source in self.initial_load
+            if (path := self._located(source)) is not None and (source.format or detect_format(path)) == "hf"
+        ]
         return found[0] if len(found) == 1 else None
+
+    def _located(self, source: InitialLoadConfig) -> Place | None:
+        """Return where the source lies, or None if it is not there (any more)."""
+        try:
+            return locate(open_source(source.path, self.store, source.revision))
+        except CheckpointNotFoundError:
+            return None
 
 
 @contextlib.contextmanager

@@ -78,7 +78,7 @@ def write_run_file(command: Init) -> str:
     if command.model is not None and not has_model:
         other = "leave it out, or train the model on with titan-ckpt init finetune, lora or qat"
         problems.append(f"{command.kind} starts from random values; --model has no place in it: {other}")
-    refuse(*problems, source="titan-ckpt init")
+    refuse(*problems, source="init")
     known = {"output_folder": _free_folder(template, command.file), "corpus": str(command.data or "builtin")}
     if has_model:
         known["folder"] = str(command.model or "models/base")

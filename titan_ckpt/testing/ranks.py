@@ -271,7 +271,7 @@ def _rank_body(job: _Job, rank: int) -> None:
     # A rank that leaves closes its connections, and a slower rank would report that as a failure.
     if store.add(_DONE, 1) == job.nproc:
         store.set(_END, "all done")
-    store.wait([_END], timeout)
+    store.wait([_END], timeout + timedelta(seconds=30))  # the watcher, which may run late, says who hangs
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -7,7 +7,6 @@ process is forked from one that has imported everything, because to start an int
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import os
 import signal
@@ -25,6 +24,7 @@ import torch.distributed as dist
 
 from tests.faults.scenarios import quick_folder
 from tests.hunt.programs import Program
+from titan_ckpt.process import freeze_imports
 from titan_ckpt.testing import ranks
 
 HANG_SECONDS = 30.0
@@ -103,7 +103,7 @@ class Workers:
 def _serve(line: Any, rank: int, world: int, port: int, stack: str, parent: int) -> None:
     """Carry out programs until the line is closed."""
     os.setsid()
-    gc.freeze()
+    freeze_imports()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")

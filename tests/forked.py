@@ -26,6 +26,7 @@ import torch
 import torch._dynamo  # the first optimizer imports it: most of a second in every fork
 import torch.distributed as dist
 
+from titan_ckpt.process import freeze_imports
 from titan_ckpt.testing import ranks
 
 with suppress(ImportError):
@@ -208,7 +209,7 @@ class Job:
 def _run(
     main: Callable[..., int | None], arguments: tuple[Any, ...], output: str, folder: str, environment: dict[str, str]
 ) -> None:
-    gc.freeze()
+    freeze_imports()
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]  # it may start its own
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)

@@ -239,6 +239,22 @@ def gc_paused() -> Iterator[None]:
             gc.enable()
 
 
+_not_frozen: list[list[Any]] = []
+"""A list that holds itself, so that the collector finds it until gc.freeze() sets it aside."""
+
+
+def freeze_imports() -> None:
+    """Keep the collector away from what this process has imported: `has_frozen` then tells only of what came later."""
+    gc.freeze()
+    _not_frozen[:] = [[]]
+    _not_frozen[0].append(_not_frozen[0])
+
+
+def has_frozen() -> bool:
+    """Return whether gc.freeze() has set aside objects, which takes long if there are many: it counts them."""
+    return not gc.get_referrers(*_not_frozen) if _not_frozen else gc.get_freeze_count() > 0
+
+
 def instances_of(kind: type[_Kind], *, frozen: bool = False) -> list[_Kind]:
     """Return all objects of a class in this process; some may be garbage that was not collected yet.
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.faults.scenarios import SOAK
 from tests.world import misplaced, on_ranks, read_all
 from titan_ckpt.components.snapshot import take_snapshot
 from titan_ckpt.config import CheckpointConfig, ResumeConfig, from_dict
@@ -55,7 +54,7 @@ MATRIX: dict[str, tuple[int, dict[str, Any]]] = {
     "fsdp_and_tensor": (4, {"tensor_parallel": 2}),
     "pipeline_and_fsdp": (4, pipelined("1F1B")),
 }
-"""Each with its number of ranks and its [parallel] table; `saves_for` says which saves each loads."""
+"""Each with its number of ranks and its [parallel] table. Each loads what any of them has saved."""
 
 DEEP: dict[str, tuple[int, dict[str, Any]]] = {
     "deep": (1, {}),
@@ -86,27 +85,13 @@ def depth(layout: str) -> int:
     return 4 if layout in DEEP else 2
 
 
-def layouts_of(model: str, num_ranks: int) -> list[str]:
-    """Return the layouts of so many ranks; Llama 3, Qwen3's dense part, is in all of them only in a soak."""
-    return [
-        name
-        for name, (ranks, table) in LAYOUTS.items()
-        if ranks == num_ranks
-        and (model == "qwen3_moe" or "expert_parallel" not in table)
-        and (model == "qwen3_moe" or name in MATRIX or SOAK)
-    ]
+def layouts_of(num_ranks: int) -> list[str]:
+    return [name for name, (ranks, _) in LAYOUTS.items() if ranks == num_ranks]
 
 
-def saves_for(layout: str, model: str) -> list[str]:
-    """Return the layouts whose saves this one loads.
-
-    Llama 3 has the sizes of the mixture of experts, so how boxes of two layouts overlap is the same: only a soak loads
-    each save of it in each layout.
-    """
-    if layout in DEEP or layout == "single" or (layout in MATRIX and (model == "qwen3_moe" or SOAK)):
-        alike = DEEP if layout in DEEP else MATRIX
-        return [name for n in (1, 2, 4) for name in layouts_of(model, n) if name in alike]
-    return ["single", layout]
+def saves_for(layout: str) -> list[str]:
+    """Return the layouts whose saves this one loads."""
+    return next(([*alike] for alike in (MATRIX, DEEP) if layout in alike), ["single", layout])
 
 
 def shape_folder(root: Path, model: str, layers: int = 2) -> Path:
@@ -199,11 +184,11 @@ def assert_holds(trainer: Trainer, step: Path) -> None:
     assert misplaced(live, read_all(step)) == []
 
 
-def save_in(layout: str, model: str, root: Path) -> None:
+def save_in(layout: str, root: Path) -> None:
     """Train a step, save, and leave what the next step's loss would be."""
-    output = root / model / layout
+    output = root / layout
     checkpoint = {"save": {"interval": STEPS, "timeout_seconds": 60}}
-    config = settings(root, model, LAYOUTS[layout][1], checkpoint, output, layers=depth(layout))
+    config = settings(root, "qwen3_moe", LAYOUTS[layout][1], checkpoint, output, layers=depth(layout))
     with built(config) as trainer, managed(trainer):
         trainer.load()
         trainer.train()
@@ -213,15 +198,15 @@ def save_in(layout: str, model: str, root: Path) -> None:
             (output / "next.json").write_text(json.dumps(result))
 
 
-def load_in(layout: str, model: str, root: Path) -> None:
+def load_in(layout: str, root: Path) -> None:
     """Resume from the saves of other layouts in turn: the same bits, and the loss that their writer would have had.
 
     The loss is measured after loads of what a single process has saved, and of what this layout has.
     """
-    config = settings(root, model, LAYOUTS[layout][1], {}, root / "nothing", layers=depth(layout))
+    config = settings(root, "qwen3_moe", LAYOUTS[layout][1], {}, root / "nothing", layers=depth(layout))
     with built(config) as trainer:
-        for saved in saves_for(layout, model):
-            output = root / model / saved
+        for saved in saves_for(layout):
+            output = root / saved
             erase(trainer)
             folder = CheckpointConfig(str(output / "checkpoints"), resume=ResumeConfig(exclude=("dataloader",)))
             trainer.config = replace(trainer.config, checkpoint=folder)
@@ -241,32 +226,32 @@ def erase(trainer: Trainer) -> None:
             parameter.fill_(float("nan"))
 
 
-def everywhere(act: Callable[[str, str, Path], None], model: str, root: Path) -> None:
+def everywhere(act: Callable[[str, Path], None], root: Path) -> None:
     """Do something in all layouts that this number of ranks has."""
     world = dist.get_world_size() if dist.is_initialized() else 1
-    for layout in layouts_of(model, world):
-        act(layout, model, root)
+    for layout in layouts_of(world):
+        act(layout, root)
 
 
-def save_and_load(model: str, root: Path) -> None:
+def save_and_load(root: Path) -> None:
     """Save and load in one world, because the first operation of each kind on a DTensor takes long."""
-    everywhere(save_in, model, root)
+    everywhere(save_in, root)
     dist.barrier()  # rank 0 has written what the next loss would be
-    everywhere(load_in, model, root)
+    everywhere(load_in, root)
 
 
-def assert_every_layout_loads_what_every_other_one_saves(model: str, root: Path) -> None:
+def assert_every_layout_loads_what_every_other_one_saves(root: Path) -> None:
     """Fail unless weights and AdamW state are the same bits, on uneven and empty shards too, and the next loss agrees.
 
     The next loss after a load is within 1e-6 of what its writer would have had.
     """
     write_shapes(root)
-    everywhere(save_in, model, root)
-    on_ranks(2, everywhere, save_in, model, root, timeout_seconds=240)
-    on_ranks(4, save_and_load, model, root, timeout_seconds=480)
-    on_ranks(2, everywhere, load_in, model, root, timeout_seconds=240)
-    everywhere(load_in, model, root)
+    everywhere(save_in, root)
+    on_ranks(2, everywhere, save_in, root, timeout_seconds=240)
+    on_ranks(4, save_and_load, root, timeout_seconds=480)
+    on_ranks(2, everywhere, load_in, root, timeout_seconds=240)
+    everywhere(load_in, root)
     for layers, alone in ((2, "single"), (4, "deep")):
-        names = [name for n in (1, 2, 4) for name in layouts_of(model, n) if depth(name) == layers]
-        losses = {name: json.loads((root / model / name / "next.json").read_text()) for name in names}
+        names = [name for n in (1, 2, 4) for name in layouts_of(n) if depth(name) == layers]
+        losses = {name: json.loads((root / name / "next.json").read_text()) for name in names}
         assert all(one == pytest.approx(losses[alone], rel=1e-4) for one in losses.values()), losses

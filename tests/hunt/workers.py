@@ -7,13 +7,9 @@ process is forked from one that has imported everything, because to start an int
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import os
 import signal
-import socket
-import subprocess
-import sys
 import tempfile
 import traceback
 import warnings
@@ -22,13 +18,13 @@ from datetime import timedelta
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from tests.faults.scenarios import quick_folder
 from tests.hunt.programs import Program
+from titan_ckpt.process import freeze_imports
 from titan_ckpt.testing import ranks
 
 HANG_SECONDS = 30.0
@@ -107,7 +103,7 @@ class Workers:
 def _serve(line: Any, rank: int, world: int, port: int, stack: str, parent: int) -> None:
     """Carry out programs until the line is closed."""
     os.setsid()
-    gc.freeze()
+    freeze_imports()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
@@ -116,9 +112,7 @@ def _serve(line: Any, rank: int, world: int, port: int, stack: str, parent: int)
     faulthandler.register(signal.SIGUSR1, file=file)
     from tests.hunt.run import OutOfStepError, Run, WrongError
     from tests.hunt.slow import Slow
-    from titan_ckpt.formats.native import writer_process
 
-    mock.patch.object(writer_process, "subprocess", _Forking(_Zygote())).start()
     slow = Slow()
     slow.install()
     if world > 1:
@@ -156,100 +150,3 @@ def _serve(line: Any, rank: int, world: int, port: int, stack: str, parent: int)
             carry_out(*line.recv())
         except (EOFError, OSError):
             os._exit(0)
-
-
-class _Zygote:
-    """A process that forks writer processes: it has one thread, and this process has many."""
-
-    def __init__(self) -> None:
-        self._line, line = socket.socketpair()
-        self.pid = os.fork()
-        if self.pid == 0:
-            self._line.close()
-            _fork_writers(line)
-        line.close()
-
-    def start(self, arguments: list[str], fds: list[int]) -> int:
-        text = "\0".join([*arguments[1:], str(fds[2])]).encode()
-        socket.send_fds(self._line, [text], fds)
-        return int(self._line.recv(32))
-
-    def status(self, pid: int, wait: bool) -> int | None:
-        self._line.send(f"{pid} {int(wait)}".encode())
-        answer = self._line.recv(32).decode()
-        return None if answer == "alive" else int(answer)
-
-
-def _fork_writers(line: socket.socket) -> None:
-    while True:
-        text, fds, _, _ = socket.recv_fds(line, 65536, 3)
-        if not text:
-            os._exit(0)
-        if not fds:
-            pid, wait = map(int, text.split())
-            done, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
-            line.send(str(os.waitstatus_to_exitcode(status)).encode() if done else b"alive")
-            continue
-        zygote = os.getpid()
-        pid = os.fork()
-        if pid == 0:
-            line.close()
-            _be_writer(text.decode().split("\0"), fds, zygote)
-        for fd in fds:
-            os.close(fd)
-        line.send(str(pid).encode())
-
-
-def _be_writer(arguments: list[str], fds: list[int], parent: int) -> None:
-    """Become what `python -P -c program shared-fd size trainer` is, with the pipes as standard input and output."""
-    code = 1
-    try:
-        *_, program, _, size, _, wanted = arguments
-        high = [os.dup(fd) for fd in fds]
-        for fd, to in zip(high, (0, 1, int(wanted)), strict=True):
-            os.dup2(fd, to)
-        sys.stdin, sys.stdout = os.fdopen(0, "r"), os.fdopen(1, "w")
-        sys.argv = ["-c", wanted, size, str(parent)]
-        exec(program, {"__name__": "writer"})
-        code = 0
-    finally:
-        os._exit(code)
-
-
-class _Forking:
-    """`subprocess` as the writer's module sees it."""
-
-    PIPE = subprocess.PIPE
-
-    def __init__(self, zygote: _Zygote) -> None:
-        self._zygote = zygote
-
-    def Popen(self, arguments: list[str], *, pass_fds: list[int], **_: Any) -> _Writer:  # noqa: N802
-        return _Writer(self._zygote, arguments, pass_fds[0])
-
-
-class _Writer:
-    """A writer process, with the methods of subprocess.Popen."""
-
-    def __init__(self, zygote: _Zygote, arguments: list[str], shared: int) -> None:
-        own, its = os.pipe(), os.pipe()
-        self._zygote, self.returncode = zygote, None
-        self.pid = zygote.start(arguments, [own[0], its[1], shared])
-        os.close(own[0])
-        os.close(its[1])
-        self.stdin, self.stdout = os.fdopen(own[1], "wb", 0), os.fdopen(its[0], "rb", 0)
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = self._zygote.status(self.pid, wait=False)  # type: ignore[assignment]
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self, timeout: float | None = None) -> int:
-        if self.returncode is None:
-            self.returncode = self._zygote.status(self.pid, wait=True)  # type: ignore[assignment]
-        assert self.returncode is not None
-        return self.returncode

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import faulthandler
 import functools
-import gc
 import importlib
 import importlib.util
 import multiprocessing
@@ -33,6 +32,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+
+from titan_ckpt.process import freeze_imports
 
 P = ParamSpec("P")
 _Filter = tuple[Any, str, Any, str, int]
@@ -237,7 +238,7 @@ def _why_hung(job: _Job, rank: int) -> str:
 def _rank_main(job: _Job, rank: int) -> None:
     """Run the body as one rank; exit code 0 means that it passed."""
     os.setsid()
-    gc.freeze()  # a collection would walk, and so copy, everything that the server has imported
+    freeze_imports()  # a collection would walk, and so copy, everything that the server has imported
     os.environ.clear()
     os.environ.update(
         job.environment

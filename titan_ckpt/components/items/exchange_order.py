@@ -27,7 +27,7 @@ from titan_ckpt.components.gradients import still_used
 from titan_ckpt.components.items.item import STATES, OwnItem, Stored
 from titan_ckpt.components.unsaved_state import fault_of, unless_allowed
 from titan_ckpt.errors import StateEncodingError
-from titan_ckpt.process import instances_of, used_by
+from titan_ckpt.process import has_frozen, instances_of, used_by
 from titan_ckpt.types import StateDict
 from titan_ckpt.weights.names import named_modules
 
@@ -194,7 +194,7 @@ def _around(models: Collection[nn.Module]) -> list[tuple[int, DistributedDataPar
     places = {id(p): n for n, p in parameters if p is not None and not isinstance(p, DTensor)}  # DDP takes no DTensor
     wrappers = instances_of(DistributedDataParallel) if places else []
     others = places.keys() - {id(p) for ddp in wrappers for p in ddp.parameters()}
-    if others and gc.get_freeze_count():  # last: it counts every frozen object
+    if others and has_frozen():  # last: it counts
         wrappers = instances_of(DistributedDataParallel, frozen=True)
     first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in wrappers]
     return [(place, ddp) for place, ddp in zip(first, wrappers, strict=True) if place is not None]

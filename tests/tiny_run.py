@@ -17,6 +17,7 @@ from titan_ckpt.loading.restore import LoadResult
 from titan_ckpt.training.callbacks import Callback, StepMetrics
 from titan_ckpt.training.callbacks.console import read_metrics
 from titan_ckpt.training.config import RunConfig
+from titan_ckpt.training.trainer import Trainer
 
 
 def tables(folder: Path, **sections: Any) -> dict[str, Any]:
@@ -41,6 +42,13 @@ def tables(folder: Path, **sections: Any) -> dict[str, Any]:
 def settings(folder: Path, **sections: dict[str, Any]) -> RunConfig:
     """Return the config of such a run."""
     return from_dict(RunConfig, tables(folder, **sections))
+
+
+def export_base(folder: Path, **export: Any) -> Path:
+    """Train one step, and return the Hugging Face folder that it exports."""
+    config = settings(folder, training={"steps": 1}, checkpoint={"export": {"format": "hf", **export}})
+    Trainer(config).run()
+    return folder / "run" / "exports" / "step-1"
 
 
 def write_toml(folder: Path, **sections: Any) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
@@ -193,8 +194,12 @@ def step_with_ones(*optimizers: Optimizer) -> None:
 
 def step_on(model: Any, optimizer: Optimizer, *inputs: Any) -> float:
     """Take a step on the mean square of what the model returns, and return that."""
-    loss = model(*inputs).float().square().mean()
-    loss.backward()
+    return learn(optimizer, model(*inputs).float().square().mean())
+
+
+def learn(optimizer: Optimizer, loss: torch.Tensor) -> float:
+    """Take a step that lowers the loss, and return it."""
+    loss.backward()  # type: ignore[no-untyped-call]
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())
@@ -378,6 +383,29 @@ def save(run: CheckpointManager, step: int = 1, **due: Any) -> bool:
     """Save a step by a manager that does nothing else."""
     with run:
         return run.save(step, **due)
+
+
+def assert_resumes(root: Path, make: Callable[[], tuple[Any, Optimizer]], width: int = 4, **given: Any) -> None:
+    """Train four steps, and in other objects from what a kill after the second leaves; fail unless both end the same.
+
+    `make` returns a model that takes rows of `width`, and its optimizer. Collective where ranks meet.
+    """
+    ends = []
+    for name in ("whole", "resumed"):
+        torch.manual_seed(len(ends))
+        model, optimizer = make()
+        with manager(root / name, model, optimizer, **given) as run:
+            for step in range(run.load().step + 1, 5):
+                step_on(model, optimizer, torch.randn(3, width))
+                run.save(step)
+                if name == "whole" and step == 2:
+                    run.wait()
+                    if not dist.is_initialized() or dist.get_rank() == 0:
+                        shutil.copytree(root / name, root / "resumed")
+        if dist.is_initialized():
+            dist.barrier()
+        ends.append([weights_and_moments(model, optimizer), optimizer.state_dict()["param_groups"]])
+    assert not (wrong := differing(*ends)), wrong
 
 
 def finish(run: CheckpointManager, step: int = 1) -> LoadResult:

@@ -47,10 +47,7 @@ class LoraRun:
     def step(self) -> float:
         ids = torch.randint(0, 96, (2, 8))
         loss = torch.nn.functional.cross_entropy(self.model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        return float(loss.item())
+        return world.learn(self.optimizer, loss)
 
     def logits(self) -> torch.Tensor:
         return logits(self.model, IDS)

@@ -16,7 +16,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from tests.interop.folders import export, gap, load, logits, open_strictly, theirs
 from tests.unit.models.test_hf import SMALL as THREE_LAYERS
-from tests.world import assert_same_bytes, shard, tensors
+from tests.world import assert_same_bytes, learn, shard, tensors
 from titan_ckpt.models import hf, llama3, qwen3, qwen3_moe
 from titan_ckpt.models.llama3 import Llama3, Llama3Config, RopeScaling
 from titan_ckpt.models.qwen3 import Qwen3, Qwen3Config
@@ -139,9 +139,7 @@ def _read_and_write(folder: Path) -> None:
     mine = tokens[dist.get_rank()].unsqueeze(0)
     for _ in range(2):
         predicted = model(mine[:, :-1])
-        torch.nn.functional.cross_entropy(predicted.flatten(0, 1), mine[:, 1:].flatten()).backward()
-        optimizer.step()
-        optimizer.zero_grad()
+        learn(optimizer, torch.nn.functional.cross_entropy(predicted.flatten(0, 1), mine[:, 1:].flatten()))
     export(model, folder / "trained")
 
 

@@ -317,9 +317,7 @@ def trained(folder: Path, kind: type[Any], last: int, allow: tuple[str, ...] = (
     model = nn.Linear(2, 2)
     with manager(folder, model, optimizer := kind(model.parameters()), allow) as m:
         for step in range(m.load().step + 1, last + 1):
-            model(torch.full((1, 2), float(step))).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            world.learn(optimizer, model(torch.full((1, 2), float(step))).sum())
             m.save(step)
     return [value.detach().clone() for value in model.parameters()]
 
@@ -361,8 +359,6 @@ def test_what_a_scheduler_of_torch_notes_in_an_optimizer_is_no_state(tmp_path: P
     given = {"lr_schedulers": [scheduler]}
     with world.manager(tmp_path, model, optimizer, async_mode="disabled", **given) as m:
         m.load()
-        model(torch.ones(1, 2)).sum().backward()
-        optimizer.step()
+        world.step_on(model, optimizer, torch.ones(1, 2))
         scheduler.step()
-        optimizer.zero_grad()
         assert m.save(1)

@@ -124,9 +124,7 @@ class Loop:
         given: dict[str, Any] = {"initial_load": [base], "export": EXPORT}
         with world.manager(folder, self.model, self.optimizer, **given) as manager:
             for step in range(manager.load().step + 1, last + 1):
-                logits(self.model.train()).square().mean().backward()
-                self.optimizer.step()
-                self.optimizer.zero_grad()
+                world.learn(self.optimizer, logits(self.model.train()).square().mean())
                 manager.save(step, last_step=step == last)
                 if step == 2 and killed is not None:
                     manager.wait()

@@ -143,9 +143,8 @@ def _run(folder: Path, base: Path, steps: int, *, last: int, **settings: Any) ->
         for step in range(manager.load().step + 1, steps + 1):
             torch.manual_seed(step)
             ids = torch.randint(0, 96, (2, 8))
-            nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            world.learn(optimizer, loss)
             manager.save(step, last_step=step == last)
     return model
 
@@ -169,11 +168,9 @@ def test_a_fourth_kind_of_adapter_is_one_file(tmp_path: Path, base: Path) -> Non
 
     plain = _model(base, None)
     sources = [base, InitialLoadConfig(str(adapter), load="merge")]
-    with world.manager(tmp_path / "plain", plain, world.adamw(plain), initial_load=sources) as manager:
-        manager.load()
+    world.load(world.manager(tmp_path / "plain", plain, world.adamw(plain), initial_load=sources))
     reloaded = _model(base, None)
-    with world.manager(tmp_path / "reloaded", reloaded, world.adamw(reloaded), initial_load=[exported]) as manager:
-        manager.load()
+    world.load(world.manager(tmp_path / "reloaded", reloaded, world.adamw(reloaded), initial_load=[exported]))
     assert world.same(dict(plain.state_dict()), dict(reloaded.state_dict()))
 
 
@@ -183,8 +180,5 @@ def test_a_kind_that_no_package_has_is_not_merged(tmp_path: Path, base: Path, mo
     monkeypatch.setattr(converters, "entry_points", lambda group: [])
     plain = _model(base, None)
     sources = [base, InitialLoadConfig(str(tmp_path / "run/checkpoints/step-1"), load="merge")]
-    with (
-        world.manager(tmp_path / "plain", plain, world.adamw(plain), initial_load=sources) as manager,
-        pytest.raises(LoadMismatchError, match="nothing says the scale of its tensors"),
-    ):
-        manager.load()
+    run = world.manager(tmp_path / "plain", plain, world.adamw(plain), initial_load=sources)
+    world.load_fails(run, LoadMismatchError, "nothing says the scale of its tensors")

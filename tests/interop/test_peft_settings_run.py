@@ -70,9 +70,7 @@ class TrainedOn:
 
     def step(self) -> None:
         loss = torch.nn.functional.cross_entropy(self.model(TOKENS)[:, :-1].flatten(0, 1), TOKENS[:, 1:].flatten())
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        world.learn(self.optimizer, loss)
 
 
 def together() -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, GPT2Config
 
 from tests import world
 from tests.interop.folders import disturb, gap, logits, theirs, tuned
@@ -24,14 +25,14 @@ LLAMA = {
 }  # fmt: skip
 TABLE = {"kind": "lora", "rank": 4, "alpha": 8.0, "target_modules": ["lm_head", "q_proj"]}
 
+open_base: Any = AutoModelForCausalLM.from_pretrained  # it has no types
+
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT's own, of tables
 
 
 def adapter(base: Path, folder: Path, *, seed: int, changed: bool = False) -> Any:
     """Return PEFT's model with an adapter on the output matrix, saved as by default, with the whole table beside it."""
-    from transformers import AutoModelForCausalLM
-
-    model = tuned(AutoModelForCausalLM.from_pretrained(base), None, "lm_head", "q_proj", seed=seed)
+    model = tuned(open_base(base), None, "lm_head", "q_proj", seed=seed)
     if changed:
         disturb(model, lambda name, _: "lm_head.base_layer" in name)
     model.save_pretrained(str(folder))
@@ -92,9 +93,6 @@ def test_the_table_of_a_second_step_does_not_undo_the_first(tmp_path: Path) -> N
 @pytest.mark.parametrize("named", ["lm_head", "embed_tokens"])
 def test_a_changed_tied_table_is_exported_and_merged_for_both_modules(named: str, tmp_path: Path) -> None:
     """Whichever of the modules frozen_copies names."""
-    from transformers import AutoModelForCausalLM
-
-    open_base: Any = AutoModelForCausalLM.from_pretrained
     base = tmp_path / "base"
     theirs(LLAMA | {"tie_word_embeddings": True}, base)
     peft = tuned(open_base(base), None, "q_proj")
@@ -111,9 +109,7 @@ def test_a_changed_tied_table_is_exported_and_merged_for_both_modules(named: str
         model_converters=converter,
         export=(ExportConfig("peft"),),
     )
-    with run:
-        run.load()
-        run.save(1, last_step=True)
+    world.finish(run)
     exported = PeftModel.from_pretrained(open_base(base), str(next((tmp_path / "run/exports").iterdir())))
     assert gap(model.eval(), peft) == gap(exported.eval(), peft) == 0
     step = str(next((tmp_path / "run/checkpoints").glob("step-*")))
@@ -143,10 +139,8 @@ def test_a_table_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
 
 def test_an_adapter_on_a_resized_vocabulary_goes_on(tmp_path: Path) -> None:
     """The base has fewer rows than the adapter's tables, whose own rows count."""
-    from transformers import AutoModelForCausalLM
-
     theirs(LLAMA, tmp_path / "base")
-    resized: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    resized = open_base(tmp_path / "base")
     resized.resize_token_embeddings(104)
     peft = tuned(resized, None, "q_proj")
     peft.save_pretrained(str(tmp_path / "a"))
@@ -167,8 +161,6 @@ def test_an_adapter_on_a_resized_vocabulary_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize("bias", ["none", "lora_only"])
 def test_dora_of_conv1d_computes_beside_a_base_of_another_dtype(bias: str) -> None:
     """With a trained copy of the bias, which is rounded to the base's dtype."""
-    from transformers import AutoModelForCausalLM, GPT2Config
-
     config = GPT2Config(vocab_size=96, n_positions=32, n_embd=32, n_layer=1, n_head=4)
     make: Any = AutoModelForCausalLM.from_config
     model = make(config).to(torch.bfloat16).eval()
@@ -196,9 +188,6 @@ TOKENS_AND_TABLES: list[tuple[dict[str, Any], bool]] = [
 @pytest.mark.parametrize("form", ["folder", "step"])
 def test_tables_beside_trained_rows_and_copies(settings: dict[str, Any], tied: bool, form: str, tmp_path: Path) -> None:
     """As PEFT saves them for a resized vocabulary; a table of one of two tied modules is that of both."""
-    from transformers import AutoModelForCausalLM
-
-    open_base: Any = AutoModelForCausalLM.from_pretrained
     base, source = tmp_path / "base", tmp_path / "a"
     theirs(LLAMA | {"tie_word_embeddings": tied}, base)
     peft = tuned(open_base(base), None, **{"target_modules": ["q_proj"]} | settings)
@@ -219,12 +208,10 @@ def test_tables_beside_trained_rows_and_copies(settings: dict[str, Any], tied: b
 
 def test_an_adapter_that_peft_could_not_tie_is_not_tied(tmp_path: Path) -> None:
     """GPT-2's embeddings are not among the names by which PEFT ties; their adapter acts on the embeddings alone."""
-    from transformers import AutoModelForCausalLM
-
     config = {"model_type": "gpt2", "vocab_size": 96, "n_positions": 32, "n_embd": 32, "n_layer": 1, "n_head": 4}
     theirs(config, tmp_path / "base")
     settings: dict[str, Any] = {"target_modules": ["wte", "c_attn"], "ensure_weight_tying": True}
-    peft = tuned(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "a", **settings)
+    peft = tuned(open_base(tmp_path / "base"), tmp_path / "a", **settings)
     model, table = hf.build(tmp_path / "base"), TABLE | settings
     with pytest.raises(LoadMismatchError, match="ensure_weight_tying is False, expected True"):
         load_as_lora(tmp_path, model, table)
@@ -232,8 +219,7 @@ def test_an_adapter_that_peft_could_not_tie_is_not_tied(tmp_path: Path) -> None:
     load_as_lora(tmp_path, model, table | {"ensure_weight_tying": False})
     assert gap(model.eval(), peft) == 0
     assert main(["merge", *(str(tmp_path / name) for name in ("base", "a", "merged"))]) == 0
-    merged: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert gap(merged.eval(), peft) <= 2e-5
+    assert gap(open_base(tmp_path / "merged").eval(), peft) <= 2e-5
 
 
 def load_as_lora(folder: Path, model: Any, table: dict[str, Any]) -> None:
@@ -245,11 +231,9 @@ def load_as_lora(folder: Path, model: Any, table: dict[str, Any]) -> None:
 
 def test_rows_of_an_output_matrix_act_on_a_changed_tied_table(tmp_path: Path) -> None:
     """The frozen copy of the embeddings is the table that the rows are in."""
-    from transformers import AutoModelForCausalLM
-
     theirs(LLAMA | {"tie_word_embeddings": True}, tmp_path / "base")
     settings: dict[str, Any] = {"target_modules": ["q_proj"], "trainable_token_indices": {"lm_head": [5]}}
-    peft = tuned(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), None, **settings)
+    peft = tuned(open_base(tmp_path / "base"), None, **settings)
     disturb(peft, lambda name, _: "embed_tokens" in name)
     peft.save_pretrained(str(tmp_path / "a"), save_embedding_layers=True)
     model = hf.build(tmp_path / "base")
@@ -259,16 +243,13 @@ def test_rows_of_an_output_matrix_act_on_a_changed_tied_table(tmp_path: Path) ->
 
 def test_a_bias_of_b_without_a_bias_to_merge_it_into_is_converted_and_named(tmp_path: Path) -> None:
     """PEFT adds none either."""
-    from transformers import AutoModelForCausalLM
-
     base, arguments = tmp_path / "base", ["--config", str(tmp_path / "base"), "--model", "hf"]
     theirs(LLAMA, base)
     settings: dict[str, Any] = {"target_modules": ["q_proj"], "lora_bias": True}
-    peft = tuned(AutoModelForCausalLM.from_pretrained(base), tmp_path / "a", **settings)
+    peft = tuned(open_base(base), tmp_path / "a", **settings)
     assert main(["convert", str(tmp_path / "a"), str(tmp_path / "step"), "--to", "native", *arguments]) == 0
     assert main(["convert", str(tmp_path / "step"), str(tmp_path / "again"), "--to", "peft", *arguments]) == 0
-    model: Any = AutoModelForCausalLM.from_pretrained(base)
-    assert gap(PeftModel.from_pretrained(model, str(tmp_path / "again")).eval(), peft) == 0
+    assert gap(PeftModel.from_pretrained(open_base(base), str(tmp_path / "again")).eval(), peft) == 0
     for name in ("a", "step"):
         model = hf.build(base)
         sources = [base, InitialLoadConfig(str(tmp_path / name), load="merge")]
@@ -278,10 +259,8 @@ def test_a_bias_of_b_without_a_bias_to_merge_it_into_is_converted_and_named(tmp_
 
 def test_dora_of_tied_modules_is_not_merged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They share the pair, and each has lengths of its own; those of embeddings are not merged."""
-    from transformers import AutoModelForCausalLM
-
     theirs(LLAMA | {"tie_word_embeddings": True}, tmp_path / "base")
     settings: dict[str, Any] = {"target_modules": ["q_proj", "lm_head"], "use_dora": True, "ensure_weight_tying": True}
-    tuned(AutoModelForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "a", **settings)
+    tuned(open_base(tmp_path / "base"), tmp_path / "a", **settings)
     assert main(["merge", *(str(tmp_path / name) for name in ("base", "a", "merged"))]) == 2
     assert "use_dora of embeddings scales columns, which is not merged" in capsys.readouterr().err

@@ -91,6 +91,13 @@ def behind(server: Server, fault: servers.Fault, method: str, suffix: str, times
         yield proxy
 
 
+def flip_last_bit(place: BucketPath, key: str) -> None:
+    """Put an object that differs in one bit in the place of another."""
+    data = bytearray(place.bucket.read(key)[0])
+    data[-1] ^= 1
+    place.bucket.upload(key, iter([memoryview(data)]), 5 << 20)
+
+
 def put_folder(place: BucketPath, folder: Path) -> None:
     """Upload every file below a folder."""
     for path in folder.rglob("*"):

@@ -12,8 +12,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
 
+from tests import world
 from tests.test_manager import Run
-from titan_ckpt.config import CheckpointConfig, ExportConfig, KeepConfig, SaveConfig, StoreConfig
+from titan_ckpt.config import ExportConfig, KeepConfig, SaveConfig, StoreConfig
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule
 from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.testing import distributed
@@ -46,11 +47,10 @@ def work(url: str, store: StoreConfig, folder: Path) -> None:
         _save(manager, 3)
         _mark(store, "close")
     for step, kind in enumerate(("hf", "dcp"), 1):
-        config = CheckpointConfig(export=(ExportConfig(kind, folder=f"{url}/exports"),), store=store)  # type: ignore[arg-type]
-        transforms = StateDictTransforms(KeyMap((KeyRule.of("{i}.{name}", "model.{i}.{name}"),)), _HF)
-        with CheckpointManager(
-            config, model_parts=[run.model], sd_transforms=transforms, base_folder=folder
-        ) as manager:
+        exports = (ExportConfig(kind, folder=f"{url}/exports"),)  # type: ignore[arg-type]
+        table = StateDictTransforms(KeyMap((KeyRule.of("{i}.{name}", "model.{i}.{name}"),)), _HF)
+        given = {"save": None, "store": store, "export": exports, "sd_transforms": table}
+        with world.manager(folder, run.model, **given) as manager:
             manager.load()
             _mark(store, f"export as {kind}")
             manager.save(step, last_step=True)

@@ -15,15 +15,14 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from titan_ckpt.config import CheckpointConfig, ExportConfig, SaveConfig, StoreConfig
+from tests import world
+from titan_ckpt.config import ExportConfig, StoreConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ExportError
-from titan_ckpt.manager import CheckpointManager
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.testing import distributed
 from titan_ckpt.types import ModelConverter
-from titan_ckpt.weights.transforms import StateDictTransforms
 
 CONFIG = replace(FLAVORS["debug-0.5m"], vocab_size=160, num_layers=2, max_seq_len=64, tie_embeddings=False)
 SHARD_BYTES = 400_000
@@ -47,16 +46,6 @@ def quantizing_model() -> tuple[Llama3, ModelConverter]:
     return model, converter
 
 
-def manager_of(
-    model: Llama3, converter: ModelConverter | None, folder: Path, config: CheckpointConfig
-) -> CheckpointManager:
-    """Return the manager of a model that is only saved and exported."""
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    return CheckpointManager(
-        config, model_parts=[model], sd_transforms=transforms, model_converters=converter, base_folder=folder
-    )
-
-
 @distributed(nproc=2)
 def export_from_two_ranks(url: str, store: StoreConfig, broken: StoreConfig, folder: Path) -> None:
     """Export shards of rows and of columns, and replicas; then where the second file cannot be written."""
@@ -75,16 +64,16 @@ def export_from_two_ranks(url: str, store: StoreConfig, broken: StoreConfig, fol
         connecting.append(threading.current_thread().name)
         return connect(line, ranks, name, most_seconds)
 
-    saves = SaveConfig(interval=1, async_mode="thread")
-    config = CheckpointConfig(folder=f"{url}/run", save=saves, store=store, export=of_two_ranks(url))
-    with manager_of(model, converter, folder, config) as manager, pytest.MonkeyPatch.context() as patch:
+    given = {"model_converters": converter, "folder": f"{url}/run", "store": store, "export": of_two_ranks(url)}
+    with world.manager(folder, model, **given) as manager, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Coordinator, "gloo_group", connected)
         manager.load()
         manager.save(1)
         manager.wait()
     assert connecting and {*connecting} == {threading.main_thread().name}
-    config = CheckpointConfig(store=broken, export=(replace(of_two_ranks(f"{url}/broken")[0], interval=None),))
-    with manager_of(model, converter, folder, config) as manager:
+    exports = (replace(of_two_ranks(f"{url}/broken")[0], interval=None),)
+    given = {"save": None, "model_converters": converter, "store": broken, "export": exports}
+    with world.manager(folder, model, **given) as manager:
         manager.load()
         with pytest.raises(ExportError, match=r"00002-of-00003\.safetensors: rank 1 could not write it"):
             manager.save(1, last_step=True)

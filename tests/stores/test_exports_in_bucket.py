@@ -7,7 +7,6 @@ import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,15 +19,15 @@ import torch.distributed.checkpoint as dcp
 from peft import PeftModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests import world
 from tests.interop.test_lora_run import IDS, LoraRun, reload
 from tests.stores.conftest import SECONDS, behind, get_folder, place_in, put_folder, through
-from tests.stores.export_runs import CONFIG, export_from_two_ranks, manager_of, of_two_ranks, quantizing_model
+from tests.stores.export_runs import CONFIG, export_from_two_ranks, of_two_ranks, quantizing_model
 from tests.stores.servers import Server, refusal
 from tests.test_manager import Run
 from tests.tiny_run import settings
-from tests.world import write_llama
-from titan_ckpt import CheckpointConfig, CheckpointManager, ExportConfig, InitialLoadConfig, StateDictTransforms
-from titan_ckpt.config import SaveConfig, StoreConfig
+from titan_ckpt import CheckpointConfig, ExportConfig, InitialLoadConfig
+from titan_ckpt.config import StoreConfig
 from titan_ckpt.converters import from_tables
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import ConfigError, ExportError
@@ -55,13 +54,8 @@ DENIED = refusal("403 Forbidden", "AccessDenied", "Access Denied")
 
 def export(model: Llama3, place: BucketPath, folder: Path, *, step: int = 1, **settings: Any) -> BucketPath:
     """Export the model as a run's last step does."""
-    config = CheckpointConfig(
-        store=place.bucket.settings, export=(ExportConfig(**{"format": "hf", "folder": str(place), **settings}),)
-    )
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder) as manager:
-        manager.load()
-        manager.save(step, last_step=True)
+    exports = (ExportConfig(**{"format": "hf", "folder": str(place), **settings}),)
+    world.finish(world.manager(folder, model, save=None, store=place.bucket.settings, export=exports), step)
     return place / f"step-{step}"
 
 
@@ -187,10 +181,7 @@ def test_transformers_opens_an_export_and_a_run_loads_it(server: Server, tmp_pat
     made = export(model, place, tmp_path, max_shard_bytes=400_000, dtype="bfloat16")
     assert len([name for name in names(made) if name.endswith(".safetensors")]) > 1
     on_disk = ExportConfig("hf", max_shard_bytes=400_000, dtype="bfloat16")
-    config = CheckpointConfig(export=(on_disk,))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
-        manager.save(1, last_step=True)
+    world.save(world.manager(tmp_path, model, save=None, export=(on_disk,)), last_step=True)
     copy, local = get_folder(made, tmp_path / "copy"), tmp_path / "exports" / "step-1"
     assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
     theirs: Any = LlamaForCausalLM.from_pretrained(copy)
@@ -198,14 +189,11 @@ def test_transformers_opens_an_export_and_a_run_loads_it(server: Server, tmp_pat
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits.float(), model.bfloat16()(tokens).float(), rtol=0.1, atol=0.1)
     again = Llama3(CONFIG).bfloat16()
-    source = CheckpointConfig(store=place.bucket.settings, initial_load=(InitialLoadConfig(str(made)),))
-    transforms = StateDictTransforms(again.key_map(), again.hf_config())
-    with CheckpointManager(source, model_parts=[again], sd_transforms=transforms, base_folder=tmp_path) as manager:
-        manager.load()
+    world.load(world.manager(tmp_path, again, save=None, store=place.bucket.settings, initial_load=[made]))
     assert all(torch.equal(a, b) for a, b in zip(again.parameters(), model.parameters(), strict=True))
 
-    saves = CheckpointConfig(str(place / "run"), store=place.bucket.settings, save=SaveConfig(interval=1))
-    with CheckpointManager(saves, model_parts=[torch.nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+    given = {"folder": str(place / "run"), "store": place.bucket.settings}
+    with world.manager(tmp_path, torch.nn.Linear(2, 2), **given) as manager:
         manager.load()
         manager.save_seed()
     store = {"endpoint": place.bucket.settings.endpoint, "retry_seconds": SECONDS}
@@ -272,12 +260,9 @@ def test_the_newest_interval_exports_stay(server: Server, kind: str, tmp_path: P
     """Exports of staged copies expire, but none that is not as the run published it."""
     place = place_in(server)
     model = Llama3(CONFIG)
-    store = place.bucket.settings
     made = ExportConfig(kind, interval=1, keep=1, folder=str(place))  # type: ignore[arg-type]
-    config = CheckpointConfig(export=(made,), store=store, save=SaveConfig(interval=1))
-    config = replace(config, folder=str(place_in(server)))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
+    given = {"folder": str(place_in(server)), "store": place.bucket.settings, "export": (made,)}
+    with world.manager(tmp_path, model, **given) as manager:
         manager.load()
         for step in (1, 2, 3):
             manager.save(step, last_step=step == 3)
@@ -396,9 +381,8 @@ def test_shards_of_two_ranks_are_the_files_of_one(s3: Server, tmp_path: Path) ->
         export_from_two_ranks(str(place), place.bucket.settings, broken, tmp_path)
     assert names(place / "broken") == [f"{RECORDS}/step-1.json"]
     model, converter = quantizing_model()
-    config = CheckpointConfig(export=of_two_ranks("exports"))
-    with manager_of(model, converter, tmp_path, config) as manager:
-        manager.save(1, last_step=True)
+    given = {"export": of_two_ranks("exports"), "model_converters": converter}
+    world.save(world.manager(tmp_path, model, save=None, **given), last_step=True)
     for name in ("step-1", "step-1-quantized"):
         copy, local = get_folder(place / name, tmp_path / "copy" / name), tmp_path / "exports" / name
         assert {p.name: p.read_bytes() for p in copy.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
@@ -413,7 +397,7 @@ def test_shards_of_two_ranks_are_the_files_of_one(s3: Server, tmp_path: Path) ->
 def test_peft_opens_an_adapter_and_a_run_loads_it_over_a_base_in_the_bucket(server: Server, tmp_path: Path) -> None:
     """PEFT's logits and those of the merged export are the run's; both folders are sources of a new run."""
     place = place_in(server)
-    base = write_llama(tmp_path / "base")
+    base = world.write_llama(tmp_path / "base")
     put_folder(place / "base", base)
     exports = tuple(ExportConfig(kind, folder=str(place / "exports")) for kind in ("hf", "peft"))
     run = LoraRun.build(base)
@@ -433,8 +417,7 @@ def test_peft_opens_an_adapter_and_a_run_loads_it_over_a_base_in_the_bucket(serv
             torch.testing.assert_close(other(IDS).logits, run.logits(), rtol=1e-4, atol=1e-5)
     again = LoraRun.build(base, seed=7)
     settings = {"store": place.bucket.settings, "save": None}
-    with again.manager(tmp_path / "b", [place / "base", made], **settings) as manager:  # type: ignore[list-item]
-        manager.load()
+    world.load(again.manager(tmp_path / "b", [place / "base", made], **settings))  # type: ignore[list-item]
     assert torch.equal(again.logits(), run.logits())
 
 
@@ -450,11 +433,7 @@ def test_an_export_looks_like_its_base_in_the_bucket_and_a_quantized_one_is_that
     model = Llama3(CONFIG)
     store, source = place.bucket.settings, InitialLoadConfig(str(place / "base"), cast=True)
     looks = ExportConfig("hf", dtype="original", max_shard_bytes="base", folder=str(place / "exports"))
-    config = CheckpointConfig(store=store, initial_load=(source,), export=(looks,))
-    transforms = StateDictTransforms(model.key_map(), model.hf_config())
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=tmp_path) as manager:
-        manager.load()
-        manager.save(1, last_step=True)
+    world.finish(world.manager(tmp_path, model, save=None, store=store, initial_load=[source], export=(looks,)))
     copy = get_folder(place / "exports" / "step-1", tmp_path / "copy")
     files = {p.name: p.read_bytes() for p in (tmp_path / "base").glob("*.safetensors")}
     assert len(files) > 3 and {p.name: p.read_bytes() for p in copy.glob("*.safetensors")} == files
@@ -463,11 +442,8 @@ def test_an_export_looks_like_its_base_in_the_bucket_and_a_quantized_one_is_that
     converter = from_tables([{"kind": "qat", "scheme": "int8_weight_only"}])
     converter.convert(model)
     both = tuple(ExportConfig("hf_quantized", folder=folder) for folder in ("exports", str(place / "exports")))
-    config = CheckpointConfig(store=store, export=both)
-    with CheckpointManager(
-        config, model_parts=[model], sd_transforms=transforms, model_converters=converter, base_folder=tmp_path
-    ) as manager:
-        manager.save(1, last_step=True)
+    quantized = world.manager(tmp_path, model, save=None, store=store, export=both, model_converters=converter)
+    world.save(quantized, last_step=True)
     name = "step-1-quantized"
     made, local = get_folder(place / "exports" / name, tmp_path / "quantized"), tmp_path / "exports" / name
     assert {p.name: p.read_bytes() for p in made.iterdir()} == {p.name: p.read_bytes() for p in local.iterdir()}
@@ -476,12 +452,9 @@ def test_an_export_looks_like_its_base_in_the_bucket_and_a_quantized_one_is_that
 def test_exports_of_a_branch_that_was_given_up_are_replaced_by_the_new_branchs(server: Server, tmp_path: Path) -> None:
     """Before that nobody can load them by their names, they keep their bytes, and retention leaves them."""
     place, model = place_in(server), torch.nn.Linear(2, 2, bias=False)
-    config = CheckpointConfig(
-        store=place.bucket.settings,
-        save=SaveConfig(interval=1, async_mode="disabled"),
-        export=(ExportConfig("dcp", interval=1, keep=2, folder=str(place)),),
-    )
-    with CheckpointManager(config, model_parts=[model], base_folder=tmp_path) as manager:
+    exports = (ExportConfig("dcp", interval=1, keep=2, folder=str(place)),)
+    given = {"async_mode": "disabled", "store": place.bucket.settings, "export": exports}
+    with world.manager(tmp_path, model, **given) as manager:
         manager.load()
         for step in (1, 2, 3, 4):
             torch.nn.init.constant_(model.weight, step)

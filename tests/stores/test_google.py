@@ -13,7 +13,7 @@ from tests.stores.servers import GoogleProxy, Server
 from tests.stores.test_exports_in_bucket import export, names
 from tests.stores.test_manager_in_bucket import manager
 from tests.test_manager import Run
-from tests.world import same
+from tests.world import load, same
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps, probe
 from titan_ckpt.errors import CommitConflictError
@@ -58,8 +58,7 @@ def test_a_run_saves_expires_resumes_and_exports(place: BucketPath, tmp_path: Pa
         with pytest.raises(CommitConflictError, match="already writes here"):
             BucketSteps(place / "run").open()
     again = Run(seed=1)
-    with manager(again, place / "run", tmp_path, interval=1) as saves:
-        assert saves.load().step == 3
+    assert load(manager(again, place / "run", tmp_path, interval=1)).step == 3
     assert same(again.state(), run.state())
     assert [step.step for step in BucketSteps(place / "run").survey().steps] == [2, 3]
     made = export(Llama3(CONFIG), place / "exports", tmp_path)

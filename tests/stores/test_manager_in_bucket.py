@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.steps_tests import manifest_of, save, write
-from tests.stores.conftest import behind, place_in, through
+from tests.stores.conftest import behind, flip_last_bit, place_in, through
 from tests.stores.servers import Server
 from tests.test_manager import Run
+from tests.world import load
 from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.directory import lease
 from titan_ckpt.directory.bucket_steps import BucketSteps
@@ -89,8 +90,7 @@ def test_one_wrong_answer_steps_back_from_nothing(s3: Server, tmp_path: Path, mo
 
     flip("read")
     flip("read_head")
-    with manager(run, place, tmp_path) as saves:
-        assert saves.load().step == 2
+    assert load(manager(run, place, tmp_path)).step == 2
     objects = {key.rpartition("/")[2].partition(".")[0] for _, key in flipped}
     assert objects == {"step-2", "state", "rank-00000"}
 
@@ -105,16 +105,12 @@ def test_a_damaged_step_is_named_and_the_one_before_is_loaded(server: Server, tm
             saves.save(step)
             saves.wait()
     (key,) = [f.key for f in place.bucket.list_objects(f"{place.key}/data/step-2") if f.key.endswith("0.safetensors")]
-    data = bytearray(place.bucket.read(key)[0])
-    data[-1] ^= 1
-    place.bucket.upload(key, iter([memoryview(data)]), 5 << 20)
+    flip_last_bit(place, key)
     with manager(run, place, tmp_path) as saves, pytest.raises(CorruptCheckpointError, match="do not have the digest"):
         saves.load(2)
-    with manager(run, place, tmp_path) as saves:
-        assert saves.load().step == 1
+    assert load(manager(run, place, tmp_path)).step == 1
     place.bucket.delete([key])
-    with manager(run, place, tmp_path) as saves:
-        assert saves.load().step == 1
+    assert load(manager(run, place, tmp_path)).step == 1
 
 
 def test_what_a_dead_run_left_is_cleared_and_cannot_be_committed_any_more(server: Server) -> None:

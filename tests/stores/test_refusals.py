@@ -12,12 +12,13 @@ from urllib.parse import urlsplit
 import pytest
 import torch
 
+from tests import world
+from tests.run_folder import RunFolder
 from tests.steps_tests import save
 from tests.stores.conftest import behind, place_in, through
 from tests.stores.servers import CREDENTIALS, Answer, Fault, Proxy, Server, refusal
 from tests.stores.test_manager_in_bucket import keys
 from tests.test_bad_input import write_config
-from titan_ckpt import CheckpointManager
 from titan_ckpt.cli.main import main
 from titan_ckpt.config import CheckpointConfig, ExportConfig, InitialLoadConfig, SaveConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
@@ -235,13 +236,10 @@ def test_credentials_that_expire_end_no_run_that_is_to_go_on(
         return EXPIRED[step - 2] if 2 <= step <= 4 else None
 
     with Proxy(s3.endpoint, decide) as proxy:
-        config = CheckpointConfig(
-            folder=str(place / "checkpoints"),
-            store=StoreConfig(endpoint=proxy.endpoint, retry_seconds=3.0),
-            save=SaveConfig(interval=1, on_failure="warn", timeout_seconds=60),
-            export=(ExportConfig("dcp", interval=1, folder=str(place / "exports")),),
-        )
-        with CheckpointManager(config, model_parts=[torch.nn.Linear(2, 2)], base_folder=tmp_path) as manager:
+        store = StoreConfig(endpoint=proxy.endpoint, retry_seconds=3.0)
+        run = RunFolder(tmp_path, str(place), store)
+        exports = (ExportConfig("dcp", interval=1, folder=str(place / "exports")),)
+        with world.manager(run, torch.nn.Linear(2, 2), on_failure="warn", export=exports) as manager:
             manager.load()
             for step in range(1, 7):
                 manager.save(step)

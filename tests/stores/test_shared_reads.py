@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from tests import world
 from tests.distributed.test_shared_reads import empty, load, truth
 from tests.run_folder import RunFolder
 from tests.stores import servers
@@ -84,8 +85,7 @@ def save(folder: RunFolder, layout: str) -> None:
 @distributed(nproc=4)
 def resume(folder: RunFolder, layout: str, is_on: bool) -> None:
     run = run_of(layout)
-    with run.manager(folder, resume=ResumeConfig(share_reads=is_on)) as manager:
-        assert manager.load().step == 1
+    assert world.load(run.manager(folder, resume=ResumeConfig(share_reads=is_on))).step == 1
     assert same(run.state(), torch.load(folder.base / "truth.pt"))
 
 

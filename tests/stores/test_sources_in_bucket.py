@@ -13,18 +13,18 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests import world
 from tests.stores.conftest import behind, place_in, put_folder, through
 from tests.stores.servers import Proxy, Server
 from tests.test_manager import Run
 from tests.unit.test_progress import watch
 from tests.world import same
-from titan_ckpt import CheckpointConfig, CheckpointManager, InitialLoadConfig, StateDictTransforms
+from titan_ckpt import CheckpointConfig, InitialLoadConfig
 from titan_ckpt.config import SaveConfig, StoreConfig
 from titan_ckpt.directory.bucket_commits import Commits
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CheckpointNotFoundError, ConfigError, CorruptCheckpointError, NotACheckpointError
 from titan_ckpt.formats.dcp.writer import DcpExport
-from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.stores.objects import BucketPath
@@ -40,11 +40,9 @@ def counted(place: BucketPath, server: Server) -> Iterator[tuple[BucketPath, Pro
 
 def loaded(model: nn.Module, path: object, folder: Path, place: BucketPath | None = None, **source: Any) -> nn.Module:
     """Load a source into the model as a run does."""
-    transforms = StateDictTransforms(model.key_map(), model.hf_config()) if isinstance(model, Llama3) else None
     store = StoreConfig() if place is None else place.bucket.settings
-    config = CheckpointConfig(initial_load=(InitialLoadConfig(str(path), **source),), store=store)
-    with CheckpointManager(config, model_parts=[model], sd_transforms=transforms, base_folder=folder) as manager:
-        manager.load()
+    sources = [InitialLoadConfig(str(path), **source)]
+    world.load(world.manager(folder, model, save=None, initial_load=sources, store=store))
     return model
 
 
@@ -94,8 +92,7 @@ def test_a_step_is_a_source(server: Server, tmp_path: Path) -> None:
     assert equal(loaded(Run(seed=4).model, place / "step-2", tmp_path, place), run.model)
     again = Run(seed=5)
     source = InitialLoadConfig(str(place / "step-2"), load="training_state")
-    with again.manager(tmp_path / "b", initial_load=(source,), store=place.bucket.settings) as saves:
-        assert saves.load().step == 2
+    assert world.load(again.manager(tmp_path / "b", initial_load=(source,), store=place.bucket.settings)).step == 2
     assert same(again.state()["optimizer"], run.state()["optimizer"]) and equal(again.model, run.model)
     with run.manager(tmp_path / "c", save=SaveConfig(interval=1)) as saves:
         run.train(saves, 1)
@@ -140,14 +137,7 @@ def test_f11_every_load_from_a_bucket_has_a_bar(s3: Server, tmp_path: Path, monk
     with Run().manager(tmp_path, folder=str(place), store=place.bucket.settings, save=SaveConfig(interval=1)) as saves:
         run = Run()
         run.train(saves, 1)
-    export_huggingface(
-        tmp_path / "hf",
-        StateDictTransforms(model.key_map(), model.hf_config()).to_file(dict(model.state_dict()), None, None),
-        config=model.hf_config(),
-        assets=None,
-        max_shard_bytes=10**9,
-        coordinator=Coordinator.current(),
-    )
+    world.write_hf(tmp_path / "hf", dict(model.state_dict()), model.key_map(), config=model.hf_config())
     DcpExport(dict(model.state_dict())).write(tmp_path / "dcp", Coordinator.current())
     out = watch(monkeypatch, terminal=True, delay=0.0)
     loaded(Run(seed=2).model, place / "step-1", tmp_path, place)

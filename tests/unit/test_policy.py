@@ -79,13 +79,6 @@ def test_what_no_rule_keeps_expires(steps: list[int], latest: int, protected: fr
     assert remaining == set(valid[-latest:]) | (protected & set(valid))
 
 
-@given(step_lists, keeps, step_sets)
-def test_removing_the_expired_settles_it(steps: list[int], keep: KeepConfig, protected: frozenset[int]) -> None:
-    """After the removal nothing more expires: an interrupted removal can be taken up by deciding again."""
-    remaining = set(steps) - set(expired_steps(steps, keep, protected))
-    assert expired_steps(sorted(remaining), keep, protected) == []
-
-
 @given(histories(), some, st.sampled_from(["min", "max"]))
 def test_the_best_stay(facts: dict[int, StepFacts], best: int, mode: str) -> None:
     """No step that goes has a better loss than one that stays because of its loss."""

@@ -10,25 +10,18 @@ import pytest
 import torch
 from rich.console import Console
 
+from tests.world import write_hf
 from titan_ckpt import progress
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.formats.dcp.dcp import DcpReader
 from titan_ckpt.formats.dcp.writer import DcpExport
-from titan_ckpt.formats.huggingface.export import export_huggingface
 from titan_ckpt.formats.huggingface.reader import HuggingFaceReader
 from titan_ckpt.geometry.chunks import Block, Chunk
-from titan_ckpt.weights.transforms import StateDictTransforms
-
-CONFIG = {"model_type": "x", "architectures": ["X"]}
 
 
 def export_and_load(folder: Path) -> None:
     """Move 24 MB out and in."""
-    value = torch.randn(2000, 3000)
-    groups = StateDictTransforms().to_file({"w": value}, None, None)
-    export_huggingface(
-        folder, groups, config=CONFIG, assets=None, max_shard_bytes=10**9, coordinator=Coordinator.current()
-    )
+    write_hf(folder, {"w": torch.randn(2000, 3000)})
     with HuggingFaceReader(folder) as reader:
         reader.read([Block(Chunk.whole((2000, 3000)), torch.empty(2000, 3000), "w")])
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.world import step_on
 from titan_ckpt.components.items.optimizers import Optimizers
 from titan_ckpt.components.optimizer import OptimizerState, _placed, misfit
 from titan_ckpt.encoding import typed_json
@@ -18,14 +19,15 @@ from titan_ckpt.geometry.chunks import info_of
 from titan_ckpt.weights.wrapper import ModelWrapper
 
 
-def trained(steps: int = 3) -> tuple[nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+
+def trained() -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for _ in range(steps):
-        model(torch.randn(3, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    for _ in range(3):
+        step_on(model, optimizer, torch.randn(3, 4))
     return model, optimizer
 
 
@@ -36,7 +38,7 @@ def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> OptimizerS
 def test_step_counts_that_differ_stay_tensors() -> None:
     """A parameter that joined later keeps its own count."""
     model, optimizer = trained()
-    optimizer.state[model[0].weight]["step"] = torch.tensor(1.0)  # type: ignore[index]
+    optimizer.state[model[0].weight]["step"] = torch.tensor(1.0)
     tensors, [[group]] = state_of(model, optimizer).split()
     assert tensors["optimizer.0.weight.step"].item() == 1
     assert tensors["optimizer.1.bias.step"].item() == 3
@@ -45,8 +47,7 @@ def test_step_counts_that_differ_stay_tensors() -> None:
 
 def test_a_parameter_that_was_never_stepped_has_no_state() -> None:
     """It comes back without state, so that the optimizer initializes it at its first step."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model = layers()
     optimizer = torch.optim.AdamW(model.parameters())
     model[0](torch.randn(3, 4)).sum().backward()
     optimizer.step()
@@ -66,7 +67,7 @@ def test_state_of_a_parameter_that_is_not_trained_here_is_named() -> None:
     """A checkpoint that trained more than this run does not load silently."""
     model, optimizer = trained()
     tensors, _ = state_of(model, optimizer).split()
-    fewer = torch.optim.AdamW(model[0].parameters())  # type: ignore[index]
+    fewer = torch.optim.AdamW(model[0].parameters())
     _, strangers = state_of(model, fewer).destinations({k: info_of(v) for k, v in tensors.items()})
     assert {key.rpartition(".")[0] for key in strangers} == {"optimizer.1.weight", "optimizer.1.bias"}
     with pytest.raises(LoadMismatchError, match=r"2 trained there and not here: 1\.bias, 1\.weight.*exclude"):
@@ -75,8 +76,7 @@ def test_state_of_a_parameter_that_is_not_trained_here_is_named() -> None:
 
 def test_groups_find_each_other_by_their_parameters() -> None:
     """Groups in another order get the hyperparameters of the group that held their parameters."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model = layers()
     one, two = ({"params": list(model[i].parameters()), "lr": 0.1 * (i + 1)} for i in (0, 1))
     _, groups = state_of(model, torch.optim.AdamW([one, two])).split()
     swapped = torch.optim.AdamW([{"params": list(model[i].parameters()), "lr": 9.0} for i in (1, 0)])
@@ -134,11 +134,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: 
             loss.backward()
             return loss
 
-        if isinstance(optimizer, torch.optim.LBFGS):
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
+        optimizer.step(closure)
 
 
 def through_files(source: OptimizerState, target: OptimizerState) -> None:
@@ -164,7 +160,6 @@ def flat(value: Any) -> Any:
 @pytest.mark.parametrize("name", EVERY_KIND)
 def test_every_optimizer_of_torch_goes_on_as_if_it_had_not_stopped(name: str) -> None:
     """All state comes back with its types, scalar, empty and unreached parameters included, and two steps agree."""
-    torch.manual_seed(0)
     model, other = Scales(), Scales()
     optimizer, restored = EVERY_KIND[name](model), EVERY_KIND[name](other)
     steps(model, optimizer, 3, seed=1)
@@ -209,8 +204,7 @@ def test_a_parameter_of_two_optimizers_is_refused() -> None:
 
 def test_groups_of_pipeline_stages_become_one() -> None:
     """Each stage lists its own parameters: one optimizer over all gets them back, and so does a stage."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model = layers()
     stages = [torch.optim.AdamW(model[i].parameters(), lr=0.3, betas=(0.8, 0.9)) for i in (0, 1)]
     model(torch.randn(3, 4)).sum().backward()
     for stage in stages:
@@ -228,7 +222,7 @@ def test_groups_of_pipeline_stages_become_one() -> None:
 
 def test_stages_with_other_hyperparameters_do_not_become_one() -> None:
     """One group cannot have two learning rates: named, and nothing is changed."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model = layers()
     stages = [torch.optim.SGD(model[i].parameters(), lr=0.1 * (i + 1)) for i in (0, 1)]
     merged = Optimizers.merge([state_of(model, stage).split()[1] for stage in stages])
     whole = torch.optim.SGD(model.parameters(), lr=7.0)
@@ -243,7 +237,7 @@ def test_stages_with_other_hyperparameters_do_not_become_one() -> None:
 def test_stages_whose_optimizers_are_of_other_classes_do_not_become_one() -> None:
     """Each stage's parameters keep the class that trained them, and a class is named once for all its groups."""
     one, other = (type(name, (torch.optim.SGD,), {}) for name in ("One", "Other"))
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model = layers()
     stages = [kind(model[i].parameters(), lr=0.1) for i, kind in enumerate([one, other])]
     merged = Optimizers.merge([state_of(model, stage).split()[1] for stage in stages])
     assert [group["classes"] for group in merged[0]] == [["One", "SGD"], ["Other", "SGD"]]
@@ -264,7 +258,7 @@ def test_a_group_that_names_no_class_is_taken_over_in_silence() -> None:
 
 def test_a_group_that_was_not_trained_is_named() -> None:
     """Parameters that joined in a group of their own have no hyperparameters there."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+    model = layers()
     _, groups = state_of(model, torch.optim.SGD(model[0].parameters())).split()
     more = torch.optim.SGD([{"params": list(model[i].parameters())} for i in (0, 1)])
     with pytest.raises(LoadMismatchError, match=r"group 1 of optimizer 0: none of its 2 .* 1\.weight"):

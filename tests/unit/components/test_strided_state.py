@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -40,29 +39,13 @@ class Sliced(torch.optim.Optimizer):
                 p.add_(p.grad, alpha=-group["lr"] * group["d"])
 
 
-def run(folder: Path, sizes: tuple[int, int], slice_p: int, killed: Path | None = None, **save: Any) -> dict[str, Any]:
-    """Train four steps from where the folder is; leave behind what a kill after the second step would."""
-    torch.manual_seed(0)
-    model: Any = nn.Sequential(nn.Linear(*sizes), nn.Linear(sizes[1], 1))
-    model = DistributedDataParallel(model) if dist.is_initialized() else model
-    optimizer = Sliced(model.parameters(), slice_p=slice_p)
-    with world.manager(folder, model, optimizer, **save) as manager:
-        for step in range(manager.load().step + 1, 5):
-            drawn = torch.randn(3, sizes[0], generator=torch.Generator().manual_seed(step))
-            world.step_on(model, optimizer, drawn)
-            manager.save(step)
-            if step == 2 and killed is not None:
-                manager.wait()
-                if not dist.is_initialized() or dist.get_rank() == 0:
-                    shutil.copytree(folder, killed)
-    return world.weights_and_moments(model, optimizer) | {"d": optimizer.param_groups[0]["d"]}
-
-
 def resumed(root: Path, sizes: tuple[int, int], slice_p: int, **save: Any) -> None:
-    whole = run(root / "whole", sizes, slice_p, killed=root / "resumed", **save)
-    if dist.is_initialized():
-        dist.barrier()
-    assert not (wrong := world.differing(run(root / "resumed", sizes, slice_p, **save), whole)), wrong
+    def make() -> tuple[Any, torch.optim.Optimizer]:
+        model: Any = nn.Sequential(nn.Linear(*sizes), nn.Linear(sizes[1], 1))
+        model = DistributedDataParallel(model) if dist.is_initialized() else model
+        return model, Sliced(model.parameters(), slice_p=slice_p)
+
+    world.assert_resumes(root, make, sizes[0], **save)
 
 
 @pytest.mark.parametrize("mode", ["disabled", "thread"])

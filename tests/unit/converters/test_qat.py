@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.world import TINY, adamw, convert, llama
+from tests.world import TINY, adamw, convert, learn, llama
 from titan_ckpt.converters import QATConfig
 from titan_ckpt.converters.qat.converter import Scheme, StraightThrough, _torchao_config
 from titan_ckpt.errors import ConverterError
@@ -30,11 +30,7 @@ def train(model: nn.Module, steps: int = 6) -> None:
     for _ in range(steps):
         out: Any = model(TOKENS)
         predicted = out if isinstance(out, torch.Tensor) else out.logits
-        loss = F.cross_entropy(predicted.float().flatten(0, 1), TOKENS.flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+        losses.append(learn(optimizer, F.cross_entropy(predicted.float().flatten(0, 1), TOKENS.flatten())))
     assert losses[-1] < losses[0] - 0.2
     model.eval()
 

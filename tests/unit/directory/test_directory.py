@@ -469,8 +469,7 @@ def test_a_stopped_writer_that_was_succeeded_never_commits(tmp_path: Path, momen
 
     def write_elsewhere() -> None:
         posix.lock = lambda fd: None
-        holder = Holder("1" * 32, "elsewhere", "other-boot", "", os.getpid(), "1")
-        Holder.current = staticmethod(lambda: holder)  # type: ignore[method-assign]
+        _elsewhere()
         directory = open_directory(tmp_path)
         attempt = directory.begin(10)
         records = write_files(attempt, 1)

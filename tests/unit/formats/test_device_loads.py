@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from tests.fake_cuda import DEVICE, FakeCuda, OnDevice, on_device
 from tests.unit.formats.quantized.test_reading import fp8_folder
+from tests.world import flip_bit
 from titan_ckpt.disk import workers
 from titan_ckpt.disk.files import IO_BYTES, FileReader
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -72,10 +73,7 @@ def test_a_native_load_verifies_a_block_and_then_copies_it_to_the_device(tmp_pat
         for target, chunk in requests(value):
             native.read([Block(chunk, target, "x")])
             assert torch.equal(target, value[chunk.within(Chunk.whole(value.shape))].to(target.dtype))
-    file = next(tmp_path.iterdir())
-    data = bytearray(file.read_bytes())
-    data[-10] ^= 1
-    file.write_bytes(data)
+    flip_bit(next(tmp_path.iterdir()), -10)
     uploads.clear()
     with NativeReader(tmp_path) as native, pytest.raises(CorruptCheckpointError, match="no tensor"):
         native.read([Block(Chunk.whole((3,)), into["small.99"], "small.99")])

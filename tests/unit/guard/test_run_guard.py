@@ -21,6 +21,7 @@ import torch
 from tests.forked import answer
 from tests.run_folder import RunFolder
 from tests.world import manager as build
+from tests.world import step_on
 from titan_ckpt import RunGuard
 from titan_ckpt.config import StopConfig
 from titan_ckpt.formats.native.arena import StagedFile
@@ -39,8 +40,7 @@ def guarded(folder: Path, interval: int = 1000, **stop: Any) -> Iterator[Callabl
         manager.load()
 
         def take(step: int) -> bool:
-            model(torch.ones(1, 2)).sum().backward()
-            optimizer.step()
+            step_on(model, optimizer, torch.ones(1, 2))
             manager.save(step)
             return guard.step_ended(step)
 

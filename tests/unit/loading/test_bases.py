@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from tests.tiny_run import losses, settings
+from tests.tiny_run import export_base, losses, settings
 from titan_ckpt.errors import BaseMismatchError, LoadMismatchError
 from titan_ckpt.loading.adapters import check_named_base
 from titan_ckpt.loading.plan import LoadSource
@@ -101,10 +101,7 @@ def test_f9_a_recorded_digest_makes_names_needless(tmp_path: Path, caplog: pytes
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a Hugging Face folder of the model after a step."""
-    folder = tmp_path_factory.mktemp("base")
-    export = {"save": {"interval": 5}, "export": {"format": "hf"}}
-    Trainer(settings(folder, training={"steps": 1}, checkpoint=export)).run()
-    return folder / "run" / "exports" / "step-1"
+    return export_base(tmp_path_factory.mktemp("base"))
 
 
 class Recomputing(Trainer):

@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.run_folder import RunFolder
-from tests.world import Value
+from tests.world import Value, step_on
 from tests.world import manager as build_manager
 from titan_ckpt import CheckpointConfig, CheckpointManager, ResumeConfig
 from titan_ckpt.config import from_dict
@@ -66,9 +66,7 @@ class Run:
         )
 
     def step(self) -> None:
-        self.model(torch.randn(8, 4)).square().mean().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        step_on(self.model, self.optimizer, torch.randn(8, 4))
         self.schedule.step()
         self.counter.value += 1
 

@@ -11,13 +11,13 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests import world
+from tests.tiny_run import losses, settings
 from titan_ckpt.config import ExportConfig, from_dict
 from titan_ckpt.errors import ConfigError, ExportError
 from titan_ckpt.models import qwen3, qwen3_moe
 from titan_ckpt.models.language_model import LanguageModel
 from titan_ckpt.models.registry import ARCHITECTURES, build_model
-from titan_ckpt.training.callbacks.console import read_metrics
-from titan_ckpt.training.config import ModelConfig, RunConfig
+from titan_ckpt.training.config import ModelConfig
 from titan_ckpt.training.trainer import Trainer
 
 auto: Any = AutoModelForCausalLM  # its methods have no types
@@ -41,22 +41,16 @@ def folder_of(name: str, where: Path) -> Path:
     return folder
 
 
-def settings(name: str, base: Path, where: Path, steps: int) -> RunConfig:
-    return from_dict(
-        RunConfig,
-        {
-            "output_folder": str(where / "run"),
-            "model": {"name": name, "folder": str(base)},
-            "data": {"sequence_length": 32, "cache_folder": str(where / "cache"), "tokenizer": 300},
-            "training": {"steps": steps, "batch_size": 8, "device": "cpu"},
-            "schedule": {"kind": "constant", "warmup_ratio": 0.0},
-            "optimizer": {"lr": 3e-3},
-            "checkpoint": {
-                "save": {"interval": 2},
-                "initial_load": [{"path": str(base)}],
-                "export": {"format": "hf"},
-            },
-        },
+def run_of(name: str, base: Path, where: Path, steps: int) -> Trainer:
+    return Trainer(
+        settings(
+            where,
+            model={"name": name, "flavor": None, "folder": str(base)},
+            data={"sequence_length": 32},
+            training={"steps": steps, "batch_size": 8},
+            schedule={"kind": "constant", "warmup_ratio": 0.0},
+            checkpoint={"initial_load": [{"path": str(base)}], "export": {"format": "hf"}},
+        )
     )
 
 
@@ -64,12 +58,12 @@ def settings(name: str, base: Path, where: Path, steps: int) -> RunConfig:
 def test_an_architecture_trains_from_a_folder_resumes_and_exports(name: str, tmp_path: Path) -> None:
     """Four steps from transformers' weights, then four more: the loss falls, and the export has the trained logits."""
     base = folder_of(name, tmp_path)
-    Trainer(settings(name, base, tmp_path, 4)).run()
-    trainer = Trainer(settings(name, base, tmp_path, 8))
+    run_of(name, base, tmp_path, 4).run()
+    trainer = run_of(name, base, tmp_path, 8)
     assert trainer.run().step == 8
-    losses = [row["loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
-    assert len(losses) == 8
-    assert losses[-1] < losses[0] - 0.5
+    found = losses(tmp_path)
+    assert len(found) == 8
+    assert found[-1] < found[0] - 0.5
     exported, report = auto.from_pretrained(tmp_path / "run" / "exports" / "step-8", output_loading_info=True)
     assert not any(report.values()), report
     tokens = torch.randint(0, 300, (1, 20))

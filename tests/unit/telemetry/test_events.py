@@ -25,6 +25,7 @@ from tests.forked import answer
 from tests.hunt.slow import Slow, interrupted
 from tests.run_folder import RunFolder
 from tests.world import manager as build
+from tests.world import step_on
 from titan_ckpt import ExportConfig, KeepConfig, SaveConfig
 from titan_ckpt.directory.manifest import Manifest
 from titan_ckpt.errors import SaveError
@@ -41,8 +42,7 @@ def run(folder: RunFolder | Path, async_mode: Any = "thread", sinks: Any = (), s
             manager.telemetry.add_sink(sink)
         start = manager.load().step
         for step in range(start + 1, start + steps + 1):
-            model(torch.ones(1, 8)).sum().backward()
-            optimizer.step()
+            step_on(model, optimizer, torch.ones(1, 8))
             manager.save(step, last_step=step == start + steps)
 
 

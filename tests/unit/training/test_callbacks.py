@@ -251,28 +251,6 @@ def test_even_and_one_sided_loads_have_the_extreme_entropies() -> None:
         assert entropy(torch.tensor(tokens)) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(
-    ("tables", "expected"),
-    [
-        (
-            {"training": {"measure": ["load_balance"]}},
-            r"training\.measure: load_balance: the model has no mixture of experts",
-        ),
-        ({"evaluation": {"interval": 1, "corpus": "nowhere.txt"}}, r"nowhere\.txt is not there"),
-        ({"evaluation": {"interval": 1}}, r"name evaluation\.corpus, or keep a share back with data\.held_out"),
-        ({"profiling": {"interval": 1}}, r"profiling\.interval: expected 2 or more"),
-        ({"wandb": {}}, r"wandb\.project: required"),
-    ],
-)
-def test_d2_a_callback_that_cannot_work_is_said_before_any_step(
-    tmp_path: Path, tables: dict[str, dict[str, Any]], expected: str
-) -> None:
-    """One ConfigError, and nothing of the run is written."""
-    with pytest.raises(ConfigError, match=expected):
-        Trainer(settings(tmp_path, **tables)).run()
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(("name", "table"), [("wandb", {"project": "p"}), ("tensorboard", {})])
 def test_d2_a_tracker_that_is_not_installed_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, table: dict[str, Any]

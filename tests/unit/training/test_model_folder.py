@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_run import losses, settings
+from tests.tiny_run import export_base, losses, settings
 from titan_ckpt.converters import from_tables
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.training.config import RunConfig
@@ -25,10 +25,7 @@ LORA = [{"kind": "lora", "rank": 2, "target_modules": ["wq"]}]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a folder in bfloat16 with a tokenizer, whose model may stop at two tokens."""
-    folder = tmp_path_factory.mktemp("base")
-    export = {"format": "hf", "dtype": "bfloat16"}
-    Trainer(settings(folder, training={"steps": 1}, checkpoint={"export": export})).run()
-    exported = folder / "run" / "exports" / "step-1"
+    exported = export_base(tmp_path_factory.mktemp("base"), dtype="bfloat16")
     config = json.loads((exported / "config.json").read_text())
     (exported / "config.json").write_text(json.dumps({**config, "eos_token_id": [1, 7]}))
     return exported

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.tiny_run import losses, settings
+from tests.tiny_run import export_base, losses, settings
 from titan_ckpt.converters import from_tables
 from titan_ckpt.stores.answers import StoreError
 from titan_ckpt.testing import distributed
@@ -26,10 +26,7 @@ LORA = [{"kind": "lora", "rank": 2, "alpha": 4.0, "target_modules": ["wq", "w1"]
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a Hugging Face folder in bfloat16."""
-    folder = tmp_path_factory.mktemp("base")
-    export = {"save": {"interval": 5}, "export": {"format": "hf", "dtype": "bfloat16"}}
-    Trainer(settings(folder, training={"steps": 1}, checkpoint=export)).run()
-    return folder / "run" / "exports" / "step-1"
+    return export_base(tmp_path_factory.mktemp("base"), dtype="bfloat16")
 
 
 def on_base(folder: Path, base: Path, steps: int = 4, **model: Any) -> RunConfig:
@@ -99,9 +96,7 @@ def test_d5_computing_in_float32_needs_float32(tmp_path: Path, base: Path) -> No
 @distributed(nproc=2)
 def test_d5_a_frozen_base_keeps_its_dtype_when_sharded(tmp_path: Path) -> None:
     """FSDP2 groups with bfloat16 and float32 parameters train, save and resume."""
-    export = {"save": {"interval": 5}, "export": {"format": "hf", "dtype": "bfloat16"}}
-    Trainer(settings(tmp_path / "base", training={"steps": 1}, checkpoint=export)).run()
-    folder = tmp_path / "base" / "run" / "exports" / "step-1"
+    folder = export_base(tmp_path / "base", dtype="bfloat16")
     for steps in (2, 3):
         trainer = Trainer(on_base(tmp_path / "lora", folder, steps), from_tables(LORA, "test"))
         trainer.run()

@@ -187,28 +187,6 @@ class Endless(torch.utils.data.IterableDataset[Batch]):
             yield {"tokens": torch.zeros(16, dtype=torch.int64), "labels": torch.zeros(16, dtype=torch.int64)}
 
 
-@pytest.mark.parametrize(
-    ("sections", "expected"),
-    [
-        (
-            {"training": {"epochs": 1}, "data": {"dataset": f"{__name__}:Endless", "tokenizer": None}},
-            r"training\.epochs: OwnDataLoader does not say how long the data is; set training\.steps",
-        ),
-        ({"parallel": {"backend": "nccl"}}, r"parallel\.backend: 'nccl' is no backend of this torch for cpu; .* gloo"),
-        ({"parallel": {"backend": "fake"}}, r"parallel\.backend: 'fake' is no backend"),
-        (
-            {"optimizer": {"name": "torch.optim:SGD", "implementation": "fused"}},
-            r"optimizer\.implementation: a setting of adamw; give it to torch\.optim:SGD as optimizer\.settings",
-        ),
-    ],
-)
-def test_d9_what_a_run_lacks_is_said_before_any_step(tmp_path: Path, sections: Any, expected: str) -> None:
-    """One error, and nothing of the run is written."""
-    with pytest.raises(ConfigError, match=expected):
-        Trainer(settings(tmp_path, **sections)).run()
-    assert not (tmp_path / "run").exists()
-
-
 def test_d9_the_backend_is_that_of_the_device_beside_gloo() -> None:
     """Tensors in host memory go by gloo on CUDA; another backend than that of a group that is there is refused."""
     assert (find_backends("cpu", None), find_backends("cpu", "gloo")) == ("gloo", "gloo")
@@ -373,19 +351,40 @@ def test_d9_an_architecture_of_ones_own_has_its_own_parallelize_and_clip_functio
 
 
 @pytest.mark.parametrize(
-    ("model", "expected"),
+    ("sections", "expected"),
     [
-        (own(flavor="small"), r"model\.flavor: 'small' is unknown; known: tiny"),
-        (own(settings={"a": 1}), r"model\.settings: .*OWN has none"),
-        (own("WRAPPED"), r"model\.name: .* returns a Sequential first, expected a Model;"),
         (
-            {"name": f"{__name__}:NoLayers", "flavor": None},
+            {"training": {"epochs": 1}, "data": {"dataset": f"{__name__}:Endless", "tokenizer": None}},
+            r"training\.epochs: OwnDataLoader does not say how long the data is; set training\.steps",
+        ),
+        ({"parallel": {"backend": "nccl"}}, r"parallel\.backend: 'nccl' is no backend of this torch for cpu; .* gloo"),
+        ({"parallel": {"backend": "fake"}}, r"parallel\.backend: 'fake' is no backend"),
+        (
+            {"optimizer": {"name": "torch.optim:SGD", "implementation": "fused"}},
+            r"optimizer\.implementation: a setting of adamw; give it to torch\.optim:SGD as optimizer\.settings",
+        ),
+        (
+            {"training": {"measure": ["load_balance"]}},
+            r"training\.measure: load_balance: the model has no mixture of experts",
+        ),
+        ({"evaluation": {"interval": 1, "corpus": "nowhere.txt"}}, r"nowhere\.txt is not there"),
+        ({"evaluation": {"interval": 1}}, r"name evaluation\.corpus, or keep a share back with data\.held_out"),
+        ({"profiling": {"interval": 1}}, r"profiling\.interval: expected 2 or more"),
+        ({"wandb": {}}, r"wandb\.project: required"),
+        ({"model": own(flavor="small")}, r"model\.flavor: 'small' is unknown; known: tiny"),
+        ({"model": own(settings={"a": 1})}, r"model\.settings: .*OWN has none"),
+        ({"model": own("WRAPPED")}, r"model\.name: .* returns a Sequential first, expected a Model;"),
+        (
+            {"model": {"name": f"{__name__}:NoLayers", "flavor": None}},
             r"model\.name: NoLayers has no module `layers`, .*; give it one",
         ),
-        (own("NOWHERE"), r"model\.name: .*no attribute 'NOWHERE'"),
+        ({"model": own("NOWHERE")}, r"model\.name: .*no attribute 'NOWHERE'"),
     ],
 )
-def test_d9_an_architecture_that_does_not_fit_is_named(tmp_path: Path, model: Any, expected: str) -> None:
-    """Before the first step."""
+def test_d9_what_a_run_lacks_or_cannot_use_is_said_before_any_step(
+    tmp_path: Path, sections: Any, expected: str
+) -> None:
+    """One error, and nothing of the run is written."""
     with pytest.raises(ConfigError, match=expected):
-        Trainer(settings(tmp_path, model=model)).run()
+        Trainer(settings(tmp_path, **sections)).run()
+    assert not (tmp_path / "run").exists()

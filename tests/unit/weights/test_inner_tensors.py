@@ -41,9 +41,7 @@ class Run:
         self.manager = world.manager(folder, self.model, self.optimizer, async_mode="disabled", **settings)
 
     def step(self) -> None:
-        self.model(torch.ones(2, 16)).square().sum().backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        world.step_on(self.model, self.optimizer, torch.ones(2, 16))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -38,7 +38,6 @@ def cut(value: torch.Tensor, op: TensorOp, shares: list[Chunk] | None) -> dict[s
 @pytest.mark.parametrize("dim", [0, 1])
 def test_shares_of_any_cut_tile_every_part(op: TensorOp, dim: int) -> None:
     """However a tensor's writers share it, each block of codes is written once, whole, with its own scale."""
-    torch.manual_seed(0)
     shape = (3, 256, 128) if isinstance(op, Unstack) else (384, 100)
     value = torch.randn(shape)
     whole = cut(value, op, None)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.ao.quantization import (
     FakeQuantize,
@@ -81,47 +79,35 @@ def step(model: Any, optimizer: torch.optim.Optimizer, number: int) -> None:
     world.step_on(model, optimizer, torch.randn(3, 4, generator=torch.Generator().manual_seed(number)))
 
 
-def run(kind: str, way: str, folder: Path, last: int, killed: Path | None = None) -> dict[str, Any]:
-    """Train to the last step, and return the state; leave behind what a kill after the second step would."""
-    torch.manual_seed(last)
+def quantized(kind: str, way: str = "") -> tuple[Any, torch.optim.Optimizer]:
     model: Any = Quantized(KINDS[kind])
     if way:
         model = DistributedDataParallel(model) if way == "ddp" else fully_shard(model)
-    optimizer = world.adamw(model)
-    with world.manager(folder, model, optimizer) as manager:
-        for number in range(manager.load().step + 1, last + 1):
-            step(model, optimizer, number)
-            manager.save(number)
-            if number == 2 and killed is not None:
-                manager.wait()
-                if not way or dist.get_rank() == 0:
-                    shutil.copytree(folder, killed)
-    return world.weights_and_moments(model, optimizer)
+    return model, world.adamw(model)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_killed_run_of_fake_quantizers_resumes_bit_for_bit(kind: str, tmp_path: Path) -> None:
     """Scales and ranges have the shape of the weights after the first forward, and another one in a new process."""
-    whole = run(kind, "", tmp_path / "whole", 4, killed=tmp_path / "resumed")
-    assert not (wrong := world.differing(run(kind, "", tmp_path / "resumed", 4), whole)), wrong
+    world.assert_resumes(tmp_path, lambda: quantized(kind))
 
 
 @distributed(nproc=2)
 @pytest.mark.parametrize("way", ["ddp", "fsdp2"])
 def test_a_killed_run_of_fake_quantizers_resumes_on_two_ranks(way: str, tmp_path: Path) -> None:
-    whole = run("per channel", way, tmp_path / "whole", 4, killed=tmp_path / "resumed")
-    dist.barrier()
-    assert not (wrong := world.differing(run("per channel", way, tmp_path / "resumed", 4), whole)), wrong
+    world.assert_resumes(tmp_path, lambda: quantized("per channel", way))
 
 
 def test_weights_alone_are_loaded_into_the_shape_that_they_have(tmp_path: Path) -> None:
     """As an initial load does, and as a load into a model that has run already, of which nothing changes its shape."""
-    run("per channel", "", tmp_path / "first", 2)
+    model, optimizer = quantized("per channel")
+    step(model, optimizer, 1)
+    world.save(world.manager(tmp_path / "first", model, optimizer))
     for has_run in (False, True):
         model = Quantized(KINDS["per channel"])
         if has_run:
             model(torch.ones(1, 4))
-        source = tmp_path / "first" / "checkpoints" / "step-2"
+        source = tmp_path / "first" / "checkpoints" / "step-1"
         world.load(world.manager(tmp_path / f"second{has_run}", model, initial_load=[source]))
         assert model.get_buffer("weight_fake_quant.scale").shape == (6,)
         assert model.get_buffer("weight_fake_quant.activation_post_process.min_val").abs().min() > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,25 +47,11 @@ def called(model: nn.Module) -> nn.Module:
 
 
 def resumed(make: Callable[[], Any], root: Path) -> None:
-    """Train four steps, and from a copy of what is there after two of them in a new process's objects."""
-    runs: list[dict[str, Any]] = []
-    for name in ("whole", "resumed"):
-        torch.manual_seed(len(runs))
+    def made() -> tuple[Any, torch.optim.Optimizer]:
         model = world.shard(make())
-        optimizer = world.adamw(model)
-        with world.manager(root / name, model, optimizer) as manager:
-            for step in range(manager.load().step + 1, 5):
-                world.step_on(model, optimizer, torch.randn(3, 4))
-                manager.save(step)
-                if name == "whole" and step == 2:
-                    manager.wait()
-                    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-                        shutil.copytree(root / "whole", root / "resumed")
-        if torch.distributed.is_initialized():
-            torch.distributed.barrier()
-        runs.append(world.weights_and_moments(model, optimizer))
-    assert not (wrong := world.differing(runs[1], runs[0])), wrong
-    assert set(runs[0]) >= {name for name, _ in make().named_parameters()}
+        return model, world.adamw(model)
+
+    world.assert_resumes(root, made)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning", "ignore:Lazy modules")

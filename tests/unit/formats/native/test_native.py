@@ -16,7 +16,7 @@ import pytest
 import safetensors
 import torch
 
-from tests.world import differing
+from tests.world import differing, flip_bit
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
@@ -280,10 +280,9 @@ def test_a_damaged_block_is_named_with_its_tensors_and_all_that_were_overwritten
     tensors = {f"t{i}": of(torch.uint8, BLOCK_BYTES, seed=i) for i in range(40)}
     save(tmp_path, tensors)
     path = tmp_path / FILE
-    content = bytearray(path.read_bytes())
-    start = header_bytes(bytes(content[:8]), len(content), FILE)
-    content[start + 17 * BLOCK_BYTES + 5] ^= 8
-    path.write_bytes(content)
+    content = path.read_bytes()
+    start = header_bytes(content[:8], len(content), FILE)
+    flip_bit(path, start + 17 * BLOCK_BYTES + 5)
     if not cached:
         drop_from_page_cache(tmp_path)
     into = {fqn: torch.zeros_like(value) for fqn, value in tensors.items()}

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.world import flip_bit
 from tests.world import manager as build
 from titan_ckpt import progress
 from titan_ckpt.cli.main import main
@@ -101,9 +102,7 @@ def test_a_pinned_step_and_a_step_with_a_users_file_are_whole(step: Path, capsys
 def test_every_damaged_file_is_listed(step: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A state file and a tensor file that differ are both in the one error."""
     for name, at in (("state.json", 3), ("rank-00000.safetensors", -1)):
-        data = bytearray((step / name).read_bytes())
-        data[at] ^= 1
-        (step / name).write_bytes(data)
+        flip_bit(step / name, at)
     assert main(["verify", str(step)]) == 1
     error = capsys.readouterr().out
     assert "state.json: digest" in error and "rank-00000.safetensors" in error

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.forked import memory_of
-from tests.world import read_all
+from tests.world import fill, read_all
 from titan_ckpt.formats.open import open_reader
 from titan_ckpt.geometry.chunks import Block, Chunk, TensorInfo
 from titan_ckpt.geometry.keymap import KeyMap, KeyRule, PermuteRotary, Transpose
@@ -100,12 +100,10 @@ def test_values_land_in_memory_that_a_table_rearranged(tmp_path: Path, rows: int
     expected = fp8_folder(tmp_path, 32, 24)
     rotary: StateDict = {"q": torch.zeros(32, 24)}
     turned: StateDict = {"t": torch.zeros(24, 32)}
+    fill(rotary, tmp_path, KeyMap((KeyRule.of("q", "a.weight", PermuteRotary(2)),)))
+    fill(turned, tmp_path, KeyMap((KeyRule.of("t", "a.weight", Transpose()),)))
+    flat = torch.zeros(rows * 24)
     with open_reader(tmp_path) as reader:
-        table = KeyMap((KeyRule.of("q", "a.weight", PermuteRotary(2)),))
-        reader.read(StateDictTransforms(table).from_file(rotary, reader.tensors, None, cast=False).requests)
-        table = KeyMap((KeyRule.of("t", "a.weight", Transpose()),))
-        reader.read(StateDictTransforms(table).from_file(turned, reader.tensors, None, cast=False).requests)
-        flat = torch.zeros(rows * 24)
         reader.read([Block(Chunk((1, 0), (rows - 1, 24)), flat[24:], "a.weight")])
     assert torch.equal(rotary["q"], expected.view(2, 2, 8, 24).transpose(1, 2).reshape(32, 24))
     assert torch.equal(turned["t"], expected.t())
@@ -141,10 +139,6 @@ def test_shards_of_any_dim_load_straight_into_parameters(tmp_path: Path) -> None
         placements: list[Placement] = [Replicate(), *(Shard(dim) for dim in range(expected[key].dim()))]
         for placement in placements:
             value = distribute_tensor(torch.full(expected[key].shape, float("nan")), mesh, [placement])
-            wanted: StateDict = {key: value}
-            with open_reader(source) as reader:
-                plan = StateDictTransforms().from_file(wanted, reader.tensors, None, cast=False)
-                assert plan.report.loaded == (key,)
-                reader.read(plan.requests)
+            assert fill({key: value}, source).loaded == (key,)
             assert isinstance(value, DTensor)
             assert torch.equal(value.full_tensor(), expected[key]), (key, placement)

@@ -59,7 +59,7 @@ def fork(act: Callable[[], object]) -> int:
     if pid == 0:
         code = 1
         try:
-            gc.freeze()  # a collection would copy every page of the parent's objects
+            freeze_imports()  # a collection would copy every page of the parent's objects
             torch.set_num_threads(1)  # makes anew the pool that a fork breaks, which two threads cannot at once
             act()
             code = 0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from contextlib import suppress
 from importlib import import_module
 
 from tests.forked import take_huge_pages
 from titan_ckpt.errors import ConfigError
+from titan_ckpt.process import freeze_imports
 
 _MODULES = (
     "titan_ckpt.cli.commands",
@@ -33,5 +33,5 @@ for _name in _MODULES:
     with suppress(ImportError, ConfigError):  # the tests of the core run without the extras
         import_module(_name)
 
-gc.freeze()  # a collection in a forked process would walk, and so copy, all of this before a test's code runs
+freeze_imports()  # a collection in a forked process would walk, and so copy, all of this before a test's code runs
 take_huge_pages()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -146,11 +147,12 @@ def test_being_killed_at_any_time_on_a_real_disk_loses_nothing(tmp_path: Path) -
     start = time.monotonic()
     writer.run(tmp_path / "timed", saves[:4], lambda _: None)
     some_saves = time.monotonic() - start
+    scenario.prepare(writer, tmp_path / "prepared")
     found = []
     progress = set()
     for trial in range(5000 if SOAK else 200):
         root = tmp_path / str(trial)
-        scenario.prepare(writer, root)
+        shutil.copytree(tmp_path / "prepared", root)
 
         def kill_soon(pid: int) -> None:
             time.sleep(generator.uniform(0, some_saves))

@@ -1,4 +1,4 @@
-"""The cyclic collector works while training does."""
+"""The cyclic collector works while training does, and what is kept from it is known."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import pytest
 from torch import nn
 
 from tests import world
+from tests.forked import answer
 from titan_ckpt import ExportConfig
 from titan_ckpt.disk.files import FileReader
+from titan_ckpt.process import has_frozen
 
 
 def test_the_collector_works_while_a_background_export_is_proved(
@@ -34,3 +36,14 @@ def test_the_collector_works_while_a_background_export_is_proved(
         manager.save(2, last_step=True)
     assert seen[False] == {True}
     assert gc.isenabled()
+
+
+def test_a_process_tells_what_it_freezes_itself_from_what_it_began_with() -> None:
+    """Where nothing was frozen since, no load gives the collector all imports back to look for wrappers among them."""
+
+    def found() -> list[bool]:
+        before = has_frozen()
+        gc.freeze()
+        return [before, has_frozen()]
+
+    assert answer(found) == ([False, True], 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Generator
 from pathlib import Path
 
@@ -26,6 +27,9 @@ from hypothesis import HealthCheck, settings
 
 from tests.run_folder import RunFolder
 from titan_ckpt.testing import ranks
+
+# TRL imports it where it finds it, which takes seconds once much is imported; a test of it takes this away.
+sys.modules["wandb"] = None  # type: ignore[assignment]
 
 torch.set_num_threads(1)
 

@@ -49,7 +49,7 @@ from titan_ckpt.errors import ConfigError, LoadMismatchError, SaveError
 from titan_ckpt.integrations.accelerate import accelerate_manager
 from titan_ckpt.integrations.accelerate.known import WORKS
 
-SAMPLES, STEPS = 20, 9
+SAMPLES, STEPS = 20, 7
 """A step takes two batches of two samples each; an epoch has an odd number of batches on two ranks, ten on one."""
 
 
@@ -246,19 +246,22 @@ OF_PLUGINS: dict[str, Case] = {
 OF_FSDP2: dict[str, Case] = {
     f"FSDP2 {name}": Case(partial(fsdp, **values), loader=SHUFFLED, ranks=(2,))
     for name, values in (
-        ("", {}),
-        ("reshard_after_forward=False", {"reshard_after_forward": False}),
-        ("no_wrap", {"auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None}),
-        ("size_based_wrap", {"auto_wrap_policy": "size_based_wrap", "min_num_params": 1000}),
-        ("cpu_ram_efficient_loading=False", {"cpu_ram_efficient_loading": False}),
-        ("activation_checkpointing", {"activation_checkpointing": True}),
-        ("mixed_precision_policy", {"mixed_precision_policy": "bf16"}),
+        ("no_wrap, reshard_after_forward=False", {
+            "auto_wrap_policy": "no_wrap", "transformer_cls_names_to_wrap": None, "reshard_after_forward": False,
+        }),
+        ("size_based_wrap, cpu_ram_efficient_loading=False", {
+            "auto_wrap_policy": "size_based_wrap", "min_num_params": 1000, "cpu_ram_efficient_loading": False,
+        }),
+        ("activation_checkpointing, mixed_precision_policy", {
+            "activation_checkpointing": True, "mixed_precision_policy": "bf16",
+        }),
     )
-}
+}  # fmt: skip
 OF_FSDP2 |= {
     "FSDP2, bf16, a stream": Case(lambda: {**fsdp(), "mixed_precision": "bf16", **UNDISPATCHED()}, stream, ranks=(2,)),
-    "FSDP2, use_stateful_dataloader": Case(lambda: {**fsdp(), **STATEFUL()}, loader=SHUFFLED, ranks=(2,)),
-    "FSDP2, GradScaler": Case(fsdp, loader=SHUFFLED, ranks=(2,), scales=True),
+    "FSDP2, use_stateful_dataloader, GradScaler": Case(
+        lambda: {**fsdp(), **STATEFUL()}, loader=SHUFFLED, ranks=(2,), scales=True
+    ),
     "HSDP": Case(lambda: {**meshed(dp_replicate_size=2, dp_shard_size=2), **fsdp()}, loader=SHUFFLED, ranks=(4,)),
     "tensor parallelism": Case(
         partial(meshed, tp_size=2), loader=SHUFFLED, ranks=(2,), network=partial(divided, tp_size=2)

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.integrations.accelerate_runs import Late
-from tests.integrations.phases import die_at, join
+from tests.integrations.phases import die_at, freeze, join
 from tests.world import Value, heard, names_in
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
 from titan_ckpt.components.items.exchange_order import ExchangeOrder, wrappers_of
@@ -108,7 +108,7 @@ def run_summed(folder: str, way: str) -> None:
         else:
             network = DistributedDataParallel(inner := network, gradient_as_bucket_view=way == "views")
             if way == "frozen objects":
-                gc.freeze()
+                freeze()
             parts = [network if way in ("ddp", "views") else inner]
             manager = CheckpointManager(config, model_parts=parts, optimizers=[optimizer], base_folder=folder)
         with manager:
@@ -119,7 +119,6 @@ def run_summed(folder: str, way: str) -> None:
                     optimizer.step()
                     manager.save(1)
         found.append([parameter.grad.clone() for parameter in network.parameters()])
-    gc.freeze()  # again what the manager had to look through, which later collections would walk
     assert all(map(torch.equal, *found))
 
 
@@ -271,9 +270,10 @@ def run_order(folder: str) -> None:
             manager.load()
     parts = [nn.Linear(4, 1) for _ in range(2)]
     wrappers = [DistributedDataParallel(parts[0])]
-    gc.freeze()  # hides it
+    freeze()  # hides it
     wrappers.append(DistributedDataParallel(parts[1]))
     assert [wrapper.module for wrapper in wrappers_of(parts)] == parts
+    gc.freeze()  # again: it had to look through all objects
     twice = nn.Linear(4, 1)
     wrappers = [DistributedDataParallel(twice) for _ in range(2)]
     with pytest.raises(ConfigError, match=r"several wrappers of DDP around .*Linear: .*delete the one"):
@@ -296,7 +296,7 @@ def run_hooked_late(folder: str) -> None:
     dist.init_process_group("gloo")
     network, config = DistributedDataParallel(inner := Late()), CheckpointConfig(save=SaveConfig(interval=1))
     network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
-    gc.freeze()
+    freeze()
     with pytest.raises(ConfigError, match="powerSGD_hook"):
         CheckpointManager(config, model_parts=[inner], base_folder=folder)
     network = DistributedDataParallel(Late())

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from peft.optimizers import create_lorafa_optimizer, create_loraplus_optimizer, create_riemannian_optimizer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from tests.integrations.trainer_cases import INTERVAL, KILLED_AT, of_trl, settings, verdict_of
+from tests.integrations.trainer_cases import INTERVAL, KILLED_AT, of_trl, settings, verdicts_of
 from tests.integrations.trainer_runs import LeaveBehind, Tokens, kill_after, model, write
 from tests.zoo.worlds import Row
 from titan_ckpt import CheckpointConfig, CheckpointManager, SaveConfig
@@ -245,6 +245,6 @@ def run_case(folder: str, name: str, killed_at: int | None) -> None:
     torch.save(weights, path / "beside-0.pt")
 
 
-def judge(name: str, folder: Path) -> list[Row]:
+def judge(names: Iterable[str], folder: Path) -> list[Row]:
     """Return whether runs with an adapter that are resumed from what a kill leaves equal those that are not."""
-    return [(name, *verdict_of(__name__, "run_case", name, 1, KILLED_AT, folder))]
+    return verdicts_of(__name__, "run_case", dict.fromkeys(names, KILLED_AT), 1, folder)

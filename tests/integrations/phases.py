@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import importlib
 import mmap
 import os
@@ -11,15 +13,18 @@ import socket
 import time
 import warnings
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import imports
 
 from tests.forked import fork
+
+# Each Accelerator asks for some thirty packages, by reading their metadata.
+imports._is_package_available = functools.cache(imports._is_package_available)
 
 
 class Phase(NamedTuple):
@@ -72,7 +77,7 @@ def _codes(programs: Any, phases: Sequence[Phase]) -> list[list[int]]:
         Path(phase.folder).mkdir(parents=True, exist_ok=True)
     ranks, port = range(phases[0].ranks), _free_port()
     done = memoryview(mmap.mmap(-1, 4 * len(ranks))).cast("i")  # shared with the children
-    children = [fork(partial(_play, programs, phases, rank, port, done)) for rank in ranks]
+    children = [fork(functools.partial(_play, programs, phases, rank, port, done)) for rank in ranks]
     ended = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
     return [[0] * len(ranks)] * min(done) + [ended] * (min(done) < len(phases))
 
@@ -88,11 +93,19 @@ def _play(programs: Any, phases: Sequence[Phase], rank: int, port: int, done: me
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
         if len(phases) > 1:
             dist.init_process_group("gloo")  # once: what torch keeps of a mesh has the names of its groups
+    gc.get_freeze_count = int  # type: ignore[assignment]  # `fork` has set aside what no manager has to look through
     for phase in phases:
         with mock.patch.dict(os.environ):  # accelerate and Lightning set some of it, and delete some
             forget()
             getattr(programs, phase.function)(phase.folder, *phase.arguments)
+        gc.freeze()  # what it leaves, which later collections would walk
         done[rank] += 1
+
+
+def freeze() -> None:
+    """Set aside all objects, so that a manager that does not find a wrapper has to look through them."""
+    gc.freeze()
+    gc.get_freeze_count = lambda: 1
 
 
 def forget() -> None:

@@ -343,10 +343,10 @@ def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_m
     def loader() -> Any:
         return StatefulDataLoader(stream(), 6, num_workers=workers, persistent_workers=kept, worker_init_fn=begin)
 
-    assert judge(loader, (1, 2, 3, 4, 5, 7, 8)) == ("exact", "")
+    assert judge(loader, (1, 2, 3, 4, 7)) == ("exact", "")
     torch.manual_seed(1)
     run = steps(whole := PositionedLoader(loader()))
-    rows = [next(run) for _ in range(9)]
+    rows = [next(run) for _ in range(8)]
     end_workers(whole)
     torch.manual_seed(1)
     state: Any = None
@@ -769,7 +769,7 @@ def test_a_loop_over_torchdatas_loader_or_a_stream_goes_on_exactly(kind: str, tm
     torchdata's iterator draws a seed when it is made; datasets would begin every epoch at the position that was loaded.
     """
 
-    def run(folder: str, steps: int) -> list[Any]:
+    def run(interval: int, begin: int = -1) -> list[Any]:
         torch.manual_seed(0)
         streamed, workers = "stream" in kind, int("worker" in kind)
         data: Any = numbers() if streamed else Plain(10)
@@ -780,18 +780,17 @@ def test_a_loop_over_torchdatas_loader_or_a_stream_goes_on_exactly(kind: str, tm
         if kind == "the stream itself":
             position = data
             loader = DataLoader(data, 2, collate_fn=values_of, generator=torch.Generator())
-        with world.manager(tmp_path / folder, torch.nn.Linear(1, 1), dataloader=position) as manager:
-            step, seen = manager.load().step, []
-            while step < steps:
+        with world.manager(tmp_path, torch.nn.Linear(1, 1), dataloader=position, interval=interval) as manager:
+            step, seen = manager.load(begin).step, []
+            while step < 13:
                 for batch in loader:
                     step += 1
                     seen.append(([*map(int, batch)], float(torch.rand(()))))
                     manager.save(step)
-                    if step == steps:
+                    if step == 13:
                         break
         return seen
 
-    whole = run("whole", 13)
+    whole = run(1)
     for step in (3, 5, 6, 8):
-        run(f"resumed-{step}", step)
-        assert run(f"resumed-{step}", 13) == whole[step:], f"after step {step}"
+        assert run(99, step) == whole[step:], f"after step {step}"

@@ -6,7 +6,7 @@ import dataclasses
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from itertools import zip_longest
@@ -42,7 +42,7 @@ from trl import (
 )
 from trl.experimental.bema_for_ref_model.callback import BEMACallback as ReferenceCallback
 
-from tests.integrations.phases import Phase, play
+from tests.integrations.phases import Phase, play_together
 from tests.integrations.trainer_runs import (
     SHAPE,
     LeaveBehind,
@@ -86,21 +86,19 @@ def plain(
     return trainer
 
 
-def texts() -> dict[str, Dataset]:
+def texts() -> dict[str, list[dict[str, Any]]]:
     """Return the kinds of data that trainers of TRL take."""
     rows = [(f"w{n} w1 w2", f" w{n % 7} w3", f" w{n % 5} w4 w5") for n in range(18)]
     said = [[{"role": "user", "content": a}, {"role": "assistant", "content": b}] for a, b, _ in rows]
     return {
-        "text": Dataset.from_list([{"text": a + b} for a, b, _ in rows]),
-        "messages": Dataset.from_list([{"messages": each} for each in said]),
-        "prompt": Dataset.from_list([{"prompt": a} for a, _, _ in rows]),
-        "pair": Dataset.from_list([{"prompt": a, "chosen": b, "rejected": c} for a, b, c in rows]),
-        "triple": Dataset.from_list([{"prompt": a, "chosen": b, "rejected": c, "reference": b} for a, b, c in rows]),
-        "implicit": Dataset.from_list([{"chosen": a + b, "rejected": a + c} for a, b, c in rows]),
-        "labelled": Dataset.from_list(
-            [{"prompt": a, "completion": b, "label": n % 2 == 0} for n, (a, b, _) in enumerate(rows)]
-        ),
-        "demonstration": Dataset.from_list([{"prompt": a, "privileged_context": b} for a, b, _ in rows]),
+        "text": [{"text": a + b} for a, b, _ in rows],
+        "messages": [{"messages": each} for each in said],
+        "prompt": [{"prompt": a} for a, _, _ in rows],
+        "pair": [{"prompt": a, "chosen": b, "rejected": c} for a, b, c in rows],
+        "triple": [{"prompt": a, "chosen": b, "rejected": c, "reference": b} for a, b, c in rows],
+        "implicit": [{"chosen": a + b, "rejected": a + c} for a, b, c in rows],
+        "labelled": [{"prompt": a, "completion": b, "label": n % 2 == 0} for n, (a, b, _) in enumerate(rows)],
+        "demonstration": [{"prompt": a, "privileged_context": b} for a, b, _ in rows],
     }
 
 
@@ -117,7 +115,7 @@ def of_trl(
     values = settings(folder, **{key: value for key, value in usual.items() if key in fields} | own)
     made = {key: make() for key, make in (given or {}).items()}
     network = made.pop("model", None) or (from_folder(folder) if named else model())
-    rows = texts()[data]
+    rows = Dataset.from_list(texts()[data])
     if adapter:
         made["peft_config"] = LoraConfig(r=2, target_modules=["q_proj"], lora_dropout=0.1, task_type="CAUSAL_LM")
     words = tokenizer()
@@ -579,16 +577,30 @@ def followers(trainer: Any) -> dict[str, Any]:
     return found
 
 
-def judge(name: str, folder: Path) -> list[Row]:
-    """Return whether a run that is resumed from what a kill leaves equals one that is not."""
-    return [(name, *verdict_of(__name__, "run_case", name, 1 + ("two ranks" in name), KILLED_AT, folder))]
+def judge(names: Sequence[str], folder: Path) -> list[Row]:
+    """Return whether runs on equally many ranks that are resumed from what a kill leaves equal those that are not."""
+    return verdicts_of(__name__, "run_case", dict.fromkeys(names, KILLED_AT), ranks_of(names[0]), folder)
 
 
-def verdict_of(module: str, function: str, name: str, ranks: int, killed_at: int, folder: Path) -> tuple[str, str]:
-    """Play a run whole, and resumed from what a kill would have left of it. Return the verdict and a note."""
-    runs = (("whole", killed_at), ("resumed", None))
-    phases = [Phase(function, str(folder / place), ranks, (name, step)) for place, step in runs]
-    codes = play(module, phases)
+def ranks_of(name: str) -> int:
+    return 1 + ("two ranks" in name)
+
+
+def verdicts_of(module: str, function: str, stops: Mapping[str, int], ranks: int, folder: Path) -> list[Row]:
+    """Play runs whole, and resumed from what a kill at their step leaves, all of each in the same processes."""
+    codes = {}
+    for place in ("whole", "resumed"):
+        phases = [
+            Phase(function, str(folder / str(number) / place), ranks, (name, stop if place == "whole" else None))
+            for number, (name, stop) in enumerate(stops.items())
+        ]
+        codes[place] = play_together(module, phases)
+    ended = enumerate(zip(codes["whole"], codes["resumed"], strict=True))
+    verdicts = [_verdict(folder / str(number), ranks, [*both]) for number, both in ended]
+    return [(name, *verdict) for name, verdict in zip(stops, verdicts, strict=True)]
+
+
+def _verdict(folder: Path, ranks: int, codes: list[list[int]]) -> tuple[str, str]:
     if (refused := folder / "whole" / "refused.txt").exists():
         return "refused", " ".join(refused.read_text().split())
     if codes != [[0] * ranks] * 2:

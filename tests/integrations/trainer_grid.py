@@ -8,13 +8,14 @@ from __future__ import annotations
 import math
 import os
 import random
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from transformers import Trainer, TrainingArguments
 
-from tests.integrations.trainer_cases import verdict_of
+from tests.integrations.trainer_cases import verdicts_of
 from tests.integrations.trainer_runs import LeaveBehind, Tokens, arguments, model, write
 from tests.zoo.worlds import Row
 from titan_ckpt import CheckpointConfig, SaveConfig
@@ -91,7 +92,11 @@ def run_point(folder: str, number: str, killed_at: int | None) -> None:
     torch.save({"read": data.read}, path / f"beside-{rank}.pt")
 
 
-def judge(number: str, folder: Path) -> list[Row]:
-    """Return whether the point is exact."""
-    point = drawn(int(number))
-    return [(str(point), *verdict_of(__name__, "run_point", number, point.ranks, point.resumed_from, folder))]
+def judge(numbers: Iterable[int], folder: Path) -> list[Row]:
+    """Return whether the points of these numbers are exact."""
+    points = {str(number): drawn(number) for number in numbers}
+    rows: list[Row] = []
+    for ranks in sorted({point.ranks for point in points.values()}):
+        stops = {number: point.resumed_from for number, point in points.items() if point.ranks == ranks}
+        rows += verdicts_of(__name__, "run_point", stops, ranks, folder / str(ranks))
+    return [(str(points[number]), verdict, note) for number, verdict, note in rows]

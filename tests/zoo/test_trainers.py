@@ -38,8 +38,9 @@ def rows() -> list[Row]:
 
 def judge(name: str, folder: Path) -> list[Row]:
     """Return the row of a case by its name, or of a drawn run by its number."""
-    module, end = (trainer_grid, ": drawn run") if name.isdigit() else (trainer_cases, ": run")
-    return [(f"{case}{end}", verdict, note) for case, verdict, note in module.judge(name, folder)]
+    drawn = name.isdigit()
+    rows = trainer_grid.judge([int(name)], folder) if drawn else trainer_cases.judge([name], folder)
+    return [(f"{case}{': drawn run' if drawn else ': run'}", verdict, note) for case, verdict, note in rows]
 
 
 @pytest.mark.parametrize("end", [": trainer", ": callback", ": argument"])

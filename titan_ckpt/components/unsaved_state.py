@@ -343,26 +343,28 @@ def codes_of(method: Any) -> list[CodeType]:
     return [code for code in codes if isinstance(code, CodeType) and code.co_varnames]
 
 
-def _stores(code: CodeType) -> Iterator[tuple[Any, str]]:
-    """Yield (owner, name) of all that code sets or deletes outside of its own variables.
+@cache
+def _stores(code: CodeType) -> list[tuple[Any, str]]:
+    """Return (owner, name) of all that code sets or deletes outside of its own variables.
 
     The owner is the name of the object of an attribute; "global" or "nonlocal" of a variable. The load of the object
     precedes a store, or the COPY of `self.n += 1`.
     """
+    found: list[tuple[Any, str]] = []
     if _STORES.isdisjoint(code.co_code[::2]):  # most code stores nothing, and each instruction takes microseconds
-        return
+        return found
     before: Any = None
     copied: list[Any] = []
     for instruction in dis.get_instructions(code):
         name = instruction.argval
         if instruction.opname == "STORE_GLOBAL":
-            yield "global", name
+            found.append(("global", name))
         if instruction.opname == "STORE_DEREF" and name in code.co_freevars:
-            yield "nonlocal", name
+            found.append(("nonlocal", name))
         if instruction.opname == "COPY":
             copied.append(before)
         if instruction.opname in ("STORE_ATTR", "DELETE_ATTR"):
-            load = copied.pop() if copied and before.opname == "SWAP" else before
-            loaded = load.argval if load is not None else None
-            yield loaded[-1] if isinstance(loaded, tuple) else loaded, name
+            loaded = getattr(copied.pop() if copied and before.opname == "SWAP" else before, "argval", None)
+            found.append((loaded[-1] if isinstance(loaded, tuple) else loaded, name))
         before = instruction
+    return found

@@ -14,8 +14,9 @@ import math
 import os
 import resource
 import signal
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -95,6 +96,14 @@ class Watch(Callback):
 
     def on_log(self, trainer: Trainer, step: int, values: Mapping[str, LogValue]) -> None:
         self.logged.append((step, dict(values)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _wandb() -> Iterator[None]:
+    """Let wandb be imported, which tests/conftest.py hides."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(sys.modules, "wandb")
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -266,7 +275,7 @@ def test_d2_a_tracker_that_cannot_begin_is_said_before_any_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """W&B without a key is one ConfigError, with the way out."""
-    import wandb  # not above, where every process that collects tests would take seconds for it
+    import wandb  # hidden while tests are collected
 
     def without_key(**asked: Any) -> None:
         assert (asked["project"], asked["id"]) == ("p", None)

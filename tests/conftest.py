@@ -105,9 +105,9 @@ def _one_cache_of_tokens(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["TITAN_CKPT_TESTS_CACHE"] = str(tmp_path_factory.mktemp("cache"))
 
 
-@pytest.fixture(scope="module")
-def nothing_old_to_collect() -> None:
-    """Set aside what earlier tests of this process have left, where thousands of collections would walk it.
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_old_to_collect() -> None:
+    """Set aside what earlier files of this process have left, which every collection and most loads would walk.
 
     For good: gc.unfreeze() would give the collector back what `pytest_collection` has set aside, and every later load
     that asks it for the loaders of the process would walk that.

@@ -17,9 +17,6 @@ from titan_ckpt.testing import distributed
 KEYS = {"ratio_vs_dcp", "ratio_vs_best_peer", "fraction_of_limit", "bytes_written", "extra_peak_mib", "pairs"}
 
 
-pytestmark = pytest.mark.usefixtures("nothing_old_to_collect")  # benchmarks collect garbage before every turn
-
-
 @pytest.fixture
 def leftovers_of_peers() -> Iterator[None]:
     """Collect what the peers leave open while its warnings belong to this test, and not in a later one."""

@@ -244,7 +244,6 @@ def fault(read: Callable[[bytes], object], data: bytes) -> str | None:
     return None
 
 
-@pytest.mark.usefixtures("nothing_old_to_collect")
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
 def test_a_file_that_is_made_to_harm_is_read_or_refused_at_once(
     kind: Callable[[Path], tuple[Any, Callable[[bytes], object]]], tmp_path: Path

@@ -569,10 +569,11 @@ STREAMS: dict[str, Callable[[], Any]] = {
 """Operation, and how it is called -> a stream. Each has at least two batches of two."""
 
 
-def end_workers(loader: PositionedLoader) -> None:
+def end_workers(loader: Any) -> None:
     """End the worker processes of a loader now: a collection of garbage waits 5 s for each that it comes upon."""
-    for iterator in (getattr(loader.inner, "_iterator", None), getattr(loader._reading, "_iterator", None)):
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+    for holder in (getattr(loader, "inner", loader), getattr(loader, "_reading", None)):
+        iterator = getattr(holder, "_iterator", None)
+        if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
 
 

@@ -789,6 +789,7 @@ def test_a_loop_over_torchdatas_loader_or_a_stream_goes_on_exactly(kind: str, tm
                     manager.save(step)
                     if step == 13:
                         break
+        end_workers(loader)
         return seen
 
     whole = run(1)

@@ -571,7 +571,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
 def end_workers(loader: Any) -> None:
     """End the worker processes of a loader now: a collection of garbage waits 5 s for each that it comes upon."""
     for holder in (getattr(loader, "inner", loader), getattr(loader, "_reading", None)):
-        iterator = getattr(holder, "_iterator", None)
+        iterator: Any = getattr(holder, "_iterator", None)
         if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
 

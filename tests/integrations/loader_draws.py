@@ -87,7 +87,7 @@ class Reader:
     def __iter__(self) -> Reader:
         return self
 
-    def __next__(self) -> float:
+    def __next__(self) -> Any:
         stream = self.stream
         if stream.next == stream.rows.length:
             stream.next = 0

@@ -116,6 +116,15 @@ def _nothing_old_to_collect() -> None:
     gc.freeze()
 
 
+@pytest.fixture(scope="module")
+def cheap_forks() -> None:
+    """Put this process on huge pages again, before loaders fork many workers of it."""
+    from tests.forked import take_huge_pages  # which imports torch's compiler
+
+    take_huge_pages.cache_clear()
+    take_huge_pages()
+
+
 @pytest.fixture
 def run_folder(tmp_path: Path) -> RunFolder:
     """Return where a run has its checkpoints; tests/stores has another fixture of this name."""

@@ -25,6 +25,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from tests.integrations.accelerate_runs import Counted, wait
+from tests.integrations.loader_cases import Sized, Stream
 from tests.integrations.phases import forget
 from tests.world import gathered, heard
 from titan_ckpt import CheckpointConfig, SaveConfig
@@ -65,30 +66,6 @@ class Turned(Vectors):
         return super().__getitem__(index) + torch.tensor([0.0, self.epoch / 4, 0.0, 0.0])
 
 
-class Stream(IterableDataset[torch.Tensor]):
-    """The vectors one after another; its position is the next one."""
-
-    def __init__(self, samples: int) -> None:
-        self.vectors, self.next = Vectors(samples), 0
-
-    def __iter__(self) -> Iterator[torch.Tensor]:
-        while self.next < len(self.vectors):
-            self.next += 1
-            yield self.vectors[self.next - 1]
-        self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return len(self.vectors)
-
-
 class Seeded(IterableDataset[torch.Tensor]):
     """The vectors in an order of its generator, which accelerate seeds by the epoch if it divides the stream."""
 
@@ -119,8 +96,8 @@ DATA: dict[str, Callable[[int], Any]] = {
     "a stream of two shards": lambda samples: rows(samples, 2),
     "a stream of four shards": lambda samples: rows(samples, 4),
     "a shuffled stream": lambda samples: rows(samples, 2, is_shuffled=True),
-    "a stream of one's own": Stream,
-    "a stream of one's own with a length": Sized,
+    "a stream of one's own": lambda samples: Stream(Vectors(samples)),
+    "a stream of one's own with a length": lambda samples: Sized(Vectors(samples)),
     "a stream of one's own with a generator": Seeded,
 }
 MAPS = [name for name in DATA if "stream" not in name]

@@ -87,17 +87,16 @@ class Remembering(Plain):
         self.num_read = state["num_read"]
 
 
-class Stream(IterableDataset[int]):
-    """Numbers one after another; its position is the next one."""
+class Stream(IterableDataset[Any]):
+    """Rows one after another; its position is the next one."""
 
-    def __init__(self) -> None:
-        self.next, self.read = 0, 0
+    def __init__(self, rows: Any = range(10)) -> None:
+        self.rows, self.next = rows, 0
 
-    def __iter__(self) -> Iterator[int]:
-        while self.next < 10:
+    def __iter__(self) -> Iterator[Any]:
+        while self.next < len(self.rows):
             self.next += 1
-            self.read += 1
-            yield self.next - 1
+            yield self.rows[self.next - 1]
         self.next = 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -109,7 +108,7 @@ class Stream(IterableDataset[int]):
 
 class Sized(Stream):
     def __len__(self) -> int:
-        return 10
+        return len(self.rows)
 
 
 class Shared(Stream):
@@ -155,7 +154,7 @@ class Turning(Sized):
 class Noised(Stream):
     """Numbers with noise of the process's generator."""
 
-    def __iter__(self) -> Iterator[float]:  # type: ignore[override]
+    def __iter__(self) -> Iterator[float]:
         yield from (number + random.random() for number in super().__iter__())
 
 
@@ -569,10 +568,11 @@ STREAMS: dict[str, Callable[[], Any]] = {
 """Operation, and how it is called -> a stream. Each has at least two batches of two."""
 
 
-def end_workers(loader: PositionedLoader) -> None:
+def end_workers(loader: Any) -> None:
     """End the worker processes of a loader now: a collection of garbage waits 5 s for each that it comes upon."""
-    for iterator in (getattr(loader.inner, "_iterator", None), getattr(loader._reading, "_iterator", None)):
-        if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+    for holder in (getattr(loader, "inner", loader), getattr(loader, "_reading", None)):
+        iterator: Any = getattr(holder, "_iterator", None)
+        if hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
 
 

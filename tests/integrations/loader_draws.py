@@ -23,13 +23,13 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as of_torchdata
 
 from tests.forked import fork
 from tests.integrations.draws import random_state
-from tests.integrations.loader_cases import Early, Jittered, Jumping, plain
+from tests.integrations.loader_cases import Early, Jittered, Jumping, Sized, Stream, plain
 from titan_ckpt.components.items.data_position import DataPosition
 from titan_ckpt.components.items.item import DataRank
 from titan_ckpt.components.known.loaders import unwrapped_faults
@@ -78,30 +78,6 @@ class Turned(Sampler[int]):
         return iter(np.random.default_rng(self.epoch).permutation(self.length).tolist())
 
 
-class Stream(IterableDataset[float]):
-    """Rows one after another; its state is the next one."""
-
-    def __init__(self, length: int, noise: str) -> None:
-        self.rows, self.next = Rows(length, noise), 0
-
-    def __iter__(self) -> Iterator[float]:
-        while self.next < self.rows.length:
-            self.next += 1
-            yield self.rows[self.next - 1]
-        self.next = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next = state["next"]
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return self.rows.length
-
-
 class Reader:
     """An iterator that is no generator, over a stream."""
 
@@ -111,7 +87,7 @@ class Reader:
     def __iter__(self) -> Reader:
         return self
 
-    def __next__(self) -> float:
+    def __next__(self) -> Any:
         stream = self.stream
         if stream.next == stream.rows.length:
             stream.next = 0
@@ -189,7 +165,7 @@ def loader_of(case: dict[str, Any]) -> Any:
         "generator": torch.Generator().manual_seed(6) if case["generator"] else None,
     }  # fmt: skip
     if case["data"] in STREAMS:
-        return kind(STREAMS[case["data"]](length, case["noise"]), size, drop_last=drop_last, **given)
+        return kind(STREAMS[case["data"]](Rows(length, case["noise"])), size, drop_last=drop_last, **given)
     data = Rows(length, case["noise"])
     if case["sampler"] in ("", "shuffle"):
         return kind(data, size, drop_last=drop_last, shuffle=bool(case["sampler"]), **given)

@@ -26,7 +26,6 @@ from torch.utils.data import (
     ConcatDataset,
     DataLoader,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     Sampler,
     StackDataset,
@@ -38,7 +37,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.integrations.draws import Record, digest, random_state
-from tests.integrations.loader_cases import Estimated, Jumping
+from tests.integrations.loader_cases import Estimated, Jumping, Sized, Stream
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
 
 STEPS = 14
@@ -84,30 +83,6 @@ def noise_of(kind: str | None, own: Any = None) -> float:
         "own": lambda: float(own.random()),
     }  # fmt: skip
     return float(drawing[kind]()) if kind else 0.0
-
-
-class Stream(IterableDataset[Any]):
-    """Numbers one after another, each with noise; its state is the next one."""
-
-    def __init__(self, samples: int, noise: str | None = None) -> None:
-        self.rows, self.next = Rows(samples, noise), 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.next < len(self.rows):
-            self.next += 1
-            yield self.rows[self.next - 1]
-        self.next = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.next = state["next"]
-
-
-class Sized(Stream):
-    def __len__(self) -> int:
-        return len(self.rows)
 
 
 class Turning(Stream):
@@ -180,10 +155,10 @@ MAPS: dict[str, Callable[[int, str | None], Any]] = {
     ).with_transform(partial(noisy_table, noise)),
 }
 STREAMS: dict[str, Callable[[int, str | None], Any]] = {
-    "a stream": Stream,
-    "a stream with a length": Sized,
-    "a stream that draws its order": Turning,
-    "streams in a chain": lambda samples, noise: ChainDataset([Stream(samples, noise), Stream(4, noise)]),
+    "a stream": lambda *rows: Stream(Rows(*rows)),
+    "a stream with a length": lambda *rows: Sized(Rows(*rows)),
+    "a stream that draws its order": lambda *rows: Turning(Rows(*rows)),
+    "streams in a chain": lambda samples, noise: ChainDataset([Stream(Rows(each, noise)) for each in (samples, 4)]),
 }
 
 

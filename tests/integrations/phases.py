@@ -93,7 +93,7 @@ def _play(programs: Any, phases: Sequence[Phase], rank: int, port: int, done: me
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
         if len(phases) > 1:
             dist.init_process_group("gloo")  # once: what torch keeps of a mesh has the names of its groups
-    gc.get_freeze_count = int  # type: ignore[assignment]  # `fork` has set aside what no manager has to look through
+    gc.get_freeze_count = int  # `fork` has set aside what no manager has to look through
     for phase in phases:
         with mock.patch.dict(os.environ):  # accelerate and Lightning set some of it, and delete some
             forget()

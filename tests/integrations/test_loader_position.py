@@ -57,6 +57,8 @@ from titan_ckpt.components.items.item import DataRank
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
 
+pytestmark = pytest.mark.usefixtures("cheap_forks")
+
 
 @pytest.mark.parametrize("kind", [*LOADERS, *SAMPLED])
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -164,6 +166,7 @@ def left(loader: PositionedLoader, form: str, epochs: int, saved: list[Any]) -> 
                 saved.append((len(rows), loader.state_dict(), torch.get_rng_state()))
                 if form == "at once":
                     break
+    end_workers(loader)
     return rows
 
 
@@ -247,6 +250,7 @@ def test_a_loop_that_breaks_off_after_one_batch_more_than_a_save_goes_on(kind: s
                     break
                 rows.append((plain(batch), float(torch.rand(()))))
                 saved.append((len(rows), deepcopy(loader.state_dict()), torch.get_rng_state(), left))
+        end_workers(loader)
         return rows
 
     torch.manual_seed(1)
@@ -789,6 +793,7 @@ def test_a_loop_over_torchdatas_loader_or_a_stream_goes_on_exactly(kind: str, tm
                     manager.save(step)
                     if step == 13:
                         break
+        end_workers(loader)
         return seen
 
     whole = run(1)

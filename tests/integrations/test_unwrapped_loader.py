@@ -28,6 +28,8 @@ from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.process import RandomState
 
+pytestmark = pytest.mark.usefixtures("cheap_forks")
+
 
 def steps(loader: Any, epoch: list[int]) -> Iterator[Any]:
     """Yield batches of epoch after epoch, of which samplers are told, each with a number that is drawn after it."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from peft import LoraConfig, get_peft_model
-from torch.utils.data import IterableDataset
 from transformers import (
     DataCollatorForLanguageModeling,
     EarlyStoppingCallback,
@@ -20,6 +19,7 @@ from transformers import (
 )
 
 from tests.integrations.draws import Record, digest, random_state
+from tests.integrations.loader_cases import Stream
 from tests.integrations.trainer_runs import Tokens, model, tokenizer
 from titan_ckpt import CheckpointConfig, SaveConfig
 from titan_ckpt.integrations.transformers import attach
@@ -45,25 +45,6 @@ class Recording(TrainerCallback):
         )
 
 
-class Stream(IterableDataset[Any]):
-    """The rows one after another, each with noise; its state is the next one."""
-
-    def __init__(self, samples: int) -> None:
-        self.rows, self.next = Tokens(samples), 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.next < len(self.rows):
-            self.next += 1
-            yield self.rows[self.next - 1]
-        self.next = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"next": self.next}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.next = state["next"]
-
-
 def table(samples: int) -> Dataset:
     """Return rows of several lengths."""
     draw = random.Random(samples)
@@ -81,7 +62,7 @@ DATA: dict[str, Callable[[int], Any]] = {
     "a table with a transform": lambda samples: table(samples).with_transform(
         lambda rows: {"input_ids": [masked({"input_ids": row})["input_ids"] for row in rows["input_ids"]]}
     ),
-    "a stream of one's own": Stream,
+    "a stream of one's own": lambda samples: Stream(Tokens(samples)),
     "a stream": lambda samples: table(samples).to_iterable_dataset(1),
     "a stream of four shards": lambda samples: table(samples).to_iterable_dataset(4),
     "a mapped stream": lambda samples: table(samples).to_iterable_dataset(2).map(masked),

@@ -351,11 +351,10 @@ def _stores(code: CodeType) -> list[tuple[Any, str]]:
     precedes a store, or the COPY of `self.n += 1`.
     """
     found: list[tuple[Any, str]] = []
-    if _STORES.isdisjoint(code.co_code[::2]):  # most code stores nothing, and each instruction takes microseconds
-        return found
     before: Any = None
     copied: list[Any] = []
-    for instruction in dis.get_instructions(code):
+    # most code stores nothing, and each instruction takes microseconds
+    for instruction in [] if _STORES.isdisjoint(code.co_code[::2]) else dis.get_instructions(code):
         name = instruction.argval
         if instruction.opname == "STORE_GLOBAL":
             found.append(("global", name))

@@ -564,9 +564,10 @@ STREAMS: dict[str, Callable[[], Any]] = {
 """Operation, and how it is called -> a stream. Each has at least two batches of two."""
 
 
-def end_workers(loader: PositionedLoader) -> None:
+def end_workers(loader: Any) -> None:
     """End the worker processes of a loader now: a collection of garbage waits 5 s for each that it comes upon."""
-    for iterator in (getattr(loader.inner, "_iterator", None), getattr(loader._reading, "_iterator", None)):
+    holders = [loader.inner, loader._reading] if isinstance(loader, PositionedLoader) else [loader]
+    for iterator in (getattr(holder, "_iterator", None) for holder in holders):
         if iterator is not None and hasattr(iterator, "_shutdown_workers"):
             iterator._shutdown_workers()
 

@@ -24,6 +24,7 @@ from transformers import DataCollatorForLanguageModeling
 from tests import world
 from tests.integrations.loader_cases import (
     DRAWING,
+    KEPT,
     LOADERS,
     SAMPLED,
     STREAMS,
@@ -173,6 +174,8 @@ LEFT: dict[str, Callable[[], Any]] = {
     "workers that are kept": LOADERS["noise of a worker that is kept"],
     "a sampler with a state": LOADERS["a sampler with a state"],
     "a StatefulDataLoader": LOADERS["noise of a worker, stateful"],
+    "data with a state": lambda: StatefulDataLoader(Remembering(10), 2),
+    "data with a state, workers": lambda: StatefulDataLoader(Remembering(10), 2, num_workers=2),
     "a stream": LOADERS["a stream with a length"],
     "a stream that is at its end": lambda: DataLoader(Stream(), 5),
     "a stream of datasets": lambda: StatefulDataLoader(numbers(), 2),
@@ -218,7 +221,7 @@ def test_next_epoch_right_after_a_load_leaves_the_epoch_that_was_resumed_or_is_r
     ("over", "name"),
     [
         (lambda: StatefulDataLoader(Stream(), 2), "Stream"),
-        (lambda: StatefulDataLoader(Remembering(10), 2), "Remembering"),
+        (lambda: StatefulDataLoader(Remembering(10), 2, **KEPT), "Remembering"),
         (Own, "Own"),
         (lambda: DataLoader(Plain(10), 2, sampler=StatefulDistributedSampler(Plain(10), 1, 0)), "StatefulDistributed"),
     ],
@@ -789,6 +792,7 @@ def test_a_loop_over_torchdatas_loader_or_a_stream_goes_on_exactly(kind: str, tm
                     manager.save(step)
                     if step == steps:
                         break
+        end_workers(loader)
         return seen
 
     whole = run("whole", 13)

@@ -18,8 +18,8 @@ from collections.abc import Callable
 from typing import Any
 
 from titan_ckpt.components.items.item import DataRank, FlatFolder, Item, Leaves, Stored, flattened, nested
-from titan_ckpt.components.known.loaders import generators_beside, is_of_torchdata
-from titan_ckpt.components.known.stateful_loader import begin_at, epochs_of, told_samplers
+from titan_ckpt.components.known.loaders import generators_beside, is_of_torchdata, snapshot_each_batch
+from titan_ckpt.components.known.stateful_loader import begin_at, epochs_of, state_of, told_samplers
 from titan_ckpt.components.known.streams import begin_once
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, counted, listed
 from titan_ckpt.process import get_random
@@ -42,9 +42,10 @@ class DataPosition(Item):
     def __init__(self, dataloader: Stateful, data_rank: Callable[[], DataRank]) -> None:
         """Bind to a dataloader. `data_rank`: returns the share that this process reads, which a loader may change."""
         self._dataloader, self._data_rank = dataloader, data_rank
+        snapshot_each_batch(dataloader)
 
     def value(self, tensors: StateDict) -> Any:
-        state = self._dataloader.state_dict()
+        state = state_of(self._dataloader)
         beside = {
             _DRAWN: [*map(get_random, generators_beside(self._dataloader))],
             _EPOCHS: epochs_of(self._dataloader),

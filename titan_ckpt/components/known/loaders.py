@@ -16,7 +16,7 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from titan_ckpt.components.classes import is_own, names_of, own_and_base
 from titan_ckpt.components.unsaved_state import codes_of, fault_of, stored_by_code_of
@@ -39,6 +39,12 @@ _COPIED = (
     "each worker process draws from a copy of its own, which no step holds: draw from the process's random numbers, "
     "which workers of a titan_ckpt.PositionedLoader get anew for each batch, or use no workers"
 )
+
+_STATES_COPIED = (
+    "it has a state, of which each worker process changes a copy of its own that no step holds: use no workers, or give "
+    "it to a torchdata StatefulDataLoader as its dataset"
+)
+_UNASKED = "a StatefulDataLoader does not ask it for its state: wrap the loader in titan_ckpt.PositionedLoader"
 
 _OF_IT = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "COPY"})
 """The instructions after an object is loaded that get or set an attribute of it."""
@@ -80,9 +86,19 @@ def begin_afresh(loader: Any) -> None:
     keeps its worker processes.
     """
     if is_of_torchdata(loader):
+        snapshot_each_batch(loader)
         loader.load_state_dict({})
     elif isinstance(loader, DataLoader):
         loader._iterator = None  # noqa: SLF001 - torch has no public name for it
+
+
+def snapshot_each_batch(loader: Any) -> None:
+    """Let a StatefulDataLoader know the state after each batch, as it does unless it is told otherwise.
+
+    At an older one it has the samplers and the workers' streams as they were at another moment.
+    """
+    if is_of_torchdata(loader):
+        loader.snapshot_every_n_steps = 1
 
 
 def seed_workers_apart(loader: Any) -> None:
@@ -101,15 +117,9 @@ def seed_evaluation_apart(loader: DataLoader[Any]) -> None:
         seed_workers_apart(loader)
 
 
-def stateful_faults(loader: Any, allow: Collection[str], *, is_wrapped: bool = True) -> Iterator[str]:
-    """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew.
-
-    Also for a dataset whose position it loses. `is_wrapped`: whether a PositionedLoader is around it; if none is, also
-    for a sampler whose next order depends on what only its state holds, unless the loader asks for that.
-    """
-    if not is_of_torchdata(loader):
-        return
-    if isinstance(loader.dataset, IterableDataset):
+def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
+    """Yield one line for a stream whose position torchdata's StatefulDataLoader loses."""
+    if is_of_torchdata(loader) and isinstance(loader.dataset, IterableDataset):
         if not (hasattr(loader.dataset, "state_dict") and hasattr(loader.dataset, "load_state_dict")):
             reason = (
                 "it has no state_dict and load_state_dict, and a StatefulDataLoader counts twice what it reads again: "
@@ -121,12 +131,18 @@ def stateful_faults(loader: Any, allow: Collection[str], *, is_wrapped: bool = T
                 "data: persistent_workers: a worker that is kept would begin each later epoch of the stream at the "
                 "position of the resume: leave it out"
             )
-        return
+
+
+def _order_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
+    """Yield one line for each sampler of a StatefulDataLoader whose order, or the next one, its state does not hold.
+
+    It holds the next one if that depends on what a sampler gives, and the loader asks for it.
+    """
     for sampler in samplers_of(loader):
         own, base = own_and_base(type(sampler))
         changes, name = any(stored_by_code_of(own, ["set_epoch"])), names_of(base)[0]
         is_lost = name in _DRAWN_ANEW or (changes and not hasattr(sampler, "state_dict"))
-        if not (is_wrapped or is_lost):
+        if not is_lost:
             draws = own and any(map(is_random, _drawn_by(sampler, within=False)))
             is_in_state = changes or draws or name == "torchdata.stateful_dataloader.sampler.RandomSampler"
             is_lost = bool(is_in_state) and not _is_asked(_innermost_asked(loader))
@@ -135,25 +151,43 @@ def stateful_faults(loader: Any, allow: Collection[str], *, is_wrapped: bool = T
 
 
 def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield the same for a StatefulDataLoader that no PositionedLoader is around, also for what draws from generators.
+    """Yield one line for each part that a StatefulDataLoader loses if no PositionedLoader is around it.
 
-    Those of this process are in the position: see `generators_beside`. Those of worker processes are not, nor is the
-    start of an order that a sampler draws from its own. What workers draw from their process's is seen by nobody here,
-    so the log says it.
+    Generators of this process are in the position: see `generators_beside`. Those of worker processes are not, nor is
+    the start of an order that a sampler draws from its own. What workers draw from their process's is seen by nobody
+    here, so the log says it.
     """
-    yield from stateful_faults(loader, allow, is_wrapped=False)
-    if is_of_torchdata(loader) and loader.num_workers:
+    if not is_of_torchdata(loader):
+        return
+    yield from stateful_faults(loader, allow)
+    if not isinstance(loader.dataset, IterableDataset):
+        yield from _order_faults(loader, allow)
+        for data in stated_in(_unasked_data(loader)):
+            yield from fault_of("data:", data, _UNASKED, allow)
+    if loader.num_workers:
         _log.warning(f"data: {_DRAWN_AGAIN}")
         for generator in _drawn_for(loader):
             yield from fault_of("data: it draws from a", generator, _COPIED, allow)
 
 
 def copied_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield one line for each generator of which worker processes have copies."""
+    """Yield one line for each generator, and each dataset that gives its state, of which worker processes have copies."""
     if not getattr(loader, "num_workers", 0):
         return
     for generator in held_generators([_unasked_data(loader), getattr(loader, "collate_fn", None)]):
         yield from fault_of("data: it draws from a", generator, _COPIED, allow)
+    for data in stated_in(_unasked_data(loader)):
+        yield from fault_of("data:", data, _STATES_COPIED, allow)
+
+
+def stated_in(data: Any) -> list[Any]:
+    """Return the datasets with a length that give their state: the data itself, and those that torch's put together."""
+    return held_by(data, lambda value: _is_stated(value) and (value is data or isinstance(value, Dataset)))
+
+
+def _is_stated(data: Any) -> bool:
+    gives = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
+    return gives and not isinstance(data, (type, IterableDataset))
 
 
 def generators_beside(loader: Any) -> list[Any]:

@@ -23,7 +23,16 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, Subset, get_worker_info
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    get_worker_info,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as of_torchdata
 
@@ -183,7 +192,13 @@ DATA: dict[str, Any] = {
     "rows": Rows, "stated": Stated, "omitting": Omitting,
     "part": lambda length, noise: Subset(Stated(length, noise), range(length)),
 }  # fmt: skip
-STREAMS: dict[str, Any] = {"stream": Stream, "sized stream": Sized, "no generator": Stepping, "holding": Holding, "dealt": Dealt}
+STREAMS: dict[str, Any] = {
+    "stream": Stream,
+    "sized stream": Sized,
+    "no generator": Stepping,
+    "holding": Holding,
+    "dealt": Dealt,
+}
 SAMPLERS: dict[str, Callable[[int], Any]] = {
     "random": lambda length: RandomSampler(range(length), generator=torch.Generator().manual_seed(3)),
     "of the process": lambda length: RandomSampler(range(length)),
@@ -307,7 +322,9 @@ def run(case: dict[str, Any], folder: Path, kill: int | None) -> None:
         left = len(loader) - position.num_batches % len(loader) if is_limited else None
         for batch in islice(read_by, left):
             step += 1
-            records.write(json.dumps([step, [plain(batch), plain(next(seconds)), float(torch.rand(())), random_state()]]) + "\n")
+            records.write(
+                json.dumps([step, [plain(batch), plain(next(seconds)), float(torch.rand(())), random_state()]]) + "\n"
+            )
             if case["loop"] == "left" and not is_raw and position.num_batches == case["limit"]:
                 position.next_epoch()
             if case["loop"] != "after":

@@ -152,6 +152,29 @@ def test_a_loop_that_leaves_the_rest_of_an_epoch_out_begins_the_next_one(caplog:
     assert "call the loader's next_epoch() before that save" in said[0]
 
 
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_random_numbers_between_a_save_at_an_epochs_end_and_the_next_epoch_are_told(
+    generator: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An evaluation draws a seed, which a run that is resumed there does not."""
+    loader = PositionedLoader(DataLoader(Plain(4), 2, shuffle=True))
+    for epoch in range(3):
+        for _ in loader:
+            loader.state_dict()
+        for _ in DataLoader(Plain(2), generator=generator) if epoch else ():
+            pass
+    said = [record.getMessage() for record in caplog.records]
+    assert ["between a save after an epoch's last batch" in line for line in said] == [True] * (generator is None)
+
+
+def test_a_step_of_an_earlier_version_without_the_state_of_its_data_is_refused() -> None:
+    state = PositionedLoader(DataLoader(Plain(10), 2)).state_dict()
+    state["facts"] = {name: fact for name, fact in state["facts"].items() if "state_dict" not in name}
+    PositionedLoader(DataLoader(Plain(10), 2)).load_state_dict(state)
+    with pytest.raises(LoadMismatchError, match=r"datasets whose state_dict\(\) is stored was 0, now 1"):
+        PositionedLoader(DataLoader(Remembering(10), 2)).load_state_dict(state)
+
+
 def left(loader: PositionedLoader, form: str, epochs: int, saved: list[Any]) -> list[Any]:
     """Return the batches of epochs that a loop leaves after two, or reads to their end, by next_epoch() at each end."""
     rows: list[Any] = []

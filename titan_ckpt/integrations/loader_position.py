@@ -43,12 +43,9 @@ _UNSAID = (
 _NOT_THERE = "within which the run was resumed, is not read on yet, and its data is where it began: read a batch first"
 _STATED = "number of datasets whose state_dict() is stored"
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
-
-
 _DRAWN = (
-    "random numbers were drawn, or seeded, between a save after an epoch's last batch and the next epoch, and a run "
-    "resumed from that step begins the epoch without it: draw them from a generator, as an evaluation's "
-    "DataLoader(..., generator=torch.Generator()) does, or before the save"
+    "random numbers were drawn, or seeded, between a save after an epoch's last batch and the next epoch, which a run "
+    "resumed there leaves out: draw them from a generator, as DataLoader(..., generator=torch.Generator()) does"
 )
 
 
@@ -63,7 +60,7 @@ class _Following(Enum):
 
 
 _WAITING: WeakSet[PositionedLoader] = WeakSet()
-"""Those that have loaded a position, until one of them begins."""
+"""Those that have loaded a position, of which the first one that begins sets the random states of the process."""
 
 
 class PositionedLoader:
@@ -211,11 +208,12 @@ class PositionedLoader:
         if resumed is None:
             self._begin_anew()
         else:
-            self.num_batches, is_set = resumed["batches"], resumed["now"] is None
-            resumed = {**resumed, "now": self._now_of(resumed)}
-            if not (self.num_batches or is_set):  # hooks of the epoch may have drawn
-                self._random.set(resumed["now"])
-            _leave_process({*_WAITING} - {self})
+            self.num_batches, now = resumed["batches"], self._now_of(resumed)
+            if resumed["now"] and not self.num_batches:
+                self._random.set(now)
+            resumed = {**resumed, "now": now}
+            _WAITING.clear()
+        self._at_start = None
         num_left, is_unread, self._is_unread = self._num_left, self._is_unread and self.reads_to_end, False
         self.begin_epoch()
         batches = self._reading.begin(self.epoch, self.dp_rank, resumed, is_unread=is_unread)
@@ -241,16 +239,14 @@ class PositionedLoader:
         self.begin_next()
 
     def _now_of(self, resumed: dict[str, Any]) -> dict[str, Any]:
-        """Return the states with which a loaded position goes on: the process has its own already, if they are None."""
+        """Return the states with which a position goes on; hooks, or another loader, may have set the process's."""
         own = self._random.get()
-        now: dict[str, Any] = resumed["now"] or own
-        return now if now["random"] else {**now, "random": own["random"]}
+        return {**(resumed["now"] or own), **({} if self in _WAITING else {"random": own["random"]})}
 
     def _begin_anew(self) -> None:
         """Go on to the next epoch, if the loop was in one."""
         if self.is_told_draws and self._at_start not in (None, process_state()):
             _log.warning(f"data: {_DRAWN}")
-        self._at_start = None
         if self.is_over:
             self.begin_next()
         elif self.num_batches:
@@ -379,14 +375,6 @@ class PositionedLoader:
             "shuffle": [s.shuffle for s in samplers if isinstance(getattr(s, "shuffle", None), bool)],
             "samplers": [type(sampler).__qualname__ for sampler in samplers],
         }
-
-
-def _leave_process(others: Collection[PositionedLoader]) -> None:
-    """Let positions that were loaded leave the process's random states as they are: another loader has set them."""
-    _WAITING.clear()
-    for other in others:
-        if other._resumed and other._resumed["now"]:  # noqa: SLF001 - of this module's class
-            other._resumed = {**other._resumed, "now": {**other._resumed["now"], "random": None}}  # noqa: SLF001 - as above
 
 
 def _seeds_of(samplers: Collection[Any]) -> list[int]:

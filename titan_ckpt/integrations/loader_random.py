@@ -28,7 +28,7 @@ class LoaderRandom:
         """Bind to a loader. `stream`: its dataset. `gives_state`: whether it gives those of its samplers itself."""
         self._loader, self._stream, self._gives_state = loader, stream, gives_state
         self._process = RandomState()
-        self.stated = stated_in(stream)
+        self.stated = [] if gives_state else stated_in(stream)
         """The datasets that give their state, and are asked for it here."""
         self.find_data()
 

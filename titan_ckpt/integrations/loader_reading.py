@@ -27,7 +27,7 @@ from typing import Any
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
-from titan_ckpt.components.known.loaders import copied_faults, is_of_torchdata, samplers_of, stateful_faults
+from titan_ckpt.components.known.loaders import is_of_torchdata, samplers_of, stateful_faults, unasked_faults
 from titan_ckpt.components.known.stateful_loader import begin_at, state_of
 from titan_ckpt.components.known.streams import begin_once, is_shuffled, stream_faults
 from titan_ckpt.components.unsaved_state import fault_of
@@ -50,8 +50,8 @@ class Reading:
     `source` is the object that is asked for its own position, if any; `keeps_state` says whether its state at the end
     of an epoch decides the next one, `is_beyond` whether what keeps it is beyond the batches that were returned, and
     `reads_on` whether a batch more may be read at an epoch's length: a sampler may draw there, and a stream would lose
-    it. `random` are the states by which it goes on, `start` those of the newest
-    epoch, and `why_again` says why a resume reads an epoch from its start, if it does.
+    it. `random` are the states by which it goes on, `start` those of the newest epoch, and `why_again` says why a
+    resume reads an epoch from its start, if it does.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Reading:
         if is_told and getattr(loader, "persistent_workers", False):  # datasets tells them by shared memory
             yield from fault_of("data:", self._stream, _KEPT, allow)
         if has_copies:
-            yield from copied_faults(loader, allow)
+            yield from unasked_faults(loader, allow)
 
     def _begin(self, resumed: dict[str, Any] | None, skipped: int, *, is_unread: bool) -> Iterator[Any]:
         self._pending = resumed
@@ -213,6 +213,7 @@ class ReadingBySource(Reading):
         def begin() -> Iterator[Any]:
             if resumed and resumed["source"] is not None and is_of_torchdata(self._loader):
                 begin_at(self._loader, resumed["source"], None)
+                self.random.set(resumed["now"])
             return iter(self._loader)
 
         if not self._counts_again:

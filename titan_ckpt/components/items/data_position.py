@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from titan_ckpt.components.items.item import DataRank, FlatFolder, Item, Leaves, Stored, flattened, nested
-from titan_ckpt.components.known.loaders import generators_beside, is_of_torchdata, snapshot_each_batch
+from titan_ckpt.components.known.loaders import generators_beside, is_of_torchdata
 from titan_ckpt.components.known.stateful_loader import begin_at, epochs_of, state_of, told_samplers
 from titan_ckpt.components.known.streams import begin_once
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, counted, listed
@@ -42,7 +42,8 @@ class DataPosition(Item):
     def __init__(self, dataloader: Stateful, data_rank: Callable[[], DataRank]) -> None:
         """Bind to a dataloader. `data_rank`: returns the share that this process reads, which a loader may change."""
         self._dataloader, self._data_rank = dataloader, data_rank
-        snapshot_each_batch(dataloader)
+        if is_of_torchdata(dataloader):
+            dataloader.snapshot_every_n_steps = 1  # type: ignore[attr-defined]  # see begin_afresh
 
     def value(self, tensors: StateDict) -> Any:
         state = state_of(self._dataloader)
@@ -98,7 +99,7 @@ class DataPosition(Item):
 
     def leaves(self) -> Leaves:
         """Raises: ExportError for a position that is not stored by data-parallel rank."""
-        state, own = self._dataloader.state_dict(), self._data_rank()
+        state, own = state_of(self._dataloader), self._data_rank()
         known = {f"{_RANK}{own.rank}", "world_size"}
         if own.size > 1 and state.keys() != known:
             raise ExportError(

@@ -40,11 +40,10 @@ _COPIED = (
     "which workers of a titan_ckpt.PositionedLoader get anew for each batch, or use no workers"
 )
 
-_STATES_COPIED = (
-    "it has a state, of which each worker process changes a copy of its own that no step holds: use no workers, or give "
-    "it to a torchdata StatefulDataLoader as its dataset"
+_UNASKED = (
+    "nobody asks it, or its copies in worker processes, for its state: let it be the dataset of a torchdata "
+    "StatefulDataLoader, or use no workers, and wrap the loader in titan_ckpt.PositionedLoader"
 )
-_UNASKED = "a StatefulDataLoader does not ask it for its state: wrap the loader in titan_ckpt.PositionedLoader"
 
 _OF_IT = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "COPY"})
 """The instructions after an object is loaded that get or set an attribute of it."""
@@ -86,19 +85,10 @@ def begin_afresh(loader: Any) -> None:
     keeps its worker processes.
     """
     if is_of_torchdata(loader):
-        snapshot_each_batch(loader)
+        loader.snapshot_every_n_steps = 1  # the states of workers and samplers are not all of the same batch otherwise
         loader.load_state_dict({})
     elif isinstance(loader, DataLoader):
         loader._iterator = None  # noqa: SLF001 - torch has no public name for it
-
-
-def snapshot_each_batch(loader: Any) -> None:
-    """Let a StatefulDataLoader know the state after each batch, as it does unless it is told otherwise.
-
-    At an older one it has the samplers and the workers' streams as they were at another moment.
-    """
-    if is_of_torchdata(loader):
-        loader.snapshot_every_n_steps = 1
 
 
 def seed_workers_apart(loader: Any) -> None:
@@ -118,8 +108,14 @@ def seed_evaluation_apart(loader: DataLoader[Any]) -> None:
 
 
 def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield one line for a stream whose position torchdata's StatefulDataLoader loses."""
-    if is_of_torchdata(loader) and isinstance(loader.dataset, IterableDataset):
+    """Yield one line for a stream whose position torchdata's StatefulDataLoader loses, and for samplers.
+
+    For one whose order a resumed run draws anew, or whose next order depends on what only its state holds, unless the
+    loader asks for that.
+    """
+    if not is_of_torchdata(loader):
+        return
+    if isinstance(loader.dataset, IterableDataset):
         if not (hasattr(loader.dataset, "state_dict") and hasattr(loader.dataset, "load_state_dict")):
             reason = (
                 "it has no state_dict and load_state_dict, and a StatefulDataLoader counts twice what it reads again: "
@@ -131,13 +127,6 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
                 "data: persistent_workers: a worker that is kept would begin each later epoch of the stream at the "
                 "position of the resume: leave it out"
             )
-
-
-def _order_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield one line for each sampler of a StatefulDataLoader whose order, or the next one, its state does not hold.
-
-    It holds the next one if that depends on what a sampler gives, and the loader asks for it.
-    """
     for sampler in samplers_of(loader):
         own, base = own_and_base(type(sampler))
         changes, name = any(stored_by_code_of(own, ["set_epoch"])), names_of(base)[0]
@@ -157,37 +146,29 @@ def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     the start of an order that a sampler draws from its own. What workers draw from their process's is seen by nobody
     here, so the log says it.
     """
-    if not is_of_torchdata(loader):
-        return
-    yield from stateful_faults(loader, allow)
-    if not isinstance(loader.dataset, IterableDataset):
-        yield from _order_faults(loader, allow)
-        for data in stated_in(_unasked_data(loader)):
-            yield from fault_of("data:", data, _UNASKED, allow)
-    if loader.num_workers:
-        _log.warning(f"data: {_DRAWN_AGAIN}")
-        for generator in _drawn_for(loader):
-            yield from fault_of("data: it draws from a", generator, _COPIED, allow)
+    if is_of_torchdata(loader):
+        yield from stateful_faults(loader, allow)
+        yield from unasked_faults(loader, allow)
+        if loader.num_workers:
+            _log.warning(f"data: {_DRAWN_AGAIN}")
 
 
-def copied_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield one line for each generator, and each dataset that gives its state, of which worker processes have copies."""
-    if not getattr(loader, "num_workers", 0):
-        return
-    for generator in held_generators([_unasked_data(loader), getattr(loader, "collate_fn", None)]):
+def unasked_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
+    """Yield one line for each generator of which workers have copies, and each dataset whose state nobody asks for."""
+    for generator in _drawn_for(loader) if loader.num_workers else ():
         yield from fault_of("data: it draws from a", generator, _COPIED, allow)
     for data in stated_in(_unasked_data(loader)):
-        yield from fault_of("data:", data, _STATES_COPIED, allow)
+        yield from fault_of("data:", data, _UNASKED, allow)
 
 
 def stated_in(data: Any) -> list[Any]:
     """Return the datasets with a length that give their state: the data itself, and those that torch's put together."""
-    return held_by(data, lambda value: _is_stated(value) and (value is data or isinstance(value, Dataset)))
 
+    def gives(value: Any) -> bool:
+        is_data = value is data or (isinstance(value, Dataset) and not isinstance(value, IterableDataset))
+        return is_data and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
-def _is_stated(data: Any) -> bool:
-    gives = hasattr(data, "state_dict") and hasattr(data, "load_state_dict")
-    return gives and not isinstance(data, (type, IterableDataset))
+    return [] if isinstance(data, IterableDataset) else held_by(data, gives)
 
 
 def generators_beside(loader: Any) -> list[Any]:

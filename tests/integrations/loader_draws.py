@@ -237,7 +237,7 @@ def drawn(number: int) -> dict[str, Any]:
         "prefetch": draw.choice([None, 1, 3]) if workers else None,
         "kept": workers > 0 and draw.random() < 0.5,
         "loop": draw.choice(["for", "for", "to the length", "left", "after"]),
-        "second": draw.random() < 0.2,
+        "second": draw.random() < 0.2 and loader != "raw",
         "limit": draw.randint(1, 4),
         "snapshots": draw.choice([1, 1, 2, 3]),
         "interval": draw.choice([1, 1, 2, 3]),

@@ -5,9 +5,9 @@ and the order in which random numbers are drawn. Knows no trainer: a loop of one
 subclasses do what their trainer does around a batch.
 
 A step has the number of the epoch, how many of its batches were returned, the states before its order was drawn
-(`start`) and at the save (`now`), the state of a stream or loader that gives one (`source`), and the states of the
-generators that the data draws from (`of_data`). If one batch more was read, `source`, `of_data` and `ahead` are of the
-moment before that. After the last batch of an epoch a step has the start of the next one.
+(`start`) and at the save (`now`), the state of a stream, a loader or its workers (`source`), and those that other data
+gives, and of the generators that it draws from (`of_data`). If one batch more was read, `source`, `of_data` and `ahead`
+are of the moment before that. After the last batch of an epoch a step has the start of the next one.
 
 An epoch ends where the loader has no more batches, which is known when one more is asked for. A loop may never ask, so
 after as many batches as the length says this class asks; not for one of a stream, which would lose what it reads if the
@@ -37,8 +37,8 @@ from titan_ckpt.process import process_state
 _log = logging.getLogger(__name__)
 _UNREAD = object()
 _UNSAID = (
-    "does not say where an epoch begins after one that was left: read each to its end, or by a DataLoader, and a "
-    "DistributedSampler if there is one, of torch"
+    "does not say where an epoch begins after one that was left: read each to its end, without persistent_workers, or "
+    "by a DataLoader, and a DistributedSampler if there is one, of torch"
 )
 _NOT_THERE = "within which the run was resumed, is not read on yet, and its data is where it began: read a batch first"
 _STATED = "number of datasets whose state_dict() is stored"
@@ -179,7 +179,7 @@ class PositionedLoader:
         """Leave the rest of this epoch out, before the save of the step after which the loop leaves it.
 
         An iteration over it ends; after the last batch of an epoch, by itself.
-        Raises: ConfigError for a stream or a sampler whose state says no beginning in the middle of an epoch.
+        Raises: ConfigError for data, or a sampler, whose state says no beginning in the middle of an epoch.
         """
         if self.at_end and not self._is_before_end:
             return
@@ -273,7 +273,7 @@ class PositionedLoader:
         `is_done`: whether no batch will be read, so that those within an epoch are set, too.
         """
         if self._resumed and self._resumed["now"] and (is_done or not self.num_batches):
-            self._random.set(self._resumed["now"])
+            self._random.set(self._now_of(self._resumed))
             self._resumed = {**self._resumed, "now": None}
 
     def state_dict(self) -> dict[str, Any]:

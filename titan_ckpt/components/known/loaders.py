@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from titan_ckpt.components.classes import is_own, names_of, own_and_base
 from titan_ckpt.components.unsaved_state import codes_of, fault_of, stored_by_code_of
+from titan_ckpt.encoding import typed_json
 from titan_ckpt.process import codes_within, generators_kept, held_by, held_generators, is_random
 
 _log = logging.getLogger(__name__)
@@ -45,6 +46,7 @@ _UNASKED = (
     "StatefulDataLoader, or use no workers, and wrap the loader in titan_ckpt.PositionedLoader"
 )
 
+_FOR_SAMPLES = ("__getitem__", "__getitems__", "__call__")
 _OF_IT = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "COPY"})
 """The instructions after an object is loaded that get or set an attribute of it."""
 
@@ -155,10 +157,26 @@ def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
 
 def unasked_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each generator of which workers have copies, and each dataset whose state nobody asks for."""
-    for generator in _drawn_for(loader) if loader.num_workers else ():
+    unasked = _unasked_data(loader)
+    left_out = _left_out(loader.dataset) if unasked is None else []
+    for generator in [*_drawn_for(loader), *left_out] if loader.num_workers else ():
         yield from fault_of("data: it draws from a", generator, _COPIED, allow)
-    for data in stated_in(_unasked_data(loader)):
+    for data in stated_in(unasked):
         yield from fault_of("data:", data, _UNASKED, allow)
+
+
+def _left_out(data: Any) -> list[Any]:
+    """Return the generators that data draws from for samples, and that change nothing in the state that it gives."""
+    found = []
+    for generator in _drawn_by([data], _FOR_SAMPLES):
+        with generators_kept(beside=[generator]):
+            before = typed_json.dumps(data.state_dict())
+            if isinstance(generator, torch.Generator):
+                torch.rand((), generator=generator, device=generator.device)
+            else:
+                generator.random()
+            found += [generator] if typed_json.dumps(data.state_dict()) == before else []
+    return found
 
 
 def stated_in(data: Any) -> list[Any]:
@@ -213,7 +231,7 @@ def _is_asked(sampler: Any) -> bool:
 
 def _drawn_for(loader: Any) -> list[Any]:
     """Return the generators that a loader draws from for batches, but those that it seeds for each sample."""
-    return _drawn_by([_unasked_data(loader), loader.collate_fn], ("__getitem__", "__getitems__", "__call__"))
+    return _drawn_by([_unasked_data(loader), loader.collate_fn], _FOR_SAMPLES)
 
 
 def _drawn_by(value: Any, anew: Collection[str] = (), *, within: bool = True) -> list[Any]:

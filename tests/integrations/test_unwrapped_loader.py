@@ -19,7 +19,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests import world
-from tests.integrations.loader_cases import Early, Jumping, Plain, Shared, Stream, numbers, plain, take_share
+from tests.integrations.loader_cases import (
+    Early,
+    Jumping,
+    Plain,
+    Shared,
+    Stream,
+    end_workers,
+    numbers,
+    plain,
+    take_share,
+)
 from tests.integrations.unwrapped_cases import COLLATES, DATA, Case, SeededAnew, drawn, loader_of, seeded
 from titan_ckpt.components.items.data_position import DataPosition
 from titan_ckpt.components.items.item import DataRank
@@ -138,6 +148,7 @@ def test_a_sampler_that_counts_its_epochs_by_itself_goes_on(
         position(again).restore(stored(state), {})
         torch.set_rng_state(before)
         rest = [row[1:] for row in islice(epochs(again), 20) if isinstance(row, tuple)]
+        end_workers(again)
         expected = [row[1:] for row in rows[number:] if isinstance(row, tuple)]
         assert rest[: len(expected)] == expected, f"after {number}"
 
@@ -169,6 +180,7 @@ def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_m
             RandomState().load_state_dict(before)
         assert next(steps(again, [0]))[0] == row[0], number
         state, before = deepcopy(position(again).value({})), RandomState().state_dict()
+        end_workers(again)
 
 
 class Longer(Jumping):

@@ -49,7 +49,7 @@ def state_of(loader: Any) -> Any:
 
     A worker of torchdata says so of a stream of batches; of one without, its state is that of the next epoch by then.
     """
-    iterator = loader._iterator if is_of_torchdata(loader) else None  # noqa: SLF001 - as above
+    iterator: Any = loader._iterator if is_of_torchdata(loader) else None  # noqa: SLF001 - as above
     if hasattr(iterator, "_workers_status") and isinstance(loader.dataset, IterableDataset):
         waiting = {worker for worker, *batch in iterator._task_info.values() if batch}  # noqa: SLF001 - as above
         for number, is_reading in enumerate(iterator._workers_status):  # noqa: SLF001 - as above

@@ -32,6 +32,8 @@ def test_a_drawn_loop_goes_on_bit_for_bit_or_is_refused(number: int, tmp_path: P
         {"data": "sized stream", "size": 5, "loop": "left", "limit": 2},
         {"sampler": "positioned", "loop": "after"},
         {"data": "dealt", "size": None, "length": 11, "workers": 3, "kills": [7, 9, 10]},
+        {"data": "dealt", "size": 2, "length": 12, "workers": 2, "kept": True, "loop": "after", "kills": [8]},
+        {"data": "dealt", "size": None, "length": 5, "workers": 2, "kept": True, "loop": "after", "kills": [7]},
         {"data": "stated", "workers": 2, "snapshots": 2},
         {"sampler": "torchdata, distributed", "workers": 2, "snapshots": 2, "kills": [1, 4, 5]},
     ],

@@ -55,6 +55,7 @@ from tests.integrations.loader_cases import (
 )
 from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.item import DataRank
+from titan_ckpt.components.known.loaders import unwrapped_faults
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
 
@@ -173,6 +174,19 @@ def test_a_step_of_an_earlier_version_without_the_state_of_its_data_is_refused()
     PositionedLoader(DataLoader(Plain(10), 2)).load_state_dict(state)
     with pytest.raises(LoadMismatchError, match=r"datasets whose state_dict\(\) is stored was 0, now 1"):
         PositionedLoader(DataLoader(Remembering(10), 2)).load_state_dict(state)
+
+
+class Working(Own):
+    """A loader of the user's own that says how many workers it has."""
+
+    num_workers = 2
+
+
+@pytest.mark.parametrize("over", [Working, lambda: StatefulDataLoader(Unsaid(), num_workers=1)])
+def test_what_draws_by_workers_is_judged_where_there_is_no_dataset_or_no_state(over: Callable[[], Any]) -> None:
+    said = [*unwrapped_faults(over(), ())]
+    assert len(said) == isinstance(over(), StatefulDataLoader), said
+    PositionedLoader(over(), allow=[class_name(Unsaid())])
 
 
 def left(loader: PositionedLoader, form: str, epochs: int, saved: list[Any]) -> list[Any]:
@@ -506,6 +520,16 @@ class Unknown(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(9))
+
+
+class Unsaid(Unknown):
+    """The same, with a generator."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.random.randrange(9)])
 
 
 class Stated(Plain):

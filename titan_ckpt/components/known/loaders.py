@@ -158,7 +158,7 @@ def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
 def unasked_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each generator of which workers have copies, and each dataset whose state nobody asks for."""
     unasked = _unasked_data(loader)
-    left_out = _left_out(loader.dataset) if unasked is None else []
+    left_out = [] if unasked is not None else _left_out(getattr(loader, "dataset", None))
     for generator in [*_drawn_for(loader), *left_out] if loader.num_workers else ():
         yield from fault_of("data: it draws from a", generator, _COPIED, allow)
     for data in stated_in(unasked):
@@ -168,7 +168,7 @@ def unasked_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
 def _left_out(data: Any) -> list[Any]:
     """Return the generators that data draws from for samples, and that change nothing in the state that it gives."""
     found = []
-    for generator in _drawn_by([data], _FOR_SAMPLES):
+    for generator in _drawn_by([data], _FOR_SAMPLES) if hasattr(data, "state_dict") else ():
         with generators_kept(beside=[generator]):
             before = typed_json.dumps(data.state_dict())
             if isinstance(generator, torch.Generator):
@@ -231,7 +231,7 @@ def _is_asked(sampler: Any) -> bool:
 
 def _drawn_for(loader: Any) -> list[Any]:
     """Return the generators that a loader draws from for batches, but those that it seeds for each sample."""
-    return _drawn_by([_unasked_data(loader), loader.collate_fn], _FOR_SAMPLES)
+    return _drawn_by([_unasked_data(loader), getattr(loader, "collate_fn", None)], _FOR_SAMPLES)
 
 
 def _drawn_by(value: Any, anew: Collection[str] = (), *, within: bool = True) -> list[Any]:

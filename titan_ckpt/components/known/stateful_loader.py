@@ -59,9 +59,10 @@ def state_of(loader: Any) -> Any:
 
 
 def _say_ended(iterator: Any, number: int) -> None:
-    """Let the newest state that torchdata's iterator has of a worker say that its stream is at its end."""
-    state = iterator._snapshot["_worker_snapshots"][f"worker_{number}"]  # noqa: SLF001 - as above
-    state["fetcher_state"]["fetcher_ended"] = True
+    """Let torchdata's iterator give the newest state that it has of a worker, whose stream is at its end."""
+    newest = iterator._worker_snapshots[f"worker_{number}"]  # noqa: SLF001 - as above
+    newest._fetcher_ended = True  # noqa: SLF001 - as above
+    iterator._snapshot["_worker_snapshots"][f"worker_{number}"] = newest.get_state()  # noqa: SLF001 - as above
 
 
 def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) -> None:
@@ -182,7 +183,6 @@ def workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
         loader.worker_init_fn = begin
     if ended and (iterator := loader._iterator)._num_yielded:  # noqa: SLF001 - torchdata has no public names for these
         for number in ended:  # so that a step is alike that is saved before they say it themselves
-            iterator._worker_snapshots[f"worker_{number}"]._fetcher_ended = True  # noqa: SLF001 - as above
             _say_ended(iterator, number)
 
 

@@ -318,7 +318,8 @@ def run(case: dict[str, Any], folder: Path, kill: int | None) -> None:
         told: Any = getattr(around, "sampler", None) if around is not None else loader.sampler
         if is_raw and hasattr(told, "set_epoch"):
             told.set_epoch(epoch)
-        is_limited = case["loop"] == "to the length" and not is_raw and hasattr(loader.dataset, "__len__")
+        is_whole = hasattr(loader.dataset, "__len__") and not (case["data"] in STREAMS and case["workers"] > 1)
+        is_limited = case["loop"] == "to the length" and not is_raw and is_whole  # each worker reads all of a stream
         left = len(loader) - position.num_batches % len(loader) if is_limited else None
         for batch in islice(read_by, left):
             step += 1

@@ -158,9 +158,10 @@ def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
 def unasked_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     """Yield one line for each generator of which workers have copies, and each dataset whose state nobody asks for."""
     unasked = _unasked_data(loader)
-    left_out = [] if unasked is not None else _left_out(getattr(loader, "dataset", None))
-    for generator in [*_drawn_for(loader), *left_out] if loader.num_workers else ():
-        yield from fault_of("data: it draws from a", generator, _COPIED, allow)
+    if loader.num_workers:
+        left_out = [] if unasked is not None else _left_out(getattr(loader, "dataset", None))
+        for generator in [*_drawn_for(loader), *left_out]:
+            yield from fault_of("data: it draws from a", generator, _COPIED, allow)
     for data in stated_in(unasked):
         yield from fault_of("data:", data, _UNASKED, allow)
 

@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +23,15 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.data_loader import SeedableRandomSampler
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    Subset,
+    get_worker_info,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader import sampler as of_torchdata
 
@@ -58,6 +66,34 @@ class Rows(torch.utils.data.Dataset[float]):
             "own": lambda: self.own.random() if self.own else 0.0,
         }  # fmt: skip
         return index + drawing[self.noise]() / 2
+
+
+class Stated(Rows):
+    """Rows that know how many were read before, which their state says, and with it their generator."""
+
+    num_read = 0
+
+    def __getitem__(self, index: int) -> float:
+        self.num_read += 1
+        return super().__getitem__(index) + 100 * self.num_read
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_read": self.num_read, "own": self.own.getstate() if self.own else None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_read = state["num_read"]
+        if self.own:
+            self.own.setstate(state["own"])
+
+
+class Omitting(Stated):
+    """The same, whose state leaves its generator out."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"num_read": self.num_read, "own": None}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.num_read = state["num_read"]
 
 
 class Turned(Sampler[int]):
@@ -113,7 +149,31 @@ class Holding(Stream):
             self.rows.own.setstate(state["own"])
 
 
-STREAMS: dict[str, Any] = {"stream": Stream, "sized stream": Sized, "no generator": Stepping, "holding": Holding}
+class Dealt(Stream):
+    """A stream of which each worker reads a share, the first one the least."""
+
+    def __iter__(self) -> Iterator[float]:
+        info: Any = get_worker_info()
+        share = range(self.rows.length)
+        if info and info.num_workers > 1:
+            share = share[:2] if info.id == 0 else share[1 + info.id :: info.num_workers - 1]
+        while self.next < len(share):
+            self.next += 1
+            yield self.rows[share[self.next - 1]]
+        self.next = 0
+
+
+DATA: dict[str, Any] = {
+    "rows": Rows, "stated": Stated, "omitting": Omitting,
+    "part": lambda length, noise: Subset(Stated(length, noise), range(length)),
+}  # fmt: skip
+STREAMS: dict[str, Any] = {
+    "stream": Stream,
+    "sized stream": Sized,
+    "no generator": Stepping,
+    "holding": Holding,
+    "dealt": Dealt,
+}
 SAMPLERS: dict[str, Callable[[int], Any]] = {
     "random": lambda length: RandomSampler(range(length), generator=torch.Generator().manual_seed(3)),
     "of the process": lambda length: RandomSampler(range(length)),
@@ -130,11 +190,13 @@ BATCHES: dict[str, Any] = {"torch": BatchSampler, "torchdata": of_torchdata.Batc
 def drawn(number: int) -> dict[str, Any]:
     """Return the case of a seed."""
     draw = random.Random(7000 + number)
-    workers, loader = draw.choice([0, 0, 0, 1, 2]), draw.choice(["torch", "torchdata", "raw", "raw"])
+    workers, loader = draw.choice([0, 0, 0, 1, 2, 3]), draw.choice(["torch", "torchdata", "raw", "raw"])
     size, noise = draw.choice([None, 1, 2, 2, 3, 3, 4, 5]), draw.choice(["", "torch", "random", "own"])
-    data = draw.choice(["rows", "rows", *STREAMS])
-    if loader == "raw" and (data not in ("rows", "holding") if noise == "own" else workers):
+    data = draw.choice(["rows", *DATA, *STREAMS])
+    if loader == "raw" and (data not in ("rows", "stated", "holding") if noise == "own" else workers):
         noise = ""  # docs/resume.md says that these numbers do not go on
+    if data == "dealt" and workers > 1 and noise != "own":
+        noise = ""  # the same: workers end at different moments
     return {
         "data": data,
         "length": draw.randint(5, 13),
@@ -150,7 +212,9 @@ def drawn(number: int) -> dict[str, Any]:
         "prefetch": draw.choice([None, 1, 3]) if workers else None,
         "kept": workers > 0 and draw.random() < 0.5,
         "loop": draw.choice(["for", "for", "to the length", "left", "after"]),
+        "second": draw.random() < 0.2 and loader != "raw",
         "limit": draw.randint(1, 4),
+        "snapshots": draw.choice([1, 1, 2, 3]),
         "interval": draw.choice([1, 1, 2, 3]),
         "kills": sorted(draw.sample(range(1, STEPS), draw.choice([1, 2, 3]))),
     }
@@ -164,9 +228,11 @@ def loader_of(case: dict[str, Any]) -> Any:
         "prefetch_factor": case["prefetch"], "persistent_workers": case["kept"],
         "generator": torch.Generator().manual_seed(6) if case["generator"] else None,
     }  # fmt: skip
+    if case["loader"] != "torch":
+        given["snapshot_every_n_steps"] = case["snapshots"]
     if case["data"] in STREAMS:
         return kind(STREAMS[case["data"]](Rows(length, case["noise"])), size, drop_last=drop_last, **given)
-    data = Rows(length, case["noise"])
+    data = DATA[case["data"]](length, case["noise"])
     if case["sampler"] in ("", "shuffle"):
         return kind(data, size, drop_last=drop_last, shuffle=bool(case["sampler"]), **given)
     sampler = SAMPLERS[case["sampler"]](length)
@@ -197,6 +263,8 @@ def run(case: dict[str, Any], folder: Path, kill: int | None) -> None:
     process = RandomState()
     process.reseed(1)
     loader = loader_of(case)
+    second = PositionedLoader(DataLoader(Rows(5, "torch"), 2, shuffle=True)) if case["second"] else None
+    seconds = chain.from_iterable(repeat(second)) if second else repeat(None)
     is_raw = case["loader"] == "raw"
     position: Any = Raw(loader) if is_raw else PositionedLoader(loader)
     read_by = loader if is_raw else position
@@ -206,12 +274,15 @@ def run(case: dict[str, Any], folder: Path, kill: int | None) -> None:
         stored = typed_json.loads(newest.read_bytes())
         step, epoch = stored["step"], stored["epoch"]
         position.load_state_dict(stored["position"])
+        if second:
+            second.load_state_dict(stored["second"])
         process.load_state_dict(stored["random"])
     records = open(folder / "steps.jsonl", "a", buffering=1)  # noqa: SIM115 - open until the process ends
 
     def save() -> None:
         if step % case["interval"] == 0:
             state = {"step": step, "epoch": epoch, "position": position.state_dict(), "random": process.state_dict()}
+            state["second"] = second.state_dict() if second else None
             (folder / "written.json").write_bytes(typed_json.dumps(state))
             (folder / "written.json").rename(newest)
 
@@ -222,11 +293,14 @@ def run(case: dict[str, Any], folder: Path, kill: int | None) -> None:
         told: Any = getattr(around, "sampler", None) if around is not None else loader.sampler
         if is_raw and hasattr(told, "set_epoch"):
             told.set_epoch(epoch)
-        is_limited = case["loop"] == "to the length" and not is_raw and hasattr(loader.dataset, "__len__")
+        is_whole = hasattr(loader.dataset, "__len__") and not (case["data"] in STREAMS and case["workers"] > 1)
+        is_limited = case["loop"] == "to the length" and not is_raw and is_whole  # each worker reads all of a stream
         left = len(loader) - position.num_batches % len(loader) if is_limited else None
         for batch in islice(read_by, left):
             step += 1
-            records.write(json.dumps([step, [plain(batch), float(torch.rand(())), random_state()]]) + "\n")
+            records.write(
+                json.dumps([step, [plain(batch), plain(next(seconds)), float(torch.rand(())), random_state()]]) + "\n"
+            )
             if case["loop"] == "left" and not is_raw and position.num_batches == case["limit"]:
                 position.next_epoch()
             if case["loop"] != "after":

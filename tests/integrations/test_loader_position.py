@@ -24,6 +24,7 @@ from transformers import DataCollatorForLanguageModeling
 from tests import world
 from tests.integrations.loader_cases import (
     DRAWING,
+    KEPT,
     LOADERS,
     SAMPLED,
     STREAMS,
@@ -54,10 +55,11 @@ from tests.integrations.loader_cases import (
 )
 from titan_ckpt.components.classes import class_name
 from titan_ckpt.components.items.item import DataRank
+from titan_ckpt.components.known.loaders import unwrapped_faults
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
 
-pytestmark = pytest.mark.usefixtures("cheap_forks")
+pytestmark = pytest.mark.usefixtures("cheap_forks", "workers_end")
 
 
 @pytest.mark.parametrize("kind", [*LOADERS, *SAMPLED])
@@ -153,6 +155,42 @@ def test_a_loop_that_leaves_the_rest_of_an_epoch_out_begins_the_next_one(caplog:
     assert "call the loader's next_epoch() before that save" in said[0]
 
 
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_random_numbers_between_a_save_at_an_epochs_end_and_the_next_epoch_are_told(
+    generator: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An evaluation draws a seed, which a run that is resumed there does not."""
+    loader = PositionedLoader(DataLoader(Plain(4), 2, shuffle=True))
+    for epoch in range(3):
+        for _ in loader:
+            loader.state_dict()
+        for _ in DataLoader(Plain(2), generator=generator) if epoch else ():
+            pass
+    said = [record.getMessage() for record in caplog.records]
+    assert ["between a save after an epoch's last batch" in line for line in said] == [True] * (generator is None)
+
+
+def test_a_step_of_an_earlier_version_without_the_state_of_its_data_is_refused() -> None:
+    state = PositionedLoader(DataLoader(Plain(10), 2)).state_dict()
+    state["facts"] = {name: fact for name, fact in state["facts"].items() if "state_dict" not in name}
+    PositionedLoader(DataLoader(Plain(10), 2)).load_state_dict(state)
+    with pytest.raises(LoadMismatchError, match=r"datasets whose state_dict\(\) is stored was 0, now 1"):
+        PositionedLoader(DataLoader(Remembering(10), 2)).load_state_dict(state)
+
+
+class Working(Own):
+    """A loader of the user's own that says how many workers it has."""
+
+    num_workers = 2
+
+
+@pytest.mark.parametrize("over", [Working, lambda: StatefulDataLoader(Unsaid(), num_workers=1)])
+def test_what_draws_by_workers_is_judged_where_there_is_no_dataset_or_no_state(over: Callable[[], Any]) -> None:
+    said = [*unwrapped_faults(over(), ())]
+    assert len(said) == isinstance(over(), StatefulDataLoader), said
+    PositionedLoader(over(), allow=[class_name(Unsaid())])
+
+
 def left(loader: PositionedLoader, form: str, epochs: int, saved: list[Any]) -> list[Any]:
     """Return the batches of epochs that a loop leaves after two, or reads to their end, by next_epoch() at each end."""
     rows: list[Any] = []
@@ -176,6 +214,8 @@ LEFT: dict[str, Callable[[], Any]] = {
     "workers that are kept": LOADERS["noise of a worker that is kept"],
     "a sampler with a state": LOADERS["a sampler with a state"],
     "a StatefulDataLoader": LOADERS["noise of a worker, stateful"],
+    "data with a state": lambda: StatefulDataLoader(Remembering(10), 2),
+    "data with a state, workers": lambda: StatefulDataLoader(Remembering(10), 2, num_workers=2),
     "a stream": LOADERS["a stream with a length"],
     "a stream that is at its end": lambda: DataLoader(Stream(), 5),
     "a stream of datasets": lambda: StatefulDataLoader(numbers(), 2),
@@ -221,7 +261,7 @@ def test_next_epoch_right_after_a_load_leaves_the_epoch_that_was_resumed_or_is_r
     ("over", "name"),
     [
         (lambda: StatefulDataLoader(Stream(), 2), "Stream"),
-        (lambda: StatefulDataLoader(Remembering(10), 2), "Remembering"),
+        (lambda: StatefulDataLoader(Remembering(10), 2, **KEPT), "Remembering"),
         (Own, "Own"),
         (lambda: DataLoader(Plain(10), 2, sampler=StatefulDistributedSampler(Plain(10), 1, 0)), "StatefulDistributed"),
     ],
@@ -484,6 +524,16 @@ class Unknown(IterableDataset[int]):
 
     def __iter__(self) -> Iterator[int]:
         return iter(range(9))
+
+
+class Unsaid(Unknown):
+    """The same, with a generator."""
+
+    def __init__(self) -> None:
+        self.random = random.Random(1)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter([self.random.randrange(9)])
 
 
 class Stated(Plain):

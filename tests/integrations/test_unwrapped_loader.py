@@ -19,7 +19,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests import world
-from tests.integrations.loader_cases import Early, Jumping, Plain, Shared, Stream, numbers, plain, take_share
+from tests.integrations.loader_cases import (
+    Early,
+    Jumping,
+    Plain,
+    Shared,
+    Stream,
+    end_workers,
+    numbers,
+    plain,
+    take_share,
+)
 from tests.integrations.unwrapped_cases import COLLATES, DATA, Case, SeededAnew, drawn, loader_of, seeded
 from titan_ckpt.components.items.data_position import DataPosition
 from titan_ckpt.components.items.item import DataRank
@@ -28,7 +38,7 @@ from titan_ckpt.errors import ConfigError, LoadMismatchError, refuse
 from titan_ckpt.integrations.loader_position import PositionedLoader
 from titan_ckpt.process import RandomState
 
-pytestmark = pytest.mark.usefixtures("cheap_forks")
+pytestmark = pytest.mark.usefixtures("cheap_forks", "workers_end")
 
 
 def steps(loader: Any, epoch: list[int]) -> Iterator[Any]:
@@ -140,8 +150,9 @@ def test_a_sampler_that_counts_its_epochs_by_itself_goes_on(
         position(again).restore(stored(state), {})
         torch.set_rng_state(before)
         expected = [*filter(None, rows[number:])]
-        rest = islice(filter(None, islice(epochs(again), 20)), len(expected))
-        assert [*rest] == expected, f"after {number}"
+        rest = [*islice(filter(None, islice(epochs(again), 20)), len(expected))]
+        end_workers(again)
+        assert rest == expected, f"after {number}"
 
 
 @pytest.mark.parametrize(
@@ -171,6 +182,7 @@ def test_workers_that_have_returned_the_smaller_last_batch_of_a_stream_read_no_m
             RandomState().load_state_dict(before)
         assert next(steps(again, [0]))[0] == row[0], number
         state, before = deepcopy(position(again).value({})), RandomState().state_dict()
+        end_workers(again)
 
 
 class Longer(Jumping):

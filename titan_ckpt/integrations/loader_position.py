@@ -5,9 +5,9 @@ and the order in which random numbers are drawn. Knows no trainer: a loop of one
 subclasses do what their trainer does around a batch.
 
 A step has the number of the epoch, how many of its batches were returned, the states before its order was drawn
-(`start`) and at the save (`now`), the state of a stream or loader that gives one (`source`), and the states of the
-generators that the data draws from (`of_data`). If one batch more was read, `source`, `of_data` and `ahead` are of the
-moment before that. After the last batch of an epoch a step has the start of the next one.
+(`start`) and at the save (`now`), the state of a stream, a loader or its workers (`source`), and those that other data
+gives, and of the generators that it draws from (`of_data`). If one batch more was read, `source`, `of_data` and `ahead`
+are of the moment before that. After the last batch of an epoch a step has the start of the next one.
 
 An epoch ends where the loader has no more batches, which is known when one more is asked for. A loop may never ask, so
 after as many batches as the length says this class asks; not for one of a stream, which would lose what it reads if the
@@ -19,9 +19,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from copy import deepcopy
 from enum import Enum
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
@@ -32,15 +32,21 @@ from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_
 from titan_ckpt.components.known.streams import seeds_of
 from titan_ckpt.errors import LoadMismatchError, counted, refuse
 from titan_ckpt.integrations.loader_reading import END, reading_of
+from titan_ckpt.process import process_state
 
 _log = logging.getLogger(__name__)
 _UNREAD = object()
 _UNSAID = (
-    "does not say where an epoch begins after one that was left: read each to its end, or by a DataLoader, and a "
-    "DistributedSampler if there is one, of torch"
+    "does not say where an epoch begins after one that was left: read each to its end, without persistent_workers, or "
+    "by a DataLoader, and a DistributedSampler if there is one, of torch"
 )
 _NOT_THERE = "within which the run was resumed, is not read on yet, and its data is where it began: read a batch first"
+_STATED = "number of datasets whose state_dict() is stored"
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
+_DRAWN = (
+    "random numbers were drawn, or seeded, between a save after an epoch's last batch and the next epoch, which a run "
+    "resumed there leaves out: draw them from a generator, as DataLoader(..., generator=torch.Generator()) does"
+)
 
 
 class _Following(Enum):
@@ -51,6 +57,10 @@ class _Following(Enum):
     """
 
     UNKNOWN, ANOTHER, NONE_HERE, NONE = range(4)
+
+
+_WAITING: WeakSet[PositionedLoader] = WeakSet()
+"""Those that have loaded a position, of which the first one that begins sets the random states of the process."""
 
 
 class PositionedLoader:
@@ -70,6 +80,8 @@ class PositionedLoader:
     """Whether nobody else looks at the function that makes batches."""
     reads_to_end = True
     """Whether the end of a stream that the loop has left at its length is read when the next epoch begins."""
+    is_told_draws = True
+    """Whether nobody else sets the random states of an epoch's end before the loop draws from them."""
 
     def __init__(
         self, loader: Any, inner: Any = None, data_rank: DataRank | None = None, allow: Collection[str] = ()
@@ -95,6 +107,8 @@ class PositionedLoader:
         self._following = _Following.UNKNOWN
         self._is_unread = False
         self._ahead: dict[str, Any] | None = None
+        self._at_start: bytes | None = None
+        """The process's random states at a save of the start of an epoch, until that begins."""
         self._num_left = 0
         """How often the loop has called next_epoch(), which ends the iterations that are under way."""
         data: Any = getattr(self.inner, "dataset", None)
@@ -165,18 +179,17 @@ class PositionedLoader:
         """Leave the rest of this epoch out, before the save of the step after which the loop leaves it.
 
         An iteration over it ends; after the last batch of an epoch, by itself.
-        Raises: ConfigError for a stream or a sampler whose state says no beginning in the middle of an epoch.
+        Raises: ConfigError for data, or a sampler, whose state says no beginning in the middle of an epoch.
         """
         if self.at_end and not self._is_before_end:
             return
         lost = [sampler for sampler in self._random.samplers() if is_of_torchdata(sampler)]
-        is_lost = self._reading.source is self.inner and self._reading.keeps_state
-        lost += [getattr(self.inner, "dataset", self.inner)] if is_lost else []
+        lost += [getattr(self.inner, "dataset", self.inner)] if self._reading.is_beyond else []
         refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if self.num_batches))
         if self._resumed and self.num_batches:
             is_at_position = self._reading.source is None and not self.read_again and self._resumed["now"]["random"]
             refuse(*([] if is_at_position else [f"data: next_epoch: epoch {self.epoch}, {_NOT_THERE}"]))
-            self._resumed = {**self._resumed, "batches": 0, "start": None, "ahead": None}
+            self._resumed = {**self._resumed, "batches": 0, "start": None, "ahead": None, "source": None}
         self.begin_next()
         self._num_left += 1
 
@@ -195,11 +208,12 @@ class PositionedLoader:
         if resumed is None:
             self._begin_anew()
         else:
-            self.num_batches = resumed["batches"]
-            if resumed["now"] is None:  # hooks of the epoch may have drawn
-                resumed = {**resumed, "now": self._random.get()}
-            elif not self.num_batches:
-                self._random.set(resumed["now"])
+            self.num_batches, now = resumed["batches"], self._now_of(resumed)
+            if resumed["now"] and not self.num_batches:
+                self._random.set(now)
+            resumed = {**resumed, "now": now}
+            _WAITING.clear()
+        self._at_start = None
         num_left, is_unread, self._is_unread = self._num_left, self._is_unread and self.reads_to_end, False
         self.begin_epoch()
         batches = self._reading.begin(self.epoch, self.dp_rank, resumed, is_unread=is_unread)
@@ -224,8 +238,15 @@ class PositionedLoader:
         self._following = _Following.NONE
         self.begin_next()
 
+    def _now_of(self, resumed: dict[str, Any]) -> dict[str, Any]:
+        """Return the states with which a position goes on; hooks, or another loader, may have set the process's."""
+        own = self._random.get()
+        return {**(resumed["now"] or own), **({} if self in _WAITING else {"random": own["random"]})}
+
     def _begin_anew(self) -> None:
         """Go on to the next epoch, if the loop was in one."""
+        if self.is_told_draws and self._at_start not in (None, process_state()):
+            _log.warning(f"data: {_DRAWN}")
         if self.is_over:
             self.begin_next()
         elif self.num_batches:
@@ -252,15 +273,16 @@ class PositionedLoader:
         `is_done`: whether no batch will be read, so that those within an epoch are set, too.
         """
         if self._resumed and self._resumed["now"] and (is_done or not self.num_batches):
-            self._random.set(self._resumed["now"])
+            self._random.set(self._now_of(self._resumed))
             self._resumed = {**self._resumed, "now": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the batches that were returned."""
         if self._resumed:  # nothing was read, and a stream is not there yet
-            return {**self._resumed, "epoch": self.epoch, "now": self._resumed["now"] or self._random.get()}
+            return {**self._resumed, "epoch": self.epoch, "now": self._now_of(self._resumed)}
         done = self.at_end
         within = not done and self.num_batches > 0
+        self._at_start = None if within else process_state()
         ahead = self._ahead if within else None
         place = ahead or self._place(next_epoch=not within)
         return {
@@ -281,10 +303,8 @@ class PositionedLoader:
 
     def _place(self, *, next_epoch: bool = False) -> dict[str, Any]:
         """Return what reading the next batch changes: the random states, and the state of a stream."""
-        source = self._reading.source
-        if next_epoch and not self._reading.keeps_state:
-            source = None  # it begins afresh
-        state = None if source is None else deepcopy(source.state_dict())
+        is_afresh = next_epoch and not self._reading.keeps_state
+        state = None if is_afresh else self._reading.state()
         return {**self._random.get(), "source": state, "of_data": self._random.get_data()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -296,6 +316,7 @@ class PositionedLoader:
         if self.num_batches == length_of(self.loader):  # else it would be the end
             self._following = _Following.ANOTHER
         self._random.set_data(state_dict["of_data"])
+        _WAITING.add(self)
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Continue at the position of a different number of ranks, if it is one of whole batches.
@@ -314,7 +335,8 @@ class PositionedLoader:
         samplers = samplers_of(self.inner)  # those without a generator draw from the process's random state
         random = [s for s in samplers if getattr(s, "generator", 0) is None and not hasattr(s, "initial_seed")]
         same_order = len(stored["generators"]) == len(own["generators"]) and not random and (is_divided or not total)
-        if not alike or total % self.num_batches_at_once or first["source"] is not None or not same_order:
+        has_state = first["source"] is not None or self._random.stated
+        if not alike or total % self.num_batches_at_once or has_state or not same_order:
             why = "" if is_divided else ", because no DistributedSampler divides the data among ranks"
             raise LoadMismatchError(
                 f"the checkpoint has the positions of {len(state_dicts)} data-parallel ranks, {first['batches']} "
@@ -330,7 +352,7 @@ class PositionedLoader:
 
     def _check_facts(self, state_dict: dict[str, Any], found: dict[str, Any]) -> None:
         """Compare facts of the data with those of a position. Raises: LoadMismatchError with both values of each."""
-        expected = state_dict["facts"]
+        expected = {_STATED: 0, **state_dict["facts"]}
         wrong = [f"{name} was {expected[name]}, now {found[name]}" for name in found if found[name] != expected[name]]
         if wrong:
             raise LoadMismatchError(
@@ -349,6 +371,7 @@ class PositionedLoader:
             "batch_size": size,
             "seed": [*self._seeds, *seeds_of(self._stream)],
             "number of random generators in the dataset (made in its constructor)": len(self._random.of_data),
+            _STATED: len(self._random.stated),
             "shuffle": [s.shuffle for s in samplers if isinstance(getattr(s, "shuffle", None), bool)],
             "samplers": [type(sampler).__qualname__ for sampler in samplers],
         }

@@ -2,18 +2,20 @@
 
 Owns which of them a step holds. `LoaderRandom.get` has what decides an order that is drawn now: states of the process
 (`random`), of the generators of the loader and its samplers (`generators`), and of samplers that give one (`samplers`).
-Beside them are the generators that the data, its functions and the function that makes batches hold (`of_data`).
+Beside them are the generators that the data, its functions and the function that makes batches hold (`of_data`), and
+the states that data with a length gives (`stated`).
 Also for loaders without a position, which are beside the training's: `order_of` and `set_order`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
 
-from titan_ckpt.components.known.loaders import samplers_of
+from titan_ckpt.components.known.loaders import samplers_of, stated_in
 from titan_ckpt.components.known.streams import functions_of
 from titan_ckpt.integrations.data_order import has_state
 from titan_ckpt.process import RandomState, get_random, held_generators, set_random
@@ -26,6 +28,8 @@ class LoaderRandom:
         """Bind to a loader. `stream`: its dataset. `gives_state`: whether it gives those of its samplers itself."""
         self._loader, self._stream, self._gives_state = loader, stream, gives_state
         self._process = RandomState()
+        self.stated = [] if gives_state else stated_in(stream)
+        """The datasets that give their state, and are asked for it here."""
         self.find_data()
 
     def find_data(self) -> None:
@@ -58,12 +62,14 @@ class LoaderRandom:
             self._process.load_state_dict(stored["random"])
 
     def get_data(self) -> list[Any]:
-        """Return the states of the generators that the data draws from."""
-        return [*map(get_random, self.of_data)]
+        """Return the states that the data gives, and those of the generators that it draws from."""
+        return [*(deepcopy(data.state_dict()) for data in self.stated), *map(get_random, self.of_data)]
 
     def set_data(self, states: Sequence[Any]) -> None:
         """Set them."""
-        for generator, state in zip(self.of_data, states, strict=True):
+        for data, state in zip(self.stated, states, strict=False):
+            data.load_state_dict(deepcopy(state))
+        for generator, state in zip(self.of_data, states[len(self.stated) :], strict=True):
             set_random(generator, state)
 
     def _generators(self) -> list[torch.Generator]:

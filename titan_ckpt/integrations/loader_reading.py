@@ -27,8 +27,8 @@ from typing import Any
 import xxhash
 from torch.utils.data import DataLoader, IterableDataset
 
-from titan_ckpt.components.known.loaders import copied_faults, is_of_torchdata, samplers_of, stateful_faults
-from titan_ckpt.components.known.stateful_loader import workers_ended
+from titan_ckpt.components.known.loaders import is_of_torchdata, samplers_of, stateful_faults, unasked_faults
+from titan_ckpt.components.known.stateful_loader import begin_at, state_of
 from titan_ckpt.components.known.streams import begin_once, is_shuffled, stream_faults
 from titan_ckpt.components.unsaved_state import fault_of
 from titan_ckpt.errors import ConfigError, refuse
@@ -48,9 +48,10 @@ class Reading:
     """Reads by indices: a resume draws an epoch's order again, and reads no data of the batches that were read.
 
     `source` is the object that is asked for its own position, if any; `keeps_state` says whether its state at the end
-    of an epoch decides the next one, and `reads_on` whether a batch more may be read at an epoch's length: a sampler
-    may draw there, and a stream would lose it. `random` are the states by which it goes on, `start` those of the newest
-    epoch, and `why_again` says why a resume reads an epoch from its start, if it does.
+    of an epoch decides the next one, `is_beyond` whether what keeps it is beyond the batches that were returned, and
+    `reads_on` whether a batch more may be read at an epoch's length: a sampler may draw there, and a stream would lose
+    it. `random` are the states by which it goes on, `start` those of the newest epoch, and `why_again` says why a
+    resume reads an epoch from its start, if it does.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Reading:
         self.source, self.why_again, self.reads_on = source, why_again, is_asked or not is_stream
         is_of_datasets = hasattr(data, "_starting_state_dict")  # whose streams begin alike
         self.keeps_state = (is_stream or is_asked) and not is_of_datasets
+        self.is_beyond = is_asked and self.keeps_state
         # torchdata's loader reads the entries of a sampler that stands for a stream from their start
         self._counts_again = is_asked and is_stream and is_of_torchdata(loader) and loader.num_workers > 0
         self.random = LoaderRandom(loader, stream, gives_state=is_asked)
@@ -75,6 +77,10 @@ class Reading:
     def is_ended(self) -> bool:
         """Return whether the batch that was read is a smaller, last one, after which a stream has begun anew."""
         return bool(getattr(getattr(self._iterator, "_dataset_fetcher", None), "ended", False))
+
+    def state(self) -> Any:
+        """Return a copy of the state of what is asked for its position; None if nothing is."""
+        return None if self.source is None else deepcopy(state_of(self.source))
 
     def begin(self, epoch: int, rank: int, resumed: dict[str, Any] | None, *, is_unread: bool) -> Iterator[Any]:
         """Return an iterator over an epoch, or over the rest of it after the position `resumed`.
@@ -104,7 +110,7 @@ class Reading:
         if is_told and getattr(loader, "persistent_workers", False):  # datasets tells them by shared memory
             yield from fault_of("data:", self._stream, _KEPT, allow)
         if has_copies:
-            yield from copied_faults(loader, allow)
+            yield from unasked_faults(loader, allow)
 
     def _begin(self, resumed: dict[str, Any] | None, skipped: int, *, is_unread: bool) -> Iterator[Any]:
         self._pending = resumed
@@ -134,6 +140,29 @@ class Reading:
         of_epoch = _seed_of(*self._epoch, self.start["random"]["torch"].tolist())
         for number, entry in enumerate(order, first):
             yield Seeded(entry, _seed_of(of_epoch, number)) if self._loader.num_workers else entry
+
+
+class ReadingByWorkers(Reading):
+    """Reads by indices by a StatefulDataLoader, whose worker processes give the states of their copies of the data."""
+
+    def __init__(self, loader: Any, stream: Any, allow: Collection[str]) -> None:
+        super().__init__(loader, stream, allow)
+        self.keeps_state = self.is_beyond = loader.persistent_workers
+
+    def state(self) -> Any:
+        """Return the workers' states, and which of them has made the newest batch; None before they begin."""
+        iterator = self._loader._iterator  # noqa: SLF001 - torchdata has no public name for it
+        return None if iterator is None else deepcopy(iterator.state_dict()["_snapshot"])
+
+    def _begin(self, resumed: dict[str, Any] | None, skipped: int, *, is_unread: bool) -> Iterator[Any]:
+        """Begin with the workers' states as an epoch does, from which `_in_order` leaves out what was read."""
+        if resumed and (state := resumed["source"]):
+            newest = {} if skipped else {"_last_yielded_worker_id": self._loader.num_workers - 1}
+            main = {**state["_main_snapshot"], "_sampler_iter_yielded": 0}
+            state = {**state, **newest, "_snapshot_step": 0, "_main_snapshot": main}
+            at_start = {"_snapshot": state, "_steps_since_snapshot": 0, "_iterator_finished": False}
+            self._loader.load_state_dict(at_start)
+        return super()._begin(resumed, skipped, is_unread=is_unread)
 
 
 class ReadingAgain(Reading):
@@ -179,27 +208,23 @@ class ReadingBySource(Reading):
         return self._begun(None) if is_empty else batches
 
     def _begun(self, resumed: dict[str, Any] | None) -> Iterator[Any]:
-        """Return the loader's iterator, after the position `resumed`.
-
-        torchdata's loader makes one at the position first, and at the end of an epoch another: both draw a seed.
-        """
+        """Return the loader's iterator, after the position `resumed`."""
 
         def begin() -> Iterator[Any]:
-            if resumed and resumed["source"] is not None and not resumed["batches"] and is_of_torchdata(self._loader):
-                self._loader.state_dict()
+            if resumed and resumed["source"] is not None and is_of_torchdata(self._loader):
+                begin_at(self._loader, resumed["source"], None)
                 self.random.set(resumed["now"])
             return iter(self._loader)
 
         if not self._counts_again:
             batches = self._iterator = begin()
             return batches
-        with workers_ended(self._loader, (resumed and resumed["source"]) or {}):
-            return iterated(self._loader, self._seeded, begin)
+        return iterated(self._loader, self._seeded, begin)
 
     def _read_end(self, resumed: dict[str, Any] | None) -> None:
         """Read the end of the epoch before, which its length alone has told, unless the stream goes on there."""
         before, of_data = self.random.get(), self.random.get_data()
-        state = resumed["source"] if resumed else deepcopy(self.source.state_dict())
+        state = resumed["source"] if resumed else self.state()
         batches = iter(self._loader)
         self.random.set(before)
         if next(batches, END) is not END:
@@ -217,13 +242,14 @@ def reading_of(loader: Any, stream: Any, allow: Collection[str]) -> Reading:
         return ReadingAgain(loader, stream, allow, why_again=why)
     data = getattr(loader, "dataset", None)
     is_stream = isinstance(data, IterableDataset)
-    if has_state(loader) and (is_stream or has_state(data) or not is_of_torchdata(loader)):
+    if has_state(loader) and (is_stream or not is_of_torchdata(loader)):
         return ReadingBySource(loader, stream, allow, loader)
     if not isinstance(loader, DataLoader):
         asked = "has no state_dict and load_state_dict, so its position is unknown: give it both"
         raise ConfigError([f"data: {type(loader).__name__} is no DataLoader and {asked}"])
     if not is_stream:
-        return Reading(loader, stream, allow)
+        is_in_workers = is_of_torchdata(loader) and loader.num_workers and has_state(data)
+        return (ReadingByWorkers if is_in_workers else Reading)(loader, stream, allow)
     if not has_state(data):
         lost = "so a resume would read all of it again: give it both, as datasets.IterableDataset has them"
         without = "is an IterableDataset without state_dict and load_state_dict"

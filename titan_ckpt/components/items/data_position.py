@@ -19,7 +19,7 @@ from typing import Any
 
 from titan_ckpt.components.items.item import DataRank, FlatFolder, Item, Leaves, Stored, flattened, nested
 from titan_ckpt.components.known.loaders import generators_beside, is_of_torchdata
-from titan_ckpt.components.known.stateful_loader import begin_at, epochs_of, told_samplers
+from titan_ckpt.components.known.stateful_loader import begin_at, epochs_of, state_of, told_samplers
 from titan_ckpt.components.known.streams import begin_once
 from titan_ckpt.errors import CorruptCheckpointError, ExportError, LoadMismatchError, counted, listed
 from titan_ckpt.process import get_random
@@ -42,9 +42,11 @@ class DataPosition(Item):
     def __init__(self, dataloader: Stateful, data_rank: Callable[[], DataRank]) -> None:
         """Bind to a dataloader. `data_rank`: returns the share that this process reads, which a loader may change."""
         self._dataloader, self._data_rank = dataloader, data_rank
+        if is_of_torchdata(dataloader):
+            dataloader.snapshot_every_n_steps = 1  # type: ignore[attr-defined]  # see begin_afresh
 
     def value(self, tensors: StateDict) -> Any:
-        state = self._dataloader.state_dict()
+        state = state_of(self._dataloader)
         beside = {
             _DRAWN: [*map(get_random, generators_beside(self._dataloader))],
             _EPOCHS: epochs_of(self._dataloader),
@@ -97,7 +99,7 @@ class DataPosition(Item):
 
     def leaves(self) -> Leaves:
         """Raises: ExportError for a position that is not stored by data-parallel rank."""
-        state, own = self._dataloader.state_dict(), self._data_rank()
+        state, own = state_of(self._dataloader), self._data_rank()
         known = {f"{_RANK}{own.rank}", "world_size"}
         if own.size > 1 and state.keys() != known:
             raise ExportError(

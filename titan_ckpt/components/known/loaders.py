@@ -16,10 +16,11 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from titan_ckpt.components.classes import is_own, names_of, own_and_base
 from titan_ckpt.components.unsaved_state import codes_of, fault_of, stored_by_code_of
+from titan_ckpt.encoding import typed_json
 from titan_ckpt.process import codes_within, generators_kept, held_by, held_generators, is_random
 
 _log = logging.getLogger(__name__)
@@ -40,6 +41,12 @@ _COPIED = (
     "which workers of a titan_ckpt.PositionedLoader get anew for each batch, or use no workers"
 )
 
+_UNASKED = (
+    "nobody asks it, or its copies in worker processes, for its state: let it be the dataset of a torchdata "
+    "StatefulDataLoader, or use no workers, and wrap the loader in titan_ckpt.PositionedLoader"
+)
+
+_FOR_SAMPLES = ("__getitem__", "__getitems__", "__call__")
 _OF_IT = frozenset({"LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR", "DELETE_ATTR", "COPY"})
 """The instructions after an object is loaded that get or set an attribute of it."""
 
@@ -80,6 +87,7 @@ def begin_afresh(loader: Any) -> None:
     keeps its worker processes.
     """
     if is_of_torchdata(loader):
+        loader.snapshot_every_n_steps = 1  # the states of workers and samplers are not all of the same batch otherwise
         loader.load_state_dict({})
     elif isinstance(loader, DataLoader):
         loader._iterator = None  # noqa: SLF001 - torch has no public name for it
@@ -101,11 +109,11 @@ def seed_evaluation_apart(loader: DataLoader[Any]) -> None:
         seed_workers_apart(loader)
 
 
-def stateful_faults(loader: Any, allow: Collection[str], *, is_wrapped: bool = True) -> Iterator[str]:
-    """Yield one line for each sampler of torchdata's StatefulDataLoader whose order a resumed run draws anew.
+def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
+    """Yield one line for a stream whose position torchdata's StatefulDataLoader loses, and for samplers.
 
-    Also for a dataset whose position it loses. `is_wrapped`: whether a PositionedLoader is around it; if none is, also
-    for a sampler whose next order depends on what only its state holds, unless the loader asks for that.
+    For one whose order a resumed run draws anew, or whose next order depends on what only its state holds, unless the
+    loader asks for that.
     """
     if not is_of_torchdata(loader):
         return
@@ -121,12 +129,11 @@ def stateful_faults(loader: Any, allow: Collection[str], *, is_wrapped: bool = T
                 "data: persistent_workers: a worker that is kept would begin each later epoch of the stream at the "
                 "position of the resume: leave it out"
             )
-        return
     for sampler in samplers_of(loader):
         own, base = own_and_base(type(sampler))
         changes, name = any(stored_by_code_of(own, ["set_epoch"])), names_of(base)[0]
         is_lost = name in _DRAWN_ANEW or (changes and not hasattr(sampler, "state_dict"))
-        if not (is_wrapped or is_lost):
+        if not is_lost:
             draws = own and any(map(is_random, _drawn_by(sampler, within=False)))
             is_in_state = changes or draws or name == "torchdata.stateful_dataloader.sampler.RandomSampler"
             is_lost = bool(is_in_state) and not _is_asked(_innermost_asked(loader))
@@ -135,25 +142,52 @@ def stateful_faults(loader: Any, allow: Collection[str], *, is_wrapped: bool = T
 
 
 def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield the same for a StatefulDataLoader that no PositionedLoader is around, also for what draws from generators.
+    """Yield one line for each part that a StatefulDataLoader loses if no PositionedLoader is around it.
 
-    Those of this process are in the position: see `generators_beside`. Those of worker processes are not, nor is the
-    start of an order that a sampler draws from its own. What workers draw from their process's is seen by nobody here,
-    so the log says it.
+    Generators of this process are in the position: see `generators_beside`. Those of worker processes are not, nor is
+    the start of an order that a sampler draws from its own. What workers draw from their process's is seen by nobody
+    here, so the log says it.
     """
-    yield from stateful_faults(loader, allow, is_wrapped=False)
-    if is_of_torchdata(loader) and loader.num_workers:
-        _log.warning(f"data: {_DRAWN_AGAIN}")
-        for generator in _drawn_for(loader):
+    if is_of_torchdata(loader):
+        yield from stateful_faults(loader, allow)
+        yield from unasked_faults(loader, allow)
+        if loader.num_workers:
+            _log.warning(f"data: {_DRAWN_AGAIN}")
+
+
+def unasked_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
+    """Yield one line for each generator of which workers have copies, and each dataset whose state nobody asks for."""
+    unasked = _unasked_data(loader)
+    if loader.num_workers:
+        left_out = [] if unasked is not None else _left_out(getattr(loader, "dataset", None))
+        for generator in [*_drawn_for(loader), *left_out]:
             yield from fault_of("data: it draws from a", generator, _COPIED, allow)
+    for data in stated_in(unasked):
+        yield from fault_of("data:", data, _UNASKED, allow)
 
 
-def copied_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield one line for each generator of which worker processes have copies."""
-    if not getattr(loader, "num_workers", 0):
-        return
-    for generator in held_generators([_unasked_data(loader), getattr(loader, "collate_fn", None)]):
-        yield from fault_of("data: it draws from a", generator, _COPIED, allow)
+def _left_out(data: Any) -> list[Any]:
+    """Return the generators that data draws from for samples, and that change nothing in the state that it gives."""
+    found = []
+    for generator in _drawn_by([data], _FOR_SAMPLES) if hasattr(data, "state_dict") else ():
+        with generators_kept(beside=[generator]):
+            before = typed_json.dumps(data.state_dict())
+            if isinstance(generator, torch.Generator):
+                torch.rand((), generator=generator, device=generator.device)
+            else:
+                generator.random()
+            found += [generator] if typed_json.dumps(data.state_dict()) == before else []
+    return found
+
+
+def stated_in(data: Any) -> list[Any]:
+    """Return the datasets with a length that give their state: the data itself, and those that torch's put together."""
+
+    def gives(value: Any) -> bool:
+        is_data = value is data or (isinstance(value, Dataset) and not isinstance(value, IterableDataset))
+        return is_data and hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+    return [] if isinstance(data, IterableDataset) else held_by(data, gives)
 
 
 def generators_beside(loader: Any) -> list[Any]:
@@ -198,7 +232,7 @@ def _is_asked(sampler: Any) -> bool:
 
 def _drawn_for(loader: Any) -> list[Any]:
     """Return the generators that a loader draws from for batches, but those that it seeds for each sample."""
-    return _drawn_by([_unasked_data(loader), loader.collate_fn], ("__getitem__", "__getitems__", "__call__"))
+    return _drawn_by([_unasked_data(loader), getattr(loader, "collate_fn", None)], _FOR_SAMPLES)
 
 
 def _drawn_by(value: Any, anew: Collection[str] = (), *, within: bool = True) -> list[Any]:

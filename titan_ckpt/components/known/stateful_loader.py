@@ -44,6 +44,27 @@ def epochs_of(loader: Any) -> list[int]:
     return epochs
 
 
+def state_of(loader: Any) -> Any:
+    """Return a loader's state, which says of each worker whether it has read its stream to the end.
+
+    A worker of torchdata says so of a stream of batches; of one without, its state is that of the next epoch by then.
+    """
+    iterator: Any = loader._iterator if is_of_torchdata(loader) else None  # noqa: SLF001 - as above
+    if hasattr(iterator, "_workers_status") and isinstance(loader.dataset, IterableDataset):
+        waiting = {worker for worker, *batch in iterator._task_info.values() if batch}  # noqa: SLF001 - as above
+        for number, is_reading in enumerate(iterator._workers_status):  # noqa: SLF001 - as above
+            if not is_reading and number not in waiting:
+                _say_ended(iterator, number)
+    return loader.state_dict()
+
+
+def _say_ended(iterator: Any, number: int) -> None:
+    """Let torchdata's iterator give the newest state that it has of a worker, whose stream is at its end."""
+    newest = iterator._worker_snapshots[f"worker_{number}"]  # noqa: SLF001 - as above
+    newest._fetcher_ended = True  # noqa: SLF001 - as above
+    iterator._snapshot["_worker_snapshots"][f"worker_{number}"] = newest.get_state()  # noqa: SLF001 - as above
+
+
 def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) -> None:
     """Load a StatefulDataLoader's state so that the iterator that it makes for it draws nothing that a step draws.
 
@@ -162,9 +183,7 @@ def workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
         loader.worker_init_fn = begin
     if ended and (iterator := loader._iterator)._num_yielded:  # noqa: SLF001 - torchdata has no public names for these
         for number in ended:  # so that a step is alike that is saved before they say it themselves
-            iterator._worker_snapshots[f"worker_{number}"]._fetcher_ended = True  # noqa: SLF001 - as above
-            stored = iterator._snapshot["_worker_snapshots"][f"worker_{number}"]  # noqa: SLF001 - as above
-            stored["fetcher_state"]["fetcher_ended"] = True
+            _say_ended(iterator, number)
 
 
 def _begin_worker(begin: Callable[[int], None] | None, ended: Collection[int], number: int) -> None:

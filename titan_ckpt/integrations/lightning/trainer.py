@@ -225,7 +225,7 @@ class TitanCheckpoint(LoopCheckpoint):
 class _LightningLoader(PositionedLoader):
     """The position in a loader whose sampler Lightning tells the epoch."""
 
-    reads_to_end = False
+    reads_to_end = is_told_draws = False
 
     def begin_epoch(self) -> None:
         """Leave the sampler as Lightning has set it."""

@@ -19,7 +19,7 @@ class TrainerLoader(AcceleratedLoader):
     """The loader that an attached Trainer iterates over."""
 
     undispatched = 'accelerator_config={"dispatch_batches": False}'
-    judges_collator = False
+    judges_collator = is_told_draws = False
     _is_told = False
 
     def __iter__(self) -> Iterator[Any]:

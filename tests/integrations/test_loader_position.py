@@ -275,6 +275,13 @@ def test_data_that_does_not_say_where_it_begins_after_a_left_epoch_is_refused(
     assert loader.epoch == 1
 
 
+def test_batches_in_the_order_in_which_workers_are_done_are_refused() -> None:
+    """One worker has an order."""
+    assert len(PositionedLoader(DataLoader(Plain(10), 2, num_workers=1, in_order=False))) == 5
+    with pytest.raises(ConfigError, match=r"in_order=False: .* would read some twice and others not at all"):
+        PositionedLoader(DataLoader(Plain(10), 2, num_workers=2, in_order=False))
+
+
 @pytest.mark.parametrize("kind", ["in an order", "a stream", "workers"])
 def test_a_loop_that_breaks_off_after_one_batch_more_than_a_save_goes_on(kind: str) -> None:
     """It says by the loader's count where; the run that is resumed reads that batch too."""

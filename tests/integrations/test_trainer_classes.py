@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
@@ -266,6 +268,22 @@ def test_a_run_whose_epochs_end_early_saves_its_last_step(make: Any, last: int, 
         trainer.train()
         assert trainer.state.global_step == last
         assert [path.name for path in tmp_path.glob("*/step-*")] == [f"step-{last}"] * 2
+
+
+class Resampled(Trainer):
+    """Reads by torchdata's sampler."""
+
+    def get_train_dataloader(self) -> Any:
+        data: Any = self.train_dataset
+        loader = DataLoader(data, 2, sampler=StatefulDistributedSampler(data, 1, 0), collate_fn=self.data_collator)
+        return self.accelerator.prepare(loader)
+
+
+def test_an_epoch_that_ends_early_is_refused_if_no_step_says_where_the_next_one_begins(tmp_path: Path) -> None:
+    trainer = plain(tmp_path, kind=Resampled, callbacks=[Short])
+    attach(trainer, CONFIG)
+    with pytest.raises(ConfigError, match="StatefulDistributedSampler does not say where an epoch begins"):
+        trainer.train()
 
 
 def test_steps_of_other_batches_are_refused(tmp_path: Path) -> None:

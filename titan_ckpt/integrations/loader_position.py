@@ -183,15 +183,20 @@ class PositionedLoader:
         """
         if self.at_end and not self._is_before_end:
             return
-        lost = [sampler for sampler in self._random.samplers() if is_of_torchdata(sampler)]
-        lost += [getattr(self.inner, "dataset", self.inner)] if self._reading.is_beyond else []
-        refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if self.num_batches))
+        self.check_leaving()
         if self._resumed and self.num_batches:
             is_at_position = self._reading.source is None and not self.read_again and self._resumed["now"]["random"]
             refuse(*([] if is_at_position else [f"data: next_epoch: epoch {self.epoch}, {_NOT_THERE}"]))
             self._resumed = {**self._resumed, "batches": 0, "start": None, "ahead": None, "source": None}
         self.begin_next()
         self._num_left += 1
+
+    def check_leaving(self) -> None:
+        """Raise ConfigError if this epoch is left within, and no step would say where the next one begins."""
+        lost = [sampler for sampler in self._random.samplers() if is_of_torchdata(sampler)]
+        lost += [getattr(self.inner, "dataset", self.inner)] if self._reading.is_beyond else []
+        is_left = self.num_batches and not self.at_end
+        refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if is_left))
 
     def begin_next(self) -> None:
         """Go on to the next epoch."""

@@ -165,6 +165,7 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
         control = self._trainer.control
         is_last = control.should_training_stop
         if not is_last and not self.loader.at_end and control.should_epoch_stop:
+            self.loader.check_leaving()
             self.loader.begin_next()
         self._step_completed(is_last=is_last)
 

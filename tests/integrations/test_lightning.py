@@ -17,6 +17,7 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_fabric.wrappers import _FabricDataLoader
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from tests.integrations.lightning_runs import Regression, Samples, attached
 from tests.integrations.playing import Run, assert_same_run, played
@@ -161,6 +162,20 @@ def test_a_run_that_stops_in_the_middle_of_an_accumulation_saves_its_last_step(t
     trainer = attached(str(tmp_path), 3, accumulate_grad_batches=2, max_epochs=1, min_epochs=0, callbacks=[Stopping()])
     trainer.fit(Plain(None, 3, tmp_path), DataLoader(Samples(26), batch_size=2))
     assert [path.name for path in tmp_path.glob("checkpoints/step-*")] == ["step-1"]
+
+
+@pytest.mark.filterwarnings("ignore")  # as above
+def test_an_epoch_that_is_limited_is_refused_if_no_step_says_where_the_next_one_begins(tmp_path: Path) -> None:
+    """Torchdata's sampler begins it at its start, and with a state of the middle of this one it does not."""
+
+    class Plain(Regression):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=1e-2)
+
+    data = Samples(26)
+    loader = DataLoader(data, batch_size=2, sampler=StatefulDistributedSampler(data, 1, 0))
+    with pytest.raises(ConfigError, match="StatefulDistributedSampler does not say where an epoch begins"):
+        attached(str(tmp_path), 1, max_epochs=2, limit_train_batches=2).fit(Plain(None, 1, tmp_path), loader)
 
 
 @pytest.mark.filterwarnings("ignore")  # as above

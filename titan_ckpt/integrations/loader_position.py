@@ -42,6 +42,7 @@ _UNSAID = (
 )
 _NOT_THERE = "within which the run was resumed, is not read on yet, and its data is where it began: read a batch first"
 _STATED = "number of datasets whose state_dict() is stored"
+_GENERATORS = "number of random generators of the loader and its samplers"
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 _DRAWN = (
     "random numbers were drawn, or seeded, between a save after an epoch's last batch and the next epoch, which a run "
@@ -183,15 +184,20 @@ class PositionedLoader:
         """
         if self.at_end and not self._is_before_end:
             return
-        lost = [sampler for sampler in self._random.samplers() if is_of_torchdata(sampler)]
-        lost += [getattr(self.inner, "dataset", self.inner)] if self._reading.is_beyond else []
-        refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if self.num_batches))
+        self.check_leaving()
         if self._resumed and self.num_batches:
             is_at_position = self._reading.source is None and not self.read_again and self._resumed["now"]["random"]
             refuse(*([] if is_at_position else [f"data: next_epoch: epoch {self.epoch}, {_NOT_THERE}"]))
             self._resumed = {**self._resumed, "batches": 0, "start": None, "ahead": None, "source": None}
         self.begin_next()
         self._num_left += 1
+
+    def check_leaving(self) -> None:
+        """Raise ConfigError if this epoch is left within, and no step would say where the next one begins."""
+        lost = [sampler for sampler in self._random.samplers() if is_of_torchdata(sampler)]
+        lost += [getattr(self.inner, "dataset", self.inner)] if self._reading.is_beyond else []
+        is_left = self.num_batches and (not self.at_end or self._following is _Following.ANOTHER)
+        refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if is_left))
 
     def begin_next(self) -> None:
         """Go on to the next epoch."""
@@ -324,7 +330,7 @@ class PositionedLoader:
         Raises: LoadMismatchError.
         """
         first, facts = state_dicts[0], self._facts()
-        of_ranks = {"length", "samplers"}
+        of_ranks = {"length", "samplers", _GENERATORS}
         self._check_facts(first, {name: fact for name, fact in facts.items() if name not in of_ranks})
         is_divided = self._is_divided and first["at_once"] is not None
         total = first["batches"] * (first["at_once"] or 1)
@@ -352,7 +358,7 @@ class PositionedLoader:
 
     def _check_facts(self, state_dict: dict[str, Any], found: dict[str, Any]) -> None:
         """Compare facts of the data with those of a position. Raises: LoadMismatchError with both values of each."""
-        expected = {_STATED: 0, **state_dict["facts"]}
+        expected = {_STATED: 0, **state_dict["facts"], _GENERATORS: len(state_dict["now"]["generators"])}
         wrong = [f"{name} was {expected[name]}, now {found[name]}" for name in found if found[name] != expected[name]]
         if wrong:
             raise LoadMismatchError(
@@ -374,6 +380,7 @@ class PositionedLoader:
             _STATED: len(self._random.stated),
             "shuffle": [s.shuffle for s in samplers if isinstance(getattr(s, "shuffle", None), bool)],
             "samplers": [type(sampler).__qualname__ for sampler in samplers],
+            _GENERATORS: len(self._random.generators()),
         }
 
 

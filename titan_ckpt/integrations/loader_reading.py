@@ -42,6 +42,10 @@ _KEPT = (
     "its set_epoch does not reach worker processes that are kept, and a resumed run would have new ones: leave "
     "persistent_workers out"
 )
+_UNORDERED = (
+    "data: in_order=False: batches come in the order in which worker processes have them ready, so a resumed run would "
+    "read some twice and others not at all: leave it out"
+)
 
 
 class Reading:
@@ -99,6 +103,8 @@ class Reading:
         """
         loader, of_data, allow = self._loader, self.random.of_data, self._allow
         has_copies = getattr(loader, "num_workers", 0) and not self.why_again
+        if getattr(loader, "num_workers", 0) > 1 and not getattr(loader, "in_order", True):
+            yield _UNORDERED
         yield from stream_faults(
             self._data, allow, is_read_again=bool(self.why_again), held=() if has_copies else of_data
         )

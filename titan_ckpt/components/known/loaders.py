@@ -32,6 +32,8 @@ _DRAWN_ANEW = frozenset(
     }
 )
 
+_NODES = "torchdata.nodes.loader.Loader"
+_NOT_HELD = "its state leaves out the generators of its samplers: take a torchdata StatefulDataLoader, or a DataLoader"
 _IN_ANOTHER = (
     "a StatefulDataLoader does not hold its order, and a resumed run would go on in another one: wrap the loader in "
     "titan_ckpt.PositionedLoader"
@@ -55,6 +57,9 @@ _DRAWN_AGAIN = (
     "titan_ckpt.PositionedLoader if its data or collate_fn draws from them"
 )
 
+_APART: weakref.WeakKeyDictionary[torch.Generator, torch.Generator | None] = weakref.WeakKeyDictionary()
+"""A generator of `seed_workers_apart` -> the one that the loader had."""
+
 POSITIONED: weakref.WeakSet[Any] = weakref.WeakSet()
 """The loaders of this process whose position a PositionedLoader holds, and with it the seed of their workers."""
 
@@ -76,21 +81,24 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def is_of_torchdata(loader: Any) -> bool:
-    """Return whether a loader is torchdata's StatefulDataLoader, or extends it."""
-    return any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
+    """Return whether a loader is torchdata's StatefulDataLoader, or extends it; also for a sampler of it."""
+    return any(kind.__module__.startswith("torchdata.stateful_dataloader.") for kind in type(loader).__mro__)
 
 
 def begin_afresh(loader: Any) -> None:
     """Let a loader forget the iterator that it has: its order and its seed are those of an epoch that begins no more.
 
     accelerate makes one of a loader of torchdata in prepare(), and Lightning one of each loader, which keeps it if it
-    keeps its worker processes.
+    keeps its worker processes. Also the generator of `seed_workers_apart`, which an earlier manager in this process may
+    have given the loader that the trainer has made this one of.
     """
     if is_of_torchdata(loader):
         loader.snapshot_every_n_steps = 1  # the states of workers and samplers are not all of the same batch otherwise
         loader.load_state_dict({})
     elif isinstance(loader, DataLoader):
         loader._iterator = None  # noqa: SLF001 - torch has no public name for it
+    if (own := getattr(loader, "generator", None)) in _APART:
+        loader.generator = _APART[own]
 
 
 def seed_workers_apart(loader: Any) -> None:
@@ -101,6 +109,7 @@ def seed_workers_apart(loader: Any) -> None:
     if getattr(loader, "persistent_workers", False):
         own, given = torch.Generator(), loader.generator
         loader.generator = own if given is None else own.manual_seed(given.initial_seed())
+        _APART[own] = given
 
 
 def seed_evaluation_apart(loader: DataLoader[Any]) -> None:
@@ -115,6 +124,8 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     For one whose order a resumed run draws anew, or whose next order depends on what only its state holds, unless the
     loader asks for that.
     """
+    if _NODES in names_of(type(loader)):
+        yield from fault_of("data:", loader, _NOT_HELD, allow)
     if not is_of_torchdata(loader):
         return
     if isinstance(loader.dataset, IterableDataset):

@@ -184,6 +184,7 @@ class TitanCheckpoint(LoopCheckpoint):
     def _epoch_ended(self) -> None:
         if self._trainer.fit_loop.epoch_loop._num_ready_batches_reached():  # noqa: SLF001 - as above
             if self._loader.num_batches:
+                self._loader.check_leaving()
                 self._loader.begin_next()
             self._step_completed()
 

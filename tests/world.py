@@ -199,7 +199,7 @@ def step_on(model: Any, optimizer: Optimizer, *inputs: Any) -> float:
 
 def learn(optimizer: Optimizer, loss: torch.Tensor) -> float:
     """Take a step that lowers the loss, and return it."""
-    loss.backward()  # type: ignore[no-untyped-call]
+    loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     return float(loss.detach())
@@ -390,7 +390,7 @@ def assert_resumes(root: Path, make: Callable[[], tuple[Any, Optimizer]], width:
 
     `make` returns a model that takes rows of `width`, and its optimizer. Collective where ranks meet.
     """
-    ends = []
+    ends: list[Any] = []
     for name in ("whole", "resumed"):
         torch.manual_seed(len(ends))
         model, optimizer = make()
@@ -405,7 +405,7 @@ def assert_resumes(root: Path, make: Callable[[], tuple[Any, Optimizer]], width:
         if dist.is_initialized():
             dist.barrier()
         ends.append([weights_and_moments(model, optimizer), optimizer.state_dict()["param_groups"]])
-    assert not (wrong := differing(*ends)), wrong
+    assert not (wrong := differing(ends[0], ends[1])), wrong
 
 
 def finish(run: CheckpointManager, step: int = 1) -> LoadResult:

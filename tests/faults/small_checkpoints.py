@@ -15,6 +15,7 @@ from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.disk import posix
 from titan_ckpt.distributed.coordinator import Coordinator
 from titan_ckpt.errors import CorruptCheckpointError
+from titan_ckpt.stores.store import Place, store_of
 
 FILES = ("rank-00000.safetensors", "state.json")
 
@@ -71,11 +72,11 @@ def save(root: Path, step: int, value: int, keep: int | None = 2) -> None:
         directory.close()
 
 
-def read_value(path: Path, manifest: Manifest) -> int:
+def read_value(path: Place, manifest: Manifest) -> int:
     """Read every file of a step back. Raises: CorruptCheckpointError where bytes differ; AssertionError for a mix."""
     values = set()
     for record in manifest.files:
-        data = posix.read_whole(path / record.name, 10**6)
+        data = store_of(path).read_whole(path / record.name, 10**6)
         if xxhash.xxh3_128_hexdigest(data) != record.digest:
             raise CorruptCheckpointError(f"{path / record.name}: digest", str(path / record.name))
         step, value, name = data.split(b":")[:3]

@@ -88,7 +88,6 @@ def test_a_head_that_is_registered_first_has_the_name_of_the_embeddings_in_files
     with_base: bool, head: str, tmp_path: Path
 ) -> None:
     """A folder has the embeddings alone, or a copy of the head: both are read, and the export has the embeddings."""
-    torch.manual_seed(0)
     table = torch.randn(32, 8)
     (tmp_path / "base").mkdir()
     config = {"model_type": "x", "architectures": ["XForCausalLM"], "tie_word_embeddings": True}

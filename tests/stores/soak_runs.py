@@ -19,7 +19,7 @@ import torch
 import xxhash
 from torch.distributed import TCPStore
 
-from tests.faults.small_checkpoints import alone, manifest_of, payload
+from tests.faults.small_checkpoints import alone, manifest_of, payload, read_value
 from tests.stores import servers
 from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory.bucket_steps import BucketSteps
@@ -27,6 +27,7 @@ from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.manifest import FileRecord, Manifest
 from titan_ckpt.directory.steps import Attempt
 from titan_ckpt.distributed.coordinator import Coordinator
+from titan_ckpt.errors import CorruptCheckpointError
 from titan_ckpt.stores.bucket import Bucket
 from titan_ckpt.stores.objects import BucketPath, ObjectStore
 from titan_ckpt.stores.store import StoreConfig, open_location
@@ -60,19 +61,6 @@ def manifest_with(attempt: Attempt, value: int, names: Sequence[str]) -> Manifes
     return manifest_of(attempt, files, world_size=len(names) - 1)
 
 
-def value_of(files: BucketPath, manifest: Manifest) -> int:
-    """Read a step back and return its value. Raises: AssertionError for bytes of another save."""
-    values = set()
-    for record in manifest.files:
-        data = (files / record.name).read()
-        assert xxhash.xxh3_128_hexdigest(data) == record.digest, f"{files / record.name} is torn"
-        step, value, name = data.split(b":")[:3]
-        assert (int(step), name.decode()) == (manifest.step, record.name), f"{files}: another step's bytes"
-        values.add(int(value))
-    assert len(values) == 1, f"{files}: a mix of saves: {values}"
-    return values.pop()
-
-
 def judge(place: BucketPath, acknowledged: Sequence[Save], in_doubt: Sequence[Save]) -> list[str]:
     """Look at the place as the next run does, then save and look again; return what is wrong.
 
@@ -99,10 +87,9 @@ def _wrong(place: BucketPath, acknowledged: Sequence[Save], in_doubt: Sequence[S
     faults = [f"damaged: {name}: {reason}" for name, reason in seen.rejected]
     values: dict[int, int] = {}
     for committed in seen.steps:
-        assert isinstance(committed.path, BucketPath)
         try:
-            values[committed.step] = value_of(committed.path, committed.manifest)
-        except (AssertionError, OSError) as error:
+            values[committed.step] = read_value(committed.path, committed.manifest)
+        except (AssertionError, OSError, CorruptCheckpointError) as error:
             faults.append(f"torn: {error}")
     told = dict(acknowledged)
     for step, value in values.items():

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import re
-import threading
 import time
 import urllib.request
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -88,24 +86,6 @@ def test_an_answer_that_does_not_name_what_is_deleted_is_looked_after(s3: Server
         bucket.create(key, b"x")
         with pytest.raises(StoreError, match="could not delete it"):
             bucket.delete([key])
-
-
-def test_one_of_many_writers_creates(place: BucketPath) -> None:
-    """Eight threads create one object at the same time: one returns, the others are told."""
-    barrier, won = threading.Barrier(8), []
-
-    def write(number: int) -> None:
-        barrier.wait()
-        try:
-            place.bucket.create((place / "commit").key, b"%d" % number)
-            won.append(number)
-        except FileExistsError:
-            pass
-
-    with ThreadPoolExecutor(8) as pool:
-        assert [*pool.map(write, range(8))]
-    assert len(won) == 1
-    assert (place / "commit").read() == b"%d" % won[0]
 
 
 def test_large_objects_are_uploaded_from_views_and_read_by_range(server: Server) -> None:

@@ -32,11 +32,18 @@ from titan_ckpt.stores.objects import BucketPath, ObjectStore, Version
 from titan_ckpt.stores.store import StoreConfig
 
 
+def _with_steps(server: Server, *saved: int) -> tuple[BucketPath, BucketSteps]:
+    """Return a place, and who has saved these steps there and holds the lease."""
+    place = place_in(server)
+    steps = BucketSteps(place)
+    for step in saved:
+        save(steps, step)
+    return place, steps
+
+
 def test_a_clean_up_that_fails_fails_no_save_and_is_tried_again(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """And deletes nothing that is not named as an attempt is."""
-    place = place_in(s3)
-    steps = BucketSteps(place)
-    save(steps, 1)
+    place, steps = _with_steps(s3, 1)
     attempt = f"data/step-2/{uuid.uuid4().hex}/rank-00000.json"
     for name in (attempt, "data/step-2/notes/a.txt"):
         place.bucket.create((place / name).key, b"x")
@@ -57,9 +64,7 @@ def test_a_clean_up_that_fails_fails_no_save_and_is_tried_again(s3: Server, monk
 
 def test_a_foreign_object_beside_the_files_damages_no_step(s3: Server) -> None:
     """A step is what its manifest lists."""
-    place = place_in(s3)
-    steps = BucketSteps(place)
-    save(steps, 1)
+    place, steps = _with_steps(s3, 1)
     steps.close()
     files = place / "data" / "step-1" / steps.inspect(1).manifest.attempt
     place.bucket.create((files / "_SUCCESS").key, b"")
@@ -68,10 +73,7 @@ def test_a_foreign_object_beside_the_files_damages_no_step(s3: Server) -> None:
 
 def test_a_pin_whose_step_is_gone_is_deleted_after_a_week(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever pinned it was killed before it saw that the step was being deleted. Other pins stay."""
-    place = place_in(s3)
-    steps = BucketSteps(place)
-    save(steps, 1)
-    save(steps, 2)
+    place, steps = _with_steps(s3, 1, 2)
     steps.pin(1)
     steps.pin(2)
     steps.close()
@@ -91,9 +93,7 @@ def test_a_pin_whose_step_is_gone_is_deleted_after_a_week(s3: Server, monkeypatc
 
 def test_a_store_that_one_rank_cannot_reach_stops_all_ranks_and_damages_no_step(s3: Server) -> None:
     """Rank 1 has the store's error, rank 0 is told of it at once; neither goes on to an older step."""
-    place = place_in(s3)
-    steps = BucketSteps(place)
-    save(steps, 1)
+    place, steps = _with_steps(s3, 1)
     steps.close()
     nowhere = StoreConfig(endpoint=f"http://127.0.0.1:{free_port()}", retry_seconds=0.3)
     places = [place, BucketPath(Bucket(place.bucket.scheme, place.bucket.name, nowhere), place.key)]
@@ -115,9 +115,7 @@ def test_a_commit_is_read_once(server: Server, monkeypatch: pytest.MonkeyPatch) 
     """A listing names its version, in buckets that keep versions, too, where it leaves out their ids. What this
     process has committed is not read at all.
     """
-    place = place_in(server)
-    steps = BucketSteps(place)
-    save(steps, 1)
+    place, steps = _with_steps(server, 1)
     first = BucketSteps(place).survey()
     steps.close()
     seen = steps._commits._seen
@@ -181,9 +179,7 @@ def test_a_pin_and_a_removal_that_is_killed_lose_no_pinned_step(s3: Server, put:
 
 def test_a_pin_that_is_there_already_is_no_answer_while_a_removal_is_under_way(s3: Server) -> None:
     """The removal may have looked before that pin came; and the pin is another's, so it stays."""
-    place = place_in(s3)
-    steps = BucketSteps(place)
-    save(steps, 1)
+    place, steps = _with_steps(s3, 1)
     steps.pin(1)
     steps.pin(1)
     attempt = steps.inspect(1).manifest.attempt
@@ -342,9 +338,7 @@ def test_a_run_that_loads_again_does_not_ask_again_what_the_store_keeps(
 
 def test_a_lost_lease_counts_before_a_listing_that_fails(s3: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both are asked for at the same time when a save begins; a run that is taken over is told so."""
-    place = place_in(s3)
-    steps = BucketSteps(place)
-    save(steps, 1)
+    place, steps = _with_steps(s3, 1)
     _forget_leases()
     BucketSteps(place).open()
 

@@ -176,7 +176,6 @@ def test_a_long_header_that_cannot_be_uploaded_stops_all_ranks_at_once(s3: Serve
 def test_transformers_opens_an_export_and_a_run_loads_it(server: Server, tmp_path: Path) -> None:
     """Sharded, with what lies beside it: transformers' logits are the model's, and initial_load takes it."""
     place = place_in(server)
-    torch.manual_seed(0)
     model = Llama3(CONFIG)
     made = export(model, place, tmp_path, max_shard_bytes=400_000, dtype="bfloat16")
     assert len([name for name in names(made) if name.endswith(".safetensors")]) > 1

@@ -32,25 +32,25 @@ from titan_ckpt.stores.store import StoreConfig
 from titan_ckpt.weights.transforms import FileGroup, StateDictTransforms
 
 
-def exchange_of(coordinator: Any, ranks: tuple[int, ...]) -> Exchange:
-    """Return one that writes nothing."""
-    return Exchange(coordinator, ranks, {}, lambda *_: (0, 0), lambda *_: 0, lambda *_: None, 32 << 20, 128 << 20)
+def exchange_with(other: int, at: int, told: int) -> Exchange:
+    """Begin one of rank 0, which writes nothing, with a rank that sends nothing and tells this at that place."""
+
+    def exchange(ranks: object, send: torch.Tensor, sizes: object, into: torch.Tensor, *_: object) -> Any:
+        into.copy_(send)
+        if into.dtype == torch.int64:
+            into[1, at] = told
+        return SimpleNamespace(wait=lambda: None)
+
+    line: Any = SimpleNamespace(rank=0, timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
+    made = Exchange(line, (0, other), {}, lambda *_: (0, 0), lambda *_: 0, lambda *_: None, 32 << 20, 128 << 20)
+    made.start()
+    made.begin()
+    return made
 
 
 def test_a_rank_whose_writing_is_stuck_holds_up_no_other_for_longer_than_the_timeout() -> None:
     """Its exchange goes on with the rounds and never says that it has ended."""
-
-    def exchange(ranks: object, send: torch.Tensor, sizes: object, into: torch.Tensor, *_: object) -> Any:
-        into.copy_(send)  # the other rank sends nothing, too
-        if into.dtype == torch.int64:
-            into[1, 1] = 0
-        return SimpleNamespace(wait=lambda: None)
-
-    coordinator: Any = SimpleNamespace(rank=0, timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
-    made = exchange_of(coordinator, (0, 1))
-    made.start()
-    made.begin()
-    closing = threading.Thread(target=made.close, daemon=True)
+    closing = threading.Thread(target=exchange_with(1, 1, 0).close, daemon=True)
     closing.start()
     closing.join(30)
     assert not closing.is_alive()
@@ -118,17 +118,7 @@ def test_an_object_for_which_no_thread_can_be_started_is_one_clear_error(monkeyp
 
 def test_a_rank_that_does_not_go_on_is_named_after_the_timeout() -> None:
     """A rank that is far ahead of it waits no longer, and says which one to look at."""
-
-    def exchange(ranks: object, send: torch.Tensor, sizes: object, into: torch.Tensor, *_: object) -> Any:
-        into.copy_(send)
-        if into.dtype == torch.int64:
-            into[1, 2] = 5
-        return SimpleNamespace(wait=lambda: None)
-
-    coordinator: Any = SimpleNamespace(rank=0, timeout_seconds=0.1, peers=SimpleNamespace(exchange=exchange))
-    made = exchange_of(coordinator, (0, 3))
-    made.start()
-    made.begin()
+    made = exchange_with(3, 2, 5)
     with pytest.raises(ExportError, match=r"rank 3 has not gone on .* 0\.1 s, .* 1,073,741,819 bytes ahead"):
         made.reach(1 << 30)
     made.close()

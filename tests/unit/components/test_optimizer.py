@@ -38,7 +38,7 @@ def state_of(model: nn.Module, *optimizers: torch.optim.Optimizer) -> OptimizerS
 def test_step_counts_that_differ_stay_tensors() -> None:
     """A parameter that joined later keeps its own count."""
     model, optimizer = trained()
-    optimizer.state[model[0].weight]["step"] = torch.tensor(1.0)
+    optimizer.state[model[0].weight]["step"] = torch.tensor(1.0)  # type: ignore[index]
     tensors, [[group]] = state_of(model, optimizer).split()
     assert tensors["optimizer.0.weight.step"].item() == 1
     assert tensors["optimizer.1.bias.step"].item() == 3
@@ -128,7 +128,7 @@ def steps(model: nn.Module, optimizer: torch.optim.Optimizer, count: int, seed: 
     for _ in range(count):
         x = torch.randn(3, 4)
 
-        def closure(x: torch.Tensor = x) -> torch.Tensor:
+        def closure(x: torch.Tensor = x) -> Any:
             optimizer.zero_grad()
             loss: torch.Tensor = model(x).square().sum()
             loss.backward()

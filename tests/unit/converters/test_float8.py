@@ -12,8 +12,6 @@ from tests import world
 from tests.world import llama
 from titan_ckpt.converters import ModelConvertersContainer
 from titan_ckpt.errors import ConverterError
-from titan_ckpt.types import StateDictMode
-from titan_ckpt.weights.wrapper import ModelWrapper
 
 TOKENS = torch.arange(20).reshape(2, 10)
 
@@ -62,23 +60,6 @@ def test_odd_dims_and_the_head_are_left() -> None:
         convert(nn.ModuleDict({"b": nn.Linear(32, 50)}))
     with pytest.raises(ConverterError, match="no linear module to exchange: the model has 1, all excluded"):
         convert(nn.ModuleDict({"lm_head": nn.Linear(32, 32)}))
-
-
-def test_unwrapped_parameters_alias_the_live_ones() -> None:
-    """A float8-aware parameter is saved as the plain tensor inside it; filling that fills the model."""
-    model = llama()
-    converters = convert(model, fsdp_all_gather=True)
-    name = "layers.0.attention.wq.weight"
-    live: Any = model.get_parameter(name)
-    assert type(live.data) is not torch.Tensor
-    modes: tuple[StateDictMode, ...] = ("full", "base", "export")
-    for mode in modes:
-        tensor = ModelWrapper([model], converters).state_dict(mode)[name]
-        assert type(tensor) is torch.Tensor
-        assert tensor.data_ptr() == live._tensor.data_ptr()
-    with torch.no_grad():
-        tensor.fill_(0.25)
-    assert bool((live._tensor == 0.25).all())
 
 
 def test_scales_from_before_a_load_are_forgotten() -> None:

@@ -62,20 +62,6 @@ def test_what_trains_is_what_quantizing_the_export_gives(scheme: Scheme, adapter
         assert torch.equal(torchao_quantized(state, scheme)(TOKENS), model(TOKENS))
 
 
-def test_quantizing_the_base_alone_would_be_another_model() -> None:
-    """The difference that merging first avoids: fake-quantized base plus adapter is far from the quantized merge."""
-    model = llama()
-    converters = convert(model, {"kind": "qat", "scheme": "int4_weight_only"}, LORA)
-    train(model)
-    module: Any = model.get_submodule("layers.0.attention.wq")
-    x = torch.randn(4, 64)
-    with torch.no_grad():
-        low = module.lora_b(module.lora_a(x)) * module.adapter.scaling
-        base_only = F.linear(x, module.weight_fake_quantizer(module.weight)) + low
-        assert (base_only - module(x)).abs().max() > 1e-2
-    assert converters.key_filter("layers.0.attention.wq.lora_a.weight")
-
-
 def test_head_is_left_and_embeddings_join_on_request() -> None:
     """The output head stays as it is by default, as do embeddings."""
     from torchao.quantization.qat import FakeQuantizedEmbedding, FakeQuantizedLinear

@@ -33,7 +33,7 @@ from titan_ckpt.config import KeepConfig
 from titan_ckpt.directory import lease, posix_steps
 from titan_ckpt.directory.directory import CheckpointDirectory
 from titan_ckpt.directory.lease import LEASE_NAME, FileLease
-from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord, Manifest
+from titan_ckpt.directory.manifest import MANIFEST_NAME, FileRecord
 from titan_ckpt.directory.names import read_manifest_bytes, survey
 from titan_ckpt.directory.steps import Attempt, open_steps
 from titan_ckpt.disk import posix
@@ -819,17 +819,6 @@ def test_a_listing_that_arrives_late_is_waited_for(tmp_path: Path) -> None:
     directory = CheckpointDirectory(tmp_path, line)
     assert directory.committed(10)[0].step == 10
     directory.close()
-
-
-def test_a_survey_says_what_was_rejected_and_why(tmp_path: Path) -> None:
-    """The same view that a listing tool shows, without any coordinator."""
-    save(tmp_path, 10, 1)
-    (tmp_path / "step-20").mkdir()
-    found = survey(tmp_path)
-    assert [step.step for step in found.steps] == [10]
-    assert isinstance(found.steps[0].manifest, Manifest)
-    assert found.rejected[0][0] == "step-20"
-    assert "step-20: " in found.explain()
 
 
 def test_a_step_that_torchtitan_deletes_while_it_is_looked_at_ends_no_survey(

@@ -229,15 +229,3 @@ def test_an_error_of_a_signals_handler_while_the_thread_starts_reaches_the_calle
     call.wait()
     assert made == [1]
     assert call.error is None
-
-
-def test_a_call_is_made_here_if_there_can_be_no_more_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(_: threading.Thread) -> None:
-        raise RuntimeError("can't start new thread")
-
-    monkeypatch.setattr(threading.Thread, "start", full)
-    made: list[int] = []
-    call = BackgroundCall(lambda: made.append(threading.get_ident()), "call")
-    call.start()
-    assert made == [threading.get_ident()]
-    assert call.done

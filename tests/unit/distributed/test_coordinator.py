@@ -168,15 +168,12 @@ def test_a_stopped_or_dead_rank_is_named_within_the_bound(silent: int, how: sign
         failed = outcome(lambda: line.barrier("after", timeout_seconds=3.0))
         return [failed, time.monotonic() - start]
 
-    ranks = Ranks(3, body, timeout=600, rank_0_serves=False)
-    try:
+    with Ranks(3, body, timeout=600, rank_0_serves=False) as ranks:
         for rank in {0, 1, 2} - {silent}:
             (kind, named, message), seconds = ranks.result(rank)
             assert (kind, named) == ("PeerError", [silent]), message
             assert f"rank {silent} did not" in message
             assert seconds < 100
-    finally:
-        ranks.stop()
 
 
 @pytest.mark.parametrize("how", [signal.SIGSTOP, signal.SIGKILL])
@@ -191,13 +188,10 @@ def test_losing_the_store_itself_is_bounded(how: signal.Signals) -> None:
         time.sleep(0.6)
         return [outcome(partial(line.barrier, tag, timeout_seconds=1.0)) for tag in ("after", "later")]
 
-    ranks = Ranks(2, body, timeout=600, rank_0_serves=True)
-    try:
+    with Ranks(2, body, timeout=600, rank_0_serves=True) as ranks:
         first, second = ranks.result(1)
         assert first[:2] == ["PeerError", [0]]
         assert second == first, "without another wait"
-    finally:
-        ranks.stop()
 
 
 def test_the_time_in_which_a_job_is_suspended_does_not_count(tmp_path: Path) -> None:
@@ -211,8 +205,7 @@ def test_the_time_in_which_a_job_is_suspended_does_not_count(tmp_path: Path) -> 
                 time.sleep(0.1)
         return line.gather("after", line.rank, timeout_seconds=5.0)
 
-    ranks = Ranks(2, body, timeout=20, rank_0_serves=False)
-    try:
+    with Ranks(2, body, timeout=20, rank_0_serves=False) as ranks:
         while not (tmp_path / "begun").exists():
             time.sleep(0.01)
         time.sleep(0.5)
@@ -222,8 +215,6 @@ def test_the_time_in_which_a_job_is_suspended_does_not_count(tmp_path: Path) -> 
         for pid in ranks.pids:
             os.kill(pid, signal.SIGCONT)
         assert [ranks.result(rank) for rank in range(2)] == [[0, 1]] * 2
-    finally:
-        ranks.stop()
 
 
 @pytest.mark.parametrize("late", [0, 1])
@@ -315,11 +306,8 @@ def test_rank_0_leaves_without_those_that_it_has_waited_for_in_vain() -> None:
             line.close()
         return [failed[:2], [key.rpartition("/")[2] for call in waiting.call_args_list for key in call.args[1]]]
 
-    ranks = Ranks(3, body, timeout=600, rank_0_serves=False)
-    try:
+    with Ranks(3, body, timeout=600, rank_0_serves=False) as ranks:
         assert ranks.result(0) == [["PeerError", [1]], ["0", "2"]]
-    finally:
-        ranks.stop()
 
 
 def test_rank_0_waits_for_a_rank_that_was_late_once_and_has_come_again() -> None:

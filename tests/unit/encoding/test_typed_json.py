@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from titan_ckpt.encoding.typed_json import MAX_INLINE_BYTES, decode, dumps, encode, loads
+from titan_ckpt.encoding.typed_json import MAX_INLINE_BYTES, dumps, encode, loads
 from titan_ckpt.encoding.typed_json_reader import TENSOR_DTYPES
 from titan_ckpt.errors import CorruptCheckpointError, StateEncodingError
 
@@ -414,11 +414,6 @@ def test_malformed_text_is_one_typed_error(text: str) -> None:
     """Each way of being wrong raises CorruptCheckpointError that names the file."""
     with pytest.raises(CorruptCheckpointError, match=r"state\.json"):
         loads(text.encode("utf-8", "surrogatepass"), "state.json")
-
-
-def test_decode_is_the_inverse_of_encode_without_text() -> None:
-    """encode and decode may be used on their own inside a larger document."""
-    assert same(decode(encode({"a": (1, {2})})), {"a": (1, {2})})
 
 
 def test_keys_of_one_hash_are_refused_when_they_are_stored() -> None:

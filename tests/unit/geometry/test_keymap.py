@@ -156,47 +156,36 @@ def test_whole_heads_make_one_piece() -> None:
 
 
 @pytest.mark.parametrize(
-    ("op", "native"),
+    ("of", "op", "shapes"),
     [
-        (PermuteRotary(4), [(12, 8)]),
-        (PermuteRotary(4), [()]),
-        (Unstack(4), [(3, 2, 2)]),
-        (Unstack(4), [()]),
-        (Unstack(4, transpose=True), [(4,)]),
-        (Transpose(), [(2,)]),
-        (Concat((2, 2)), [(2, 3), (2, 4)]),
-        (Concat((2, 2)), [(2, 3), (3, 3)]),
-        (Concat((2, 2)), [(), ()]),
-        (Split((2, 2)), [(5, 3)]),
-        (Split((2, 2)), [()]),
-        (Chain(Unstack(2), Split((2, 2))), [(3, 4, 2)]),
-        (Chain(Unstack(2), Split((2, 2))), [(2, 5, 2)]),
-        (Chain(Unstack(2), Split((2, 2))), [(2,)]),
+        ("native", PermuteRotary(4), [(12, 8)]),
+        ("native", PermuteRotary(4), [()]),
+        ("native", Unstack(4), [(3, 2, 2)]),
+        ("native", Unstack(4), [()]),
+        ("native", Unstack(4, transpose=True), [(4,)]),
+        ("native", Transpose(), [(2,)]),
+        ("native", Concat((2, 2)), [(2, 3), (2, 4)]),
+        ("native", Concat((2, 2)), [(2, 3), (3, 3)]),
+        ("native", Concat((2, 2)), [(), ()]),
+        ("native", Split((2, 2)), [(5, 3)]),
+        ("native", Split((2, 2)), [()]),
+        ("native", Chain(Unstack(2), Split((2, 2))), [(3, 4, 2)]),
+        ("native", Chain(Unstack(2), Split((2, 2))), [(2, 5, 2)]),
+        ("native", Chain(Unstack(2), Split((2, 2))), [(2,)]),
+        ("file", PermuteRotary(4), [(12, 8)]),
+        ("file", Unstack(2), [(3, 2), (2, 3)]),
+        ("file", Concat((2, 2)), [(5, 3)]),
+        ("file", Concat((2, 2)), [()]),
+        ("file", Split((2, 2)), [(2, 3), (2, 4)]),
+        ("file", Split((2, 2)), [(), ()]),
+        ("file", Chain(Unstack(2), Split((2, 2))), [(2, 3), (2, 3), (2, 3), (1, 3)]),
+        ("file", Chain(Unstack(2), Split((2, 2))), [(2, 3), (2, 3), (2, 4), (2, 4)]),
     ],
 )
-def test_native_shapes_that_do_not_fit_are_refused(op: TensorOp, native: list[Shape]) -> None:
-    """A shape the operation cannot place raises a KeyMapError, never an index error or a wrong file."""
+def test_shapes_that_do_not_fit_are_refused(of: str, op: TensorOp, shapes: list[Shape]) -> None:
+    """A native shape the operation cannot place, or a file tensor it cannot have made: never an index error."""
     with pytest.raises(KeyMapError):
-        op.file_shapes(native)
-
-
-@pytest.mark.parametrize(
-    ("op", "file"),
-    [
-        (PermuteRotary(4), [(12, 8)]),
-        (Unstack(2), [(3, 2), (2, 3)]),
-        (Concat((2, 2)), [(5, 3)]),
-        (Concat((2, 2)), [()]),
-        (Split((2, 2)), [(2, 3), (2, 4)]),
-        (Split((2, 2)), [(), ()]),
-        (Chain(Unstack(2), Split((2, 2))), [(2, 3), (2, 3), (2, 3), (1, 3)]),
-        (Chain(Unstack(2), Split((2, 2))), [(2, 3), (2, 3), (2, 4), (2, 4)]),
-    ],
-)
-def test_file_shapes_that_do_not_fit_are_refused(op: TensorOp, file: list[Shape]) -> None:
-    """A file tensor the operation cannot have made raises a KeyMapError."""
-    with pytest.raises(KeyMapError):
-        op.native_shapes(file)
+        (op.file_shapes if of == "native" else op.native_shapes)(shapes)
 
 
 def table() -> KeyMap:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from titan_ckpt.errors import KeyMapError
 from titan_ckpt.models.llama3 import FLAVORS, Llama3
 
 
@@ -43,9 +42,3 @@ def test_removed_layers_leave_the_names_of_the_others() -> None:
     assert set(first.state_dict()) | set(second.state_dict()) == set(whole.state_dict())
     tokens = torch.randint(0, 2048, (1, 9))
     assert torch.equal(second(first(tokens)), whole(tokens))
-
-
-def test_an_unknown_parameter_name_raises_with_the_nearest_known() -> None:
-    """A converter that renamed a weight is found out by the table."""
-    with pytest.raises(KeyMapError, match=r"attention\.wq\.weight"):
-        Llama3(FLAVORS["debug-0.5m"]).key_map().group_of_fqn("layers.0.attention.wq.base.weight")

@@ -60,7 +60,10 @@ STOPS = {"callbacks": [f"{HERE}:StopAtTwo"], "checkpoint": {"save": {"interval":
 
 
 def test_a_run_that_is_stopped_asks_to_be_started_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """75 and stopped.json; the next start removes the file and ends with 0; a third has nothing to do."""
+    """75 and stopped.json; the next start removes the file and ends with 0; a third has nothing to do.
+
+    The last step of a run is not a stop.
+    """
     path = write_config(tmp_path, STOPS)
     assert main([str(path)]) == 75
     found = stopped(tmp_path)
@@ -69,6 +72,7 @@ def test_a_run_that_is_stopped_asks_to_be_started_again(tmp_path: Path, monkeypa
     assert stopped(tmp_path) is None
     assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3, 4]
     assert main([str(path), "--callbacks", "[]"]) == 0
+    assert main([str(path), "--training.steps", "2", "--output_folder", str(tmp_path / "other")]) == 0
 
 
 def test_a_bucket_that_is_not_there_is_one_line(
@@ -82,13 +86,6 @@ def test_a_bucket_that_is_not_there_is_one_line(
     monkeypatch.setattr(command, "build_trainer", refuse)
     assert main([str(tmp_path / "run.toml")]) == 2
     assert capsys.readouterr().err == "StoreError: s3://b/run: rank 0 could not list it. Create the bucket\n"
-
-
-def test_a_stop_has_an_exit_code_of_its_own(tmp_path: Path) -> None:
-    """75; the last step of a run is not a stop."""
-    path = write_config(tmp_path, STOPS)
-    assert main([str(path)]) == 75
-    assert main([str(path), "--training.steps", "2", "--output_folder", str(tmp_path / "other")]) == 0
 
 
 @pytest.mark.parametrize(

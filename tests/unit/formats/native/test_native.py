@@ -9,6 +9,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -376,8 +377,7 @@ def test_a_process_of_its_own_writes_the_same_file(tmp_path: Path, capfd: pytest
     tensors = every_kind()
     (tmp_path / "here").mkdir()
     expected = save(tmp_path / "here", tensors)
-    file = StagedFile(WritePlan.of(tensors, Coordinator.current()), in_process=True)
-    try:
+    with closing(StagedFile(WritePlan.of(tensors, Coordinator.current()), in_process=True)) as file:
         for name in ("first", "second"):
             file.begin(tensors).finish()
             (tmp_path / name).mkdir()
@@ -385,16 +385,13 @@ def test_a_process_of_its_own_writes_the_same_file(tmp_path: Path, capfd: pytest
             assert (tmp_path / name / FILE).read_bytes() == (tmp_path / "here" / FILE).read_bytes()
         with pytest.raises(FileExistsError):
             file.write(tmp_path / "first")
-    finally:
-        file.close()
     assert capfd.readouterr().err == ""
 
 
 def test_a_killed_writer_process_fails_one_save_only(tmp_path: Path) -> None:
     """The save says how it ended, the next one starts another process."""
     tensors = {"a": torch.randn(1000)}
-    file = StagedFile(WritePlan.of(tensors, Coordinator.current()), in_process=True)
-    try:
+    with closing(StagedFile(WritePlan.of(tensors, Coordinator.current()), in_process=True)) as file:
         file.begin(tensors).finish()
         assert file._process is not None
         file._process._process.kill()
@@ -404,8 +401,6 @@ def test_a_killed_writer_process_fails_one_save_only(tmp_path: Path) -> None:
         file.begin(tensors).finish()
         file.write(tmp_path / "next")
         assert_same(load(tmp_path / "next", tensors), tensors)
-    finally:
-        file.close()
 
 
 def test_an_error_while_staging_is_the_one_of_the_save(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterator
+from contextlib import closing
 from math import prod
 from pathlib import Path
 from unittest.mock import patch
@@ -71,17 +72,14 @@ def test_any_slices_are_read_in_any_way(path: Path, data: st.DataObject) -> None
         return xxhash.xxh3_128_hexdigest(content[BLOCK * (number + 1) :][:BLOCK].numpy().data)
 
     blocks = Blocks(BLOCK, len(content), BLOCK, digest) if has_digests else None
-    file = FileReader(path)
-    try:
-        with (
-            patch.multiple(engine, RUN_BYTES=64, _MAPPED_BYTES=data.draw(st.sampled_from([48, 160]))),
-            patch.multiple(engine, _MOST_GAP_BYTES=data.draw(st.integers(0, 40)), _MIN_DIRECT_BYTES=20),
-            patch.object(FileReader, "cached_bytes", lambda _self, _offset, num_bytes: num_bytes * cached),
-            patch.object(engine, "_MIN_STRAIGHT_BYTES", data.draw(st.sampled_from([1, 1 << 20]))),
-        ):
-            SliceFill([(file, blocks, [part for part, _, _ in wanted])])()
-    finally:
-        file.close()
+    with (
+        closing(FileReader(path)) as file,
+        patch.multiple(engine, RUN_BYTES=64, _MAPPED_BYTES=data.draw(st.sampled_from([48, 160]))),
+        patch.multiple(engine, _MOST_GAP_BYTES=data.draw(st.integers(0, 40)), _MIN_DIRECT_BYTES=20),
+        patch.object(FileReader, "cached_bytes", lambda _self, _offset, num_bytes: num_bytes * cached),
+        patch.object(engine, "_MIN_STRAIGHT_BYTES", data.draw(st.sampled_from([1, 1 << 20]))),
+    ):
+        SliceFill([(file, blocks, [part for part, _, _ in wanted])])()
     for part, seen, expected in wanted:
         assert torch.equal(seen, expected), part.name
 

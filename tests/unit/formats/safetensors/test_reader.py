@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,13 +26,8 @@ from titan_ckpt.geometry.chunks import Block, Chunk
 from titan_ckpt.geometry.keymap import PermuteRotary
 
 
-@contextmanager
-def opened(*paths: Path) -> Iterator[SafetensorsFiles]:
-    files = SafetensorsFiles([read_header(path) for path in paths])
-    try:
-        yield files
-    finally:
-        files.close()
+def opened(*paths: Path) -> closing[SafetensorsFiles]:
+    return closing(SafetensorsFiles([read_header(path) for path in paths]))
 
 
 def test_neighbours_in_file_and_memory_are_one_direct_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -305,7 +305,7 @@ def run(folder: str, interval: int, stopped_at: int | None, name: str, *, kills:
                     die_at(step, stopped_at if kills else None, interval, path)
                 with accelerator.accumulate(network):
                     loss = (network(batch[:, 1:5]) - batch[:, 5:]).square().mean()
-                    accelerator.backward(loss * float("inf") if case.scales and step == 3 else loss)
+                    accelerator.backward(loss * float("inf") if case.scales and step == 2 else loss)
                     if accelerator.sync_gradients:
                         accelerator.clip_grad_norm_(network.parameters(), 1.0)
                     optimizer.step()

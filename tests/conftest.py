@@ -26,6 +26,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tests.run_folder import RunFolder
+from titan_ckpt.process import freeze_imports
 from titan_ckpt.testing import ranks
 
 # TRL imports it where it finds it, which takes seconds once much is imported; a test of it takes this away.
@@ -113,7 +114,7 @@ def _nothing_old_to_collect() -> None:
     that asks it for the loaders of the process would walk that.
     """
     gc.collect()
-    gc.freeze()
+    freeze_imports()
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, DistributedSampler
 
 from tests.integrations.accelerate_runs import Late
-from tests.integrations.phases import die_at, freeze, join
+from tests.integrations.phases import die_at, join
 from tests.world import Value, heard, names_in
 from titan_ckpt import CheckpointConfig, CheckpointManager, PositionedLoader, RunGuard, SaveConfig
 from titan_ckpt.components.items.exchange_order import ExchangeOrder, wrappers_of
@@ -108,7 +108,7 @@ def run_summed(folder: str, way: str) -> None:
         else:
             network = DistributedDataParallel(inner := network, gradient_as_bucket_view=way == "views")
             if way == "frozen objects":
-                freeze()
+                gc.freeze()
             parts = [network if way in ("ddp", "views") else inner]
             manager = CheckpointManager(config, model_parts=parts, optimizers=[optimizer], base_folder=folder)
         with manager:
@@ -270,7 +270,7 @@ def run_order(folder: str) -> None:
             manager.load()
     parts = [nn.Linear(4, 1) for _ in range(2)]
     wrappers = [DistributedDataParallel(parts[0])]
-    freeze()  # hides it
+    gc.freeze()  # hides it
     wrappers.append(DistributedDataParallel(parts[1]))
     assert [wrapper.module for wrapper in wrappers_of(parts)] == parts
     gc.freeze()  # again: it had to look through all objects
@@ -296,7 +296,7 @@ def run_hooked_late(folder: str) -> None:
     dist.init_process_group("gloo")
     network, config = DistributedDataParallel(inner := Late()), CheckpointConfig(save=SaveConfig(interval=1))
     network.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=2), powerSGD_hook)
-    freeze()
+    gc.freeze()
     with pytest.raises(ConfigError, match="powerSGD_hook"):
         CheckpointManager(config, model_parts=[inner], base_folder=folder)
     network = DistributedDataParallel(Late())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 import importlib
 import mmap
 import os
@@ -22,6 +21,7 @@ from accelerate.state import AcceleratorState, GradientState
 from accelerate.utils import imports
 
 from tests.forked import fork
+from titan_ckpt.process import freeze_imports
 
 # Each Accelerator asks for some thirty packages, by reading their metadata.
 imports._is_package_available = functools.cache(imports._is_package_available)
@@ -93,19 +93,12 @@ def _play(programs: Any, phases: Sequence[Phase], rank: int, port: int, done: me
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), GLOO_SOCKET_IFNAME="lo")
         if len(phases) > 1:
             dist.init_process_group("gloo")  # once: what torch keeps of a mesh has the names of its groups
-    gc.get_freeze_count = int  # `fork` has set aside what no manager has to look through
     for phase in phases:
         with mock.patch.dict(os.environ):  # accelerate and Lightning set some of it, and delete some
             forget()
             getattr(programs, phase.function)(phase.folder, *phase.arguments)
-        gc.freeze()  # what it leaves, which later collections would walk
+        freeze_imports()  # with what it leaves, which later collections would walk
         done[rank] += 1
-
-
-def freeze() -> None:
-    """Set aside all objects, so that a manager that does not find a wrapper has to look through them."""
-    gc.freeze()
-    gc.get_freeze_count = lambda: 1
 
 
 def forget() -> None:

@@ -55,6 +55,9 @@ _DRAWN_AGAIN = (
     "titan_ckpt.PositionedLoader if its data or collate_fn draws from them"
 )
 
+_APART: weakref.WeakKeyDictionary[torch.Generator, torch.Generator | None] = weakref.WeakKeyDictionary()
+"""A generator of `seed_workers_apart` -> the one that the loader had."""
+
 POSITIONED: weakref.WeakSet[Any] = weakref.WeakSet()
 """The loaders of this process whose position a PositionedLoader holds, and with it the seed of their workers."""
 
@@ -84,13 +87,17 @@ def begin_afresh(loader: Any) -> None:
     """Let a loader forget the iterator that it has: its order and its seed are those of an epoch that begins no more.
 
     accelerate makes one of a loader of torchdata in prepare(), and Lightning one of each loader, which keeps it if it
-    keeps its worker processes.
+    keeps its worker processes. Also the generator of `seed_workers_apart`, which an earlier manager in this process may
+    have given the loader that the trainer has made this one of.
     """
     if is_of_torchdata(loader):
         loader.snapshot_every_n_steps = 1  # the states of workers and samplers are not all of the same batch otherwise
         loader.load_state_dict({})
     elif isinstance(loader, DataLoader):
         loader._iterator = None  # noqa: SLF001 - torch has no public name for it
+    own: Any = getattr(loader, "generator", None)
+    if own in _APART:
+        loader.generator = _APART[own]
 
 
 def seed_workers_apart(loader: Any) -> None:
@@ -101,6 +108,7 @@ def seed_workers_apart(loader: Any) -> None:
     if getattr(loader, "persistent_workers", False):
         own, given = torch.Generator(), loader.generator
         loader.generator = own if given is None else own.manual_seed(given.initial_seed())
+        _APART[own] = given
 
 
 def seed_evaluation_apart(loader: DataLoader[Any]) -> None:

@@ -58,8 +58,8 @@ def accelerate_manager(
     for other in others:
         if not isinstance(other, Beside):  # else an earlier manager in this process has changed it
             extend(other, Beside)
-        seed_workers_apart(other.base_dataloader)
         begin_afresh(getattr(other, "base_dataloader", other))
+        seed_workers_apart(other.base_dataloader)
     own = prepared._custom_objects  # noqa: SLF001
     if taken := sorted({"accelerator", "scaler"} & {*(states or {})}):
         raise ConfigError([f"states: {', '.join(taken)}: the name of accelerate's own state; choose another"])

@@ -275,6 +275,13 @@ def test_data_that_does_not_say_where_it_begins_after_a_left_epoch_is_refused(
     assert loader.epoch == 1
 
 
+def test_a_generator_that_the_run_had_and_has_no_more_is_refused_by_name() -> None:
+    """The order would be drawn from other random numbers."""
+    loader = PositionedLoader(DataLoader(Plain(10), 2, shuffle=True, generator=torch.Generator()))
+    with pytest.raises(LoadMismatchError, match="of the loader and its samplers was 1, now 0"):
+        PositionedLoader(DataLoader(Plain(10), 2, shuffle=True)).load_state_dict(loader.state_dict())
+
+
 def test_batches_in_the_order_in_which_workers_are_done_are_refused() -> None:
     """One worker has an order."""
     assert len(PositionedLoader(DataLoader(Plain(10), 2, num_workers=1, in_order=False))) == 5

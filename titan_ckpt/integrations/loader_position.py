@@ -42,6 +42,7 @@ _UNSAID = (
 )
 _NOT_THERE = "within which the run was resumed, is not read on yet, and its data is where it began: read a batch first"
 _STATED = "number of datasets whose state_dict() is stored"
+_GENERATORS = "number of random generators of the loader and its samplers"
 _AFRESH = 'or start the data afresh: checkpoint.resume.exclude = ["dataloader"]'
 _DRAWN = (
     "random numbers were drawn, or seeded, between a save after an epoch's last batch and the next epoch, which a run "
@@ -329,7 +330,7 @@ class PositionedLoader:
         Raises: LoadMismatchError.
         """
         first, facts = state_dicts[0], self._facts()
-        of_ranks = {"length", "samplers"}
+        of_ranks = {"length", "samplers", _GENERATORS}
         self._check_facts(first, {name: fact for name, fact in facts.items() if name not in of_ranks})
         is_divided = self._is_divided and first["at_once"] is not None
         total = first["batches"] * (first["at_once"] or 1)
@@ -357,7 +358,7 @@ class PositionedLoader:
 
     def _check_facts(self, state_dict: dict[str, Any], found: dict[str, Any]) -> None:
         """Compare facts of the data with those of a position. Raises: LoadMismatchError with both values of each."""
-        expected = {_STATED: 0, **state_dict["facts"]}
+        expected = {_STATED: 0, **state_dict["facts"], _GENERATORS: len(state_dict["now"]["generators"])}
         wrong = [f"{name} was {expected[name]}, now {found[name]}" for name in found if found[name] != expected[name]]
         if wrong:
             raise LoadMismatchError(
@@ -379,6 +380,7 @@ class PositionedLoader:
             _STATED: len(self._random.stated),
             "shuffle": [s.shuffle for s in samplers if isinstance(getattr(s, "shuffle", None), bool)],
             "samplers": [type(sampler).__qualname__ for sampler in samplers],
+            _GENERATORS: len(self._random.generators()),
         }
 
 

@@ -44,14 +44,14 @@ class LoaderRandom:
         """Return the states that decide order."""
         return {
             "random": self._process.state_dict(),
-            "generators": [generator.get_state() for generator in self._generators()],
+            "generators": [generator.get_state() for generator in self.generators()],
             "samplers": [sampler.state_dict() for sampler in self.samplers()],
         }
 
     def set(self, stored: dict[str, Any], *, within: bool = False) -> None:
         """Set them. `within`: samplers are within their orders, which they are not given anew."""
         self.set_process(stored)
-        for generator, state in zip(self._generators(), stored["generators"], strict=True):
+        for generator, state in zip(self.generators(), stored["generators"], strict=True):
             generator.set_state(state)
         for sampler, state in zip(self.samplers(), stored["samplers"], strict=True) if not within else ():
             sampler.load_state_dict(state)
@@ -72,7 +72,7 @@ class LoaderRandom:
         for generator, state in zip(self.of_data, states[len(self.stated) :], strict=True):
             set_random(generator, state)
 
-    def _generators(self) -> list[torch.Generator]:
+    def generators(self) -> list[torch.Generator]:
         """Return the generators that decide the order; one that is seeded anew for each epoch is none of them."""
         owners = [self._loader, *samplers_of(self._loader)]
         return generators_in([owner for owner in owners if not hasattr(owner, "initial_seed")])

@@ -445,9 +445,8 @@ def plain(batch: Any) -> Any:
     return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
-@functools.cache
-def table(first: int, number: int) -> Any:
-    return HuggingFaceDataset.from_dict({"a": [*range(first, first + number)]})
+def interleaved() -> Any:
+    return interleave_datasets([numbers(), numbers(50)], probabilities=[0.4, 0.6], seed=3)
 
 
 def shuffled() -> Any:

@@ -167,8 +167,8 @@ def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     the start of an order that a sampler draws from its own. What workers draw from their process's is seen by nobody
     here, so the log says it.
     """
+    yield from stateful_faults(loader, allow)
     if is_of_torchdata(loader):
-        yield from stateful_faults(loader, allow)
         yield from unasked_faults(loader, allow)
         if loader.num_workers:
             _log.warning(f"data: {_DRAWN_AGAIN}")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader
+from torchdata import nodes
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
@@ -70,6 +71,13 @@ def differs(case: Case) -> bool:
         if [next(rest) for _ in rows[number:]] != rows[number:]:
             return True
     return False
+
+
+@pytest.mark.parametrize("look", [lambda loader: refuse(*unwrapped_faults(loader, ())), PositionedLoader])
+def test_the_loader_of_torchdatas_nodes_is_refused_by_name(look: Callable[[Any], object]) -> None:
+    """Each epoch of a sampler with a generator would be the first one again."""
+    with pytest.raises(ConfigError, match=r"torchdata\.nodes\.loader\.Loader: its state leaves out the generators"):
+        look(nodes.Loader(nodes.SamplerWrapper(range(4))))
 
 
 def position(loader: Any) -> DataPosition:

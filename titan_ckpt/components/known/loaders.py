@@ -32,6 +32,8 @@ _DRAWN_ANEW = frozenset(
     }
 )
 
+_NODES = "torchdata.nodes.loader.Loader"
+_NOT_HELD = "its state leaves out the generators of its samplers: take a torchdata StatefulDataLoader, or a DataLoader"
 _IN_ANOTHER = (
     "a StatefulDataLoader does not hold its order, and a resumed run would go on in another one: wrap the loader in "
     "titan_ckpt.PositionedLoader"
@@ -79,8 +81,8 @@ def samplers_of(loader: Any) -> list[Any]:
 
 
 def is_of_torchdata(loader: Any) -> bool:
-    """Return whether a loader is torchdata's StatefulDataLoader, or extends it."""
-    return any(kind.__module__.startswith("torchdata.") for kind in type(loader).__mro__)
+    """Return whether a loader is torchdata's StatefulDataLoader, or extends it; also for a sampler of it."""
+    return any(kind.__module__.startswith("torchdata.stateful_dataloader.") for kind in type(loader).__mro__)
 
 
 def begin_afresh(loader: Any) -> None:
@@ -123,6 +125,8 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     For one whose order a resumed run draws anew, or whose next order depends on what only its state holds, unless the
     loader asks for that.
     """
+    if _NODES in names_of(type(loader)):
+        yield from fault_of("data:", loader, _NOT_HELD, allow)
     if not is_of_torchdata(loader):
         return
     if isinstance(loader.dataset, IterableDataset):
@@ -156,8 +160,8 @@ def unwrapped_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
     the start of an order that a sampler draws from its own. What workers draw from their process's is seen by nobody
     here, so the log says it.
     """
+    yield from stateful_faults(loader, allow)
     if is_of_torchdata(loader):
-        yield from stateful_faults(loader, allow)
         yield from unasked_faults(loader, allow)
         if loader.num_workers:
             _log.warning(f"data: {_DRAWN_AGAIN}")

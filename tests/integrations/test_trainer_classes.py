@@ -13,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 
 from tests.integrations import trainer_grid
+from tests.integrations.loader_cases import Estimated
 from tests.integrations.trainer_cases import (
     CASES,
     UNDIVIDED,
@@ -273,14 +274,25 @@ def test_a_run_whose_epochs_end_early_saves_its_last_step(make: Any, last: int, 
 class Resampled(Trainer):
     """Reads by torchdata's sampler."""
 
+    batches = BatchSampler
+
     def get_train_dataloader(self) -> Any:
         data: Any = self.train_dataset
-        loader = DataLoader(data, 2, sampler=StatefulDistributedSampler(data, 1, 0), collate_fn=self.data_collator)
-        return self.accelerator.prepare(loader)
+        batches = self.batches(StatefulDistributedSampler(data, 1, 0), 2, drop_last=False)
+        return self.accelerator.prepare(DataLoader(data, batch_sampler=batches, collate_fn=self.data_collator))
 
 
-def test_an_epoch_that_ends_early_is_refused_if_no_step_says_where_the_next_one_begins(tmp_path: Path) -> None:
-    trainer = plain(tmp_path, kind=Resampled, callbacks=[Short])
+class Shortened(Resampled):
+    """Ends each epoch at a length that is too small."""
+
+    batches = Estimated
+
+
+@pytest.mark.parametrize(("kind", "callbacks"), [(Resampled, [Short]), (Shortened, [])])
+def test_an_epoch_that_ends_early_is_refused_if_no_step_says_where_the_next_one_begins(
+    kind: type[Trainer], callbacks: list[type[TrainerCallback]], tmp_path: Path
+) -> None:
+    trainer = plain(tmp_path, kind=kind, callbacks=callbacks)
     attach(trainer, CONFIG)
     with pytest.raises(ConfigError, match="StatefulDistributedSampler does not say where an epoch begins"):
         trainer.train()

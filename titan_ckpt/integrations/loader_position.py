@@ -196,7 +196,7 @@ class PositionedLoader:
         """Raise ConfigError if this epoch is left within, and no step would say where the next one begins."""
         lost = [sampler for sampler in self._random.samplers() if is_of_torchdata(sampler)]
         lost += [getattr(self.inner, "dataset", self.inner)] if self._reading.is_beyond else []
-        is_left = self.num_batches and not self.at_end
+        is_left = self.num_batches and (not self.at_end or self._following is _Following.ANOTHER)
         refuse(*(f"data: next_epoch: {class_name(each)} {_UNSAID}" for each in lost if is_left))
 
     def begin_next(self) -> None:

@@ -164,9 +164,10 @@ class TitanCheckpoint(LoopCheckpoint, TrainerCallback):
             trainer_module.skip_first_batches = skip
         control = self._trainer.control
         is_last = control.should_training_stop
-        if not is_last and not self.loader.at_end and control.should_epoch_stop:
+        if not is_last:
             self.loader.check_leaving()
-            self.loader.begin_next()
+            if not self.loader.at_end and control.should_epoch_stop:
+                self.loader.begin_next()
         self._step_completed(is_last=is_last)
 
     def step_ended(self) -> None:

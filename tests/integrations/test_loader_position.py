@@ -58,6 +58,7 @@ from titan_ckpt.components.items.item import DataRank
 from titan_ckpt.components.known.loaders import unwrapped_faults
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
+from titan_ckpt.process import RandomState
 
 
 @pytest.mark.parametrize("kind", [*LOADERS, *SAMPLED])
@@ -157,15 +158,29 @@ def test_a_loop_that_leaves_the_rest_of_an_epoch_out_begins_the_next_one(caplog:
 def test_random_numbers_between_a_save_at_an_epochs_end_and_the_next_epoch_are_told(
     generator: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An evaluation draws a seed, which a run that is resumed there does not."""
+    """An evaluation draws a seed, which a run that is resumed there does not. They are told once."""
     loader = PositionedLoader(DataLoader(Plain(4), 2, shuffle=True))
-    for epoch in range(3):
+    for epoch in range(4):
         for _ in loader:
             loader.state_dict()
         for _ in DataLoader(Plain(2), generator=generator) if epoch else ():
             pass
     said = [record.getMessage() for record in caplog.records]
     assert ["between a save after an epoch's last batch" in line for line in said] == [True] * (generator is None)
+
+
+def test_runs_of_one_process_that_are_loaded_before_either_goes_on_have_the_numbers_of_their_own_steps() -> None:
+    expected, resumed = [], []
+    for _ in range(2):
+        torch.manual_seed(1)
+        loader = PositionedLoader(DataLoader(Plain(8), 2, shuffle=True))
+        run = steps(loader)
+        next(run)
+        resumed.append(PositionedLoader(DataLoader(Plain(8), 2, shuffle=True)))
+        resumed[-1].load_state_dict(loader.state_dict())
+        RandomState().load_state_dict(RandomState().state_dict())  # as a manager does last
+        expected.append([*islice(run, 7)])
+    assert [[*islice(steps(loader), 7)] for loader in resumed] == expected
 
 
 def test_a_step_of_an_earlier_version_without_the_state_of_its_data_is_refused() -> None:

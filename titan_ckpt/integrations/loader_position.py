@@ -21,7 +21,7 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from enum import Enum
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.utils.data import DataLoader, DistributedSampler
@@ -32,7 +32,7 @@ from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_
 from titan_ckpt.components.known.streams import seeds_of
 from titan_ckpt.errors import LoadMismatchError, counted, refuse
 from titan_ckpt.integrations.loader_reading import END, reading_of
-from titan_ckpt.process import process_state
+from titan_ckpt.process import RandomState, process_state
 
 _log = logging.getLogger(__name__)
 _UNREAD = object()
@@ -60,8 +60,8 @@ class _Following(Enum):
     UNKNOWN, ANOTHER, NONE_HERE, NONE = range(4)
 
 
-_WAITING: WeakSet[PositionedLoader] = WeakSet()
-"""Those that have loaded a position, of which the first one that begins sets the random states of the process."""
+_WAITING: WeakKeyDictionary[PositionedLoader, int] = WeakKeyDictionary()
+"""Those that have loaded a position, by the number of the load, of which the first one sets the process's states."""
 
 
 class PositionedLoader:
@@ -218,7 +218,9 @@ class PositionedLoader:
             if resumed["now"] and not self.num_batches:
                 self._random.set(now)
             resumed = {**resumed, "now": now}
-            _WAITING.clear()
+            begun = _WAITING.pop(self, None)
+            for other in [each for each, number in _WAITING.items() if number == begun]:
+                del _WAITING[other]
         self._at_start = None
         num_left, is_unread, self._is_unread = self._num_left, self._is_unread and self.reads_to_end, False
         self.begin_epoch()
@@ -253,6 +255,7 @@ class PositionedLoader:
         """Go on to the next epoch, if the loop was in one."""
         if self.is_told_draws and self._at_start not in (None, process_state()):
             _log.warning(f"data: {_DRAWN}")
+            self.is_told_draws = False
         if self.is_over:
             self.begin_next()
         elif self.num_batches:
@@ -322,7 +325,7 @@ class PositionedLoader:
         if self.num_batches == length_of(self.loader):  # else it would be the end
             self._following = _Following.ANOTHER
         self._random.set_data(state_dict["of_data"])
-        _WAITING.add(self)
+        _WAITING[self] = RandomState.num_set
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Continue at the position of a different number of ranks, if it is one of whole batches.

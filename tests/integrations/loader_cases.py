@@ -446,6 +446,10 @@ def plain(batch: Any) -> Any:
     return batch.tolist() if isinstance(batch, torch.Tensor) else batch
 
 
+def interleaved() -> Any:
+    return interleave_datasets([numbers(), numbers(50)], probabilities=[0.4, 0.6], seed=3)
+
+
 def shuffled() -> Any:
     return HuggingFaceDataset.from_dict({"a": [*range(40)]}).to_iterable_dataset(3).shuffle(7, buffer_size=16)
 

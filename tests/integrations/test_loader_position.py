@@ -42,6 +42,7 @@ from tests.integrations.loader_cases import (
     by_own_generator,
     drawing,
     end_workers,
+    interleaved,
     judge,
     judge_sampler,
     judge_stream,
@@ -288,6 +289,16 @@ def test_data_that_does_not_say_where_it_begins_after_a_left_epoch_is_refused(
             with pytest.raises(ConfigError, match=f"next_epoch: .*{name}.* does not say where an epoch begins"):
                 loader.next_epoch()
     assert loader.epoch == 1
+
+
+def test_a_stream_that_workers_interleave_at_random_is_read_again_before_each_has_returned_a_batch() -> None:
+    """Until then its state has the random numbers of the first worker for all of them."""
+    run = steps(loader := PositionedLoader(StatefulDataLoader(interleaved(), 2, num_workers=2)))
+    next(run)
+    resumed = PositionedLoader(StatefulDataLoader(interleaved(), 2, num_workers=2))
+    resumed.load_state_dict(loader.state_dict())
+    expected = [*islice(run, 6)]
+    assert [*islice(steps(resumed), 6)] == expected
 
 
 def test_a_generator_that_the_run_had_and_has_no_more_is_refused_by_name() -> None:

@@ -27,6 +27,7 @@ from tests.integrations.loader_cases import (
     Shared,
     Stream,
     end_workers,
+    interleaved,
     numbers,
     plain,
     take_share,
@@ -78,6 +79,13 @@ def test_the_loader_of_torchdatas_nodes_is_refused_by_name(look: Callable[[Any],
     """Each epoch of a sampler with a generator would be the first one again."""
     with pytest.raises(ConfigError, match=r"torchdata\.nodes\.loader\.Loader: its state leaves out the generators"):
         look(nodes.Loader(nodes.SamplerWrapper(range(4))))
+
+
+def test_a_stream_that_several_workers_interleave_at_random_is_refused_by_name() -> None:
+    """datasets shifts the numbers of each worker when it is read, and says those of the first one until then."""
+    assert [*unwrapped_faults(StatefulDataLoader(interleaved(), 2, num_workers=1), ())] == []
+    (line,) = unwrapped_faults(StatefulDataLoader(interleaved(), 2, num_workers=2), ())
+    assert "RandomlyCyclingMultiSourcesExamplesIterable: before a worker has returned a batch" in line
 
 
 def position(loader: Any) -> DataPosition:

@@ -29,7 +29,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from titan_ckpt.components.known.loaders import is_of_torchdata, samplers_of, stateful_faults, unasked_faults
 from titan_ckpt.components.known.stateful_loader import begin_at, state_of
-from titan_ckpt.components.known.streams import begin_once, is_shuffled, stream_faults
+from titan_ckpt.components.known.streams import begin_once, drawn_by_workers, is_shuffled, stream_faults
 from titan_ckpt.components.unsaved_state import fault_of
 from titan_ckpt.errors import ConfigError, refuse
 from titan_ckpt.integrations.data_order import OrderWatch, collator_faults, has_state, sampler_faults
@@ -276,6 +276,8 @@ def _why_again(loader: Any, stream: Any) -> str:
         return f"the stream has fewer shards ({stream.num_shards}) than ranks, so each rank reads all of it"
     if loader.num_workers and not has_state(loader):
         return "worker processes keep their positions to themselves"
+    if drawn_by_workers(loader):
+        return "the state of interleave_datasets() has the random numbers of the first worker for all of them at first"
     return ""
 
 

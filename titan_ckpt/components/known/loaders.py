@@ -19,6 +19,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from titan_ckpt.components.classes import is_own, names_of, own_and_base
+from titan_ckpt.components.known.streams import drawn_by_workers
 from titan_ckpt.components.unsaved_state import codes_of, fault_of, stored_by_code_of
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.process import codes_within, generators_kept, held_by, held_generators, is_random
@@ -37,6 +38,10 @@ _NOT_HELD = "its state leaves out the generators of its samplers: take a torchda
 _IN_ANOTHER = (
     "a StatefulDataLoader does not hold its order, and a resumed run would go on in another one: wrap the loader in "
     "titan_ckpt.PositionedLoader"
+)
+_BY_WORKERS = (
+    "before a worker has returned a batch of an epoch, its state has the random numbers of another one: use one "
+    "worker, or let the stream be the dataset of a loader in titan_ckpt.PositionedLoader"
 )
 _COPIED = (
     "each worker process draws from a copy of its own, which no step holds: draw from the process's random numbers, "
@@ -136,6 +141,8 @@ def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
                 "after a second resume it leaves samples out. Give it both"
             )
             yield from fault_of("data:", loader.dataset, reason, allow)
+        for part in drawn_by_workers(loader):
+            yield from fault_of("data:", part, _BY_WORKERS, allow)
         if loader.persistent_workers and hasattr(loader.dataset, "_starting_state_dict"):
             yield (
                 "data: persistent_workers: a worker that is kept would begin each later epoch of the stream at the "

@@ -29,6 +29,7 @@ _HOME = "datasets.iterable_dataset"
 _MAX_ITEMS = 256
 """Longer lists and dicts hold data."""
 _SHUFFLED = f"{_HOME}.BufferShuffledExamplesIterable"
+_INTERLEAVED = f"{_HOME}.RandomlyCyclingMultiSourcesExamplesIterable"
 _BUFFER = (
     "the state of a stream leaves out the buffer of shuffle(), and a resumed run would never train on it: give the "
     "stream to a DataLoader in titan_ckpt.PositionedLoader, which reads the epoch again, or shuffle a Dataset before "
@@ -112,6 +113,17 @@ def functions_of(data: Any) -> list[Any]:
 def is_shuffled(stream: Any) -> bool:
     """Return whether a stream of datasets has a buffer of shuffle(), which its state leaves out."""
     return any(class_name(part) == _SHUFFLED for part in _parts(stream))
+
+
+def drawn_by_workers(loader: Any) -> list[Any]:
+    """Return the parts of a loader's streams whose random numbers each of several worker processes begins otherwise.
+
+    datasets says those of the first worker until a worker is read, and a loader's state may be of that moment.
+    """
+    if getattr(loader, "num_workers", 0) < 2:
+        return []
+    parts = [part for stream in _streams(loader.dataset) for part in _parts(stream)]
+    return [part for part in parts if class_name(part) == _INTERLEAVED]
 
 
 def seeds_of(data: Any) -> list[int]:

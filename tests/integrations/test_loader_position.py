@@ -16,7 +16,7 @@ import torch
 from datasets import IterableDataset as Streamed
 from datasets import interleave_datasets
 from requests import Session
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from transformers import DataCollatorForLanguageModeling
@@ -203,6 +203,11 @@ def test_what_draws_by_workers_is_judged_where_there_is_no_dataset_or_no_state(o
     said = [*unwrapped_faults(over(), ())]
     assert len(said) == isinstance(over(), StatefulDataLoader), said
     PositionedLoader(over(), allow=[class_name(Unsaid())])
+
+
+def test_a_generator_of_data_whose_state_this_process_cannot_ask_for_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"random\.Random: each worker process draws from a copy of its own"):
+        PositionedLoader(StatefulDataLoader(OfWorker(), num_workers=1))
 
 
 def left(loader: PositionedLoader, form: str, epochs: int, saved: list[Any]) -> list[Any]:
@@ -570,6 +575,16 @@ class Unsaid(Unknown):
 
     def __iter__(self) -> Iterator[int]:
         return iter([self.random.randrange(9)])
+
+
+class OfWorker(Unsaid):
+    """The same, with a state that worker processes alone can give."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": get_worker_info().id, "random": self.random.getstate()}  # type: ignore[union-attr]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.random.setstate(state["random"])
 
 
 class Stated(Plain):

@@ -16,7 +16,7 @@ import torch
 from datasets import IterableDataset as Streamed
 from datasets import interleave_datasets
 from requests import Session
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, Sampler, get_worker_info
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 from transformers import DataCollatorForLanguageModeling
@@ -59,6 +59,7 @@ from titan_ckpt.components.items.item import DataRank
 from titan_ckpt.components.known.loaders import unwrapped_faults
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
+from titan_ckpt.process import RandomState
 
 pytestmark = pytest.mark.usefixtures("cheap_forks", "workers_end")
 
@@ -173,13 +174,14 @@ def test_random_numbers_between_a_save_at_an_epochs_end_and_the_next_epoch_are_t
 
 def test_runs_of_one_process_that_are_loaded_before_either_goes_on_have_the_numbers_of_their_own_steps() -> None:
     expected, resumed = [], []
-    for seed in (1, 2):
-        torch.manual_seed(seed)
+    for _ in range(2):
+        torch.manual_seed(1)
         loader = PositionedLoader(DataLoader(Plain(8), 2, shuffle=True))
         run = steps(loader)
         next(run)
         resumed.append(PositionedLoader(DataLoader(Plain(8), 2, shuffle=True)))
         resumed[-1].load_state_dict(loader.state_dict())
+        RandomState().load_state_dict(RandomState().state_dict())  # as a manager does last
         expected.append([*islice(run, 7)])
     assert [[*islice(steps(loader), 7)] for loader in resumed] == expected
 
@@ -203,6 +205,11 @@ def test_what_draws_by_workers_is_judged_where_there_is_no_dataset_or_no_state(o
     said = [*unwrapped_faults(over(), ())]
     assert len(said) == isinstance(over(), StatefulDataLoader), said
     PositionedLoader(over(), allow=[class_name(Unsaid())])
+
+
+def test_a_generator_of_data_whose_state_this_process_cannot_ask_for_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"random\.Random: each worker process draws from a copy of its own"):
+        PositionedLoader(StatefulDataLoader(OfWorker(), num_workers=1))
 
 
 def left(loader: PositionedLoader, form: str, epochs: int, saved: list[Any]) -> list[Any]:
@@ -572,6 +579,16 @@ class Unsaid(Unknown):
 
     def __iter__(self) -> Iterator[int]:
         return iter([self.random.randrange(9)])
+
+
+class OfWorker(Unsaid):
+    """The same, with a state that worker processes alone can give."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"of": get_worker_info().id, "random": self.random.getstate()}  # type: ignore[union-attr]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.random.setstate(state["random"])
 
 
 class Stated(Plain):

@@ -33,7 +33,7 @@ from titan_ckpt.components.known.streams import seeds_of
 from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError, counted, refuse
 from titan_ckpt.integrations.loader_reading import END, reading_of
-from titan_ckpt.process import process_state
+from titan_ckpt.process import RandomState, process_state
 
 _log = logging.getLogger(__name__)
 _UNREAD = object()
@@ -61,8 +61,8 @@ class _Following(Enum):
     UNKNOWN, ANOTHER, NONE_HERE, NONE = range(4)
 
 
-_WAITING: WeakKeyDictionary[PositionedLoader, bytes] = WeakKeyDictionary()
-"""Those that have loaded a position, and the process's random states in it, which the first one that begins sets."""
+_WAITING: WeakKeyDictionary[PositionedLoader, int] = WeakKeyDictionary()
+"""Those that have loaded a position, by the number of the load, of which the first one sets the process's states."""
 
 
 class PositionedLoader:
@@ -220,7 +220,7 @@ class PositionedLoader:
                 self._random.set(now)
             resumed = {**resumed, "now": now}
             begun = _WAITING.pop(self, None)
-            for other in [each for each, random in _WAITING.items() if random == begun]:
+            for other in [each for each, number in _WAITING.items() if number == begun]:
                 del _WAITING[other]
         self._at_start = None
         num_left, is_unread, self._is_unread = self._num_left, self._is_unread and self.reads_to_end, False
@@ -326,7 +326,7 @@ class PositionedLoader:
         if self.num_batches == length_of(self.loader):  # else it would be the end
             self._following = _Following.ANOTHER
         self._random.set_data(state_dict["of_data"])
-        _WAITING[self] = typed_json.dumps(state_dict["now"]["random"])
+        _WAITING[self] = RandomState.num_set
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Continue at the position of a different number of ranks, if it is one of whole batches.

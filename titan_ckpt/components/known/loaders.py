@@ -11,6 +11,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Collection, Iterator
+from contextlib import suppress
 from itertools import pairwise
 from types import CodeType
 from typing import Any
@@ -190,13 +191,20 @@ def _left_out(data: Any) -> list[Any]:
     found = []
     for generator in _drawn_by([data], _FOR_SAMPLES) if hasattr(data, "state_dict") else ():
         with generators_kept(beside=[generator]):
-            before = typed_json.dumps(data.state_dict())
+            before = _stated(data)
             if isinstance(generator, torch.Generator):
                 torch.rand((), generator=generator, device=generator.device)
             else:
                 generator.random()
-            found += [generator] if typed_json.dumps(data.state_dict()) == before else []
+            found += [generator] if _stated(data) == before else []
     return found
+
+
+def _stated(data: Any) -> bytes | None:
+    """Return the state of data; None if it has one in worker processes alone, as one that asks for their number."""
+    with suppress(Exception):  # whatever the user's object raises where it was not read
+        return typed_json.dumps(data.state_dict())
+    return None
 
 
 def stated_in(data: Any) -> list[Any]:

@@ -449,6 +449,11 @@ def interleaved() -> Any:
     return interleave_datasets([numbers(), numbers(50)], probabilities=[0.4, 0.6], seed=3)
 
 
+@functools.cache
+def table(first: int, number: int) -> Any:
+    return HuggingFaceDataset.from_dict({"a": [*range(first, first + number)]})
+
+
 def shuffled() -> Any:
     return table(0, 40).to_iterable_dataset(3).shuffle(7, buffer_size=16)
 

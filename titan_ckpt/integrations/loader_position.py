@@ -30,7 +30,6 @@ from titan_ckpt.components.classes import class_name, is_of_library, names_of
 from titan_ckpt.components.items.item import DataRank
 from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_torchdata, length_of, samplers_of
 from titan_ckpt.components.known.streams import seeds_of
-from titan_ckpt.encoding import typed_json
 from titan_ckpt.errors import LoadMismatchError, counted, refuse
 from titan_ckpt.integrations.loader_reading import END, reading_of
 from titan_ckpt.process import RandomState, process_state

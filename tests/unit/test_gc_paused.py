@@ -39,7 +39,7 @@ def test_the_collector_works_while_a_background_export_is_proved(
 
 
 def test_a_process_tells_what_it_freezes_itself_from_what_it_began_with() -> None:
-    """Where nothing was frozen since, no load gives the collector all imports back to look for wrappers among them."""
+    """A load gives the collector all imports back, to find wrappers among them, only if something was frozen since."""
 
     def found() -> list[bool]:
         before = has_frozen()

@@ -327,8 +327,10 @@ class Exporter:
         assets: Place | None = Path(config.assets) if config.assets else transforms.assets
         if assets is None and base is not None and base.path.is_dir():
             assets = base.path
-        if assets is None and (gone := [source.path for source in self.initial_load if self._located(source) is None]):
-            logger.warning("%s: not there, so the export gets no tokenizer from it", listed(gone, ", "))
+        if assets is None and self.coordinator.rank == 0:
+            for source in self.initial_load:
+                if self._located(source) is None:
+                    logger.warning("%s: not there, so the export gets no tokenizer from it", source.path)
         quantizer = quantizer_of(self.model.converter) if config.quantized else None
         groups: Sequence[FileGroup] = transforms.to_file(tensors, self.model.converter, _dtype(config, base))
         format_ = HuggingFaceFormat(

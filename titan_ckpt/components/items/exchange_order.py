@@ -194,7 +194,7 @@ def _around(models: Collection[nn.Module]) -> list[tuple[int, DistributedDataPar
     places = {id(p): n for n, p in parameters if p is not None and not isinstance(p, DTensor)}  # DDP takes no DTensor
     wrappers = instances_of(DistributedDataParallel) if places else []
     others = places.keys() - {id(p) for ddp in wrappers for p in ddp.parameters()}
-    if others and has_frozen():  # last: it counts
+    if others and has_frozen():  # last: it may count every frozen object
         wrappers = instances_of(DistributedDataParallel, frozen=True)
     first = [min((places[id(p)] for p in ddp.parameters() if id(p) in places), default=None) for ddp in wrappers]
     return [(place, ddp) for place, ddp in zip(first, wrappers, strict=True) if place is not None]

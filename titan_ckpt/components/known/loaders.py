@@ -126,10 +126,10 @@ def seed_evaluation_apart(loader: DataLoader[Any]) -> None:
 
 
 def stateful_faults(loader: Any, allow: Collection[str]) -> Iterator[str]:
-    """Yield one line for a stream whose position torchdata's StatefulDataLoader loses, and for samplers.
+    """Yield one line for a stream whose position torchdata's StatefulDataLoader loses, and for each sampler it loses.
 
-    For one whose order a resumed run draws anew, or whose next order depends on what only its state holds, unless the
-    loader asks for that.
+    A sampler is lost if a resumed run draws its order anew, or if its next order depends on what only its state holds
+    and the loader does not ask for that.
     """
     if _NODES in names_of(type(loader)):
         yield from fault_of("data:", loader, _NOT_HELD, allow)

@@ -76,7 +76,7 @@ def begin_at(loader: Any, state: dict[str, Any], drawn: Sequence[Any] | None) ->
     def make() -> Any:
         del loader._get_iterator  # noqa: SLF001 - torchdata has no public name for it
         epochs = epochs_of(loader) if state.get("_iterator_finished") else []
-        with generators_kept(), _order_ended(loader, state), workers_ended(loader, state):
+        with generators_kept(), _order_ended(loader, state), _workers_ended(loader, state):
             iterator = loader._iterator = loader._get_iterator()  # noqa: SLF001 - as above
         for sampler, epoch in zip(told_samplers(loader), epochs, strict=False):  # workers have read an order ahead
             sampler.set_epoch(epoch)
@@ -166,7 +166,7 @@ class _Ended:
 
 
 @contextmanager
-def workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
+def _workers_ended(loader: Any, state: dict[str, Any]) -> Iterator[None]:
     """Let workers that have returned a stream's smaller, last batch begin with no more, as they ended.
 
     By then the state of a stream is that of its next epoch, and torchdata's workers would read that in this one.

@@ -26,9 +26,6 @@ _Kind = TypeVar("_Kind")
 class RandomState:
     """All generators of the process as one Stateful; every rank has its own."""
 
-    num_set = 0
-    """How often the process's generators were set to a state, as every load does at its end."""
-
     def state_dict(self) -> dict[str, Any]:
         """Return every generator's state as tensors and tuples, which typed JSON encodes."""
         state: dict[str, Any] = {
@@ -47,7 +44,6 @@ class RandomState:
 
         The state of the device that was the current one goes to the one that is now: a rank may get another device.
         """
-        RandomState.num_set += 1
         random.setstate(state_dict["python"])
         np.random.set_state(state_dict["numpy"])  # noqa: NPY002
         torch.set_rng_state(state_dict["torch"])

@@ -55,11 +55,12 @@ from tests.integrations.loader_cases import (
     with_noise,
 )
 from titan_ckpt.components.classes import class_name
-from titan_ckpt.components.items.item import DataRank
+from titan_ckpt.components.items.item import DataRank, Stored
+from titan_ckpt.components.items.states import Generators
 from titan_ckpt.components.known.loaders import unwrapped_faults
 from titan_ckpt.errors import ConfigError, LoadMismatchError
 from titan_ckpt.integrations.loader_position import PositionedLoader
-from titan_ckpt.process import RandomState
+from titan_ckpt.process import generators_kept
 
 pytestmark = pytest.mark.usefixtures("cheap_forks", "workers_end")
 
@@ -172,6 +173,12 @@ def test_random_numbers_between_a_save_at_an_epochs_end_and_the_next_epoch_are_t
     assert ["between a save after an epoch's last batch" in line for line in said] == [True] * (generator is None)
 
 
+def end_load() -> None:
+    """Set the process's generators to what they are, as a manager's load does last."""
+    generators = Generators()
+    generators.restore(Stored(1, {generators.key: generators.value({})}), {})
+
+
 def test_runs_of_one_process_that_are_loaded_before_either_goes_on_have_the_numbers_of_their_own_steps() -> None:
     expected, resumed = [], []
     for _ in range(2):
@@ -181,9 +188,30 @@ def test_runs_of_one_process_that_are_loaded_before_either_goes_on_have_the_numb
         next(run)
         resumed.append(PositionedLoader(DataLoader(Plain(8), 2, shuffle=True)))
         resumed[-1].load_state_dict(loader.state_dict())
-        RandomState().load_state_dict(RandomState().state_dict())  # as a manager does last
+        end_load()
         expected.append([*islice(run, 7)])
     assert [[*islice(steps(loader), 7)] for loader in resumed] == expected
+
+
+def test_loaders_of_one_load_go_on_in_turn_whatever_else_the_load_restores() -> None:
+    """Between them a load may keep the process's generators, as it does where it begins a loader of torchdata."""
+
+    def loaders() -> list[PositionedLoader]:
+        return [
+            PositionedLoader(DataLoader(Plain(8), 2, collate_fn=lambda rows: rows[0] + torch.rand(()))) for _ in "ab"
+        ]
+
+    before = loaders()
+    run = zip(*map(steps, before), strict=True)
+    next(run)
+    again = loaders()
+    for old, new in zip(before, again, strict=True):
+        new.load_state_dict(old.state_dict())
+        with generators_kept():
+            torch.rand(())
+    end_load()
+    expected = [*islice(run, 3)]
+    assert [*islice(zip(*map(steps, again), strict=True), 3)] == expected
 
 
 def test_a_step_of_an_earlier_version_without_the_state_of_its_data_is_refused() -> None:

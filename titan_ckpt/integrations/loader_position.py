@@ -28,11 +28,12 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from titan_ckpt.components.classes import class_name, is_of_library, names_of
 from titan_ckpt.components.items.item import DataRank
+from titan_ckpt.components.items.states import Generators
 from titan_ckpt.components.known.loaders import POSITIONED, begin_afresh, is_of_torchdata, length_of, samplers_of
 from titan_ckpt.components.known.streams import seeds_of
 from titan_ckpt.errors import LoadMismatchError, counted, refuse
 from titan_ckpt.integrations.loader_reading import END, reading_of
-from titan_ckpt.process import RandomState, process_state
+from titan_ckpt.process import process_state
 
 _log = logging.getLogger(__name__)
 _UNREAD = object()
@@ -325,7 +326,7 @@ class PositionedLoader:
         if self.num_batches == length_of(self.loader):  # else it would be the end
             self._following = _Following.ANOTHER
         self._random.set_data(state_dict["of_data"])
-        _WAITING[self] = RandomState.num_set
+        _WAITING[self] = Generators.num_loads
 
     def load_state_dicts(self, state_dicts: Sequence[dict[str, Any]]) -> None:
         """Continue at the position of a different number of ranks, if it is one of whole batches.

